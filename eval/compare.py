@@ -1,11 +1,13 @@
 """Paired differences of two evaluations that measured the same thing.
 
     flowalign eval compare a/results.json b/results.json [--models base student]
+    flowalign eval compare a/results.json flow_grpo [--models base]
 
 These must be equal: the version of the file, the sampler (steps, guidance, seed, size), and for
 each benchmark the reward with its engine and options, the prompts and the images per prompt. If a
 smaller `limit` left one with the first prompts of the other, these are compared. The base model,
-its dtype and the versions of libraries may differ.
+its dtype and the versions of libraries may differ, and a seed that is not known. With a protocol in
+place of the second file, the first key in which each benchmark differs from it is named.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from typing import Any, NamedTuple
 
 from pydantic import BaseModel, Field, ValidationError
 
+from flowalign.config.protocols import PROTOCOLS, deviation
 from flowalign.eval import stats
 from flowalign.system import manifest
 from flowalign.system.escape import escaped, shown, table
@@ -25,7 +28,7 @@ from flowalign.system.exit import refusing
 from flowalign.types import EvalRow
 
 VERSION = 1  # of results.json; raised whenever an older reader would misread a newer file
-SAMPLER = ("steps", "guidance", "seed", "height", "width", "max_sequence_length")
+SAMPLER = ("height", "width", "steps", "guidance", "max_sequence_length", "seed")
 
 
 class Incomparable(ValueError):
@@ -106,7 +109,8 @@ def differences(
     """Why two models' results do not compare; [] if they do."""
     models = first["models"][names[0]], second["models"][names[1]]
     a, b = (model["settings"] for model in models)
-    problems = [f"{key}: {x!r} and {y!r}" for key, x, y in _unequal(a, b) if key in SAMPLER]
+    unequal = {key: (x, y) for key, x, y in _unequal(a, b) if key != "seed" or None not in (x, y)}
+    problems = ["{}: {!r} and {!r}".format(key, *unequal[key]) for key in SAMPLER if key in unequal]
     shared = sorted(set(first["benchmarks"]) & set(second["benchmarks"]))
     if not shared:
         listed = [sorted(document["benchmarks"]) for document in (first, second)]
@@ -142,7 +146,10 @@ def compare(
     """{benchmark: second minus first} of those in common; Incomparable with the `differences`."""
     if problems := differences(first, second, names):
         listed = "\n  - ".join(["these results do not compare:", *problems])
-        raise Incomparable(f"{listed}\nEvaluate both with one config.")
+        raise Incomparable(
+            f"{listed}\nEvaluate both with one config. Of another program's images, say how they "
+            "were sampled, where that is None: in `models`, or by --protocol."
+        )
     result = {}
     for name, about in first["benchmarks"].items():
         if name in second["benchmarks"]:
@@ -157,8 +164,10 @@ def compare(
     return result
 
 
-def markdown(differences: Mapping[str, EvalRow], names: tuple[str, str]) -> str:
-    """A table: benchmark, difference ± standard error, interval, pairs."""
+def markdown(
+    differences: Mapping[str, EvalRow], names: tuple[str, str], shared: str = "prompts and noise"
+) -> str:
+    """A table: benchmark, difference ± standard error, interval, pairs. shared: by both."""
     first, second = map(escaped, names)
     rows = []
     for name, row in differences.items():
@@ -166,7 +175,7 @@ def markdown(differences: Mapping[str, EvalRow], names: tuple[str, str]) -> str:
         ends = f"{row.low:+.4f} to {row.high:+.4f}"
         rows.append([escaped(name), escaped(row.metric), gap, ends, str(row.n)])
     lines = table(["benchmark", "metric", "difference", "95 %", "n"], rows)
-    title = f"{second} − {first}, paired: same prompts and noise."
+    title = f"{second} − {first}, paired: same {shared}."
     return "\n".join([title, "", *lines]) + "\n"
 
 
@@ -177,17 +186,29 @@ def main(argv: Sequence[str]) -> int:
         "flowalign eval compare", description="Paired differences of two results.json."
     )
     parser.add_argument("first")
-    parser.add_argument("second")
-    parser.add_argument("--models", nargs=2, metavar=("FIRST", "SECOND"), default=(None, None))
+    parser.add_argument("second", help=f"a file, or one of {', '.join(PROTOCOLS)}")
+    parser.add_argument("--models", nargs="+", metavar="MODEL", default=[None, None])
     args = parser.parse_args(argv)
+    if args.second in PROTOCOLS and not Path(args.second).exists():
+        document = load_results(args.first)
+        model = document["models"][model_of(document, args.models[0], args.first)]
+        differ = {}
+        for name, about in document["benchmarks"].items():
+            images = 1 + max((row.get("copy", 0) for row in model["images"][name]), default=0)
+            differ[name] = deviation(args.second, model["settings"], about, images)
+            print(shown(f"{name}: {differ[name] or 'agrees'}"))
+        return 2 if any(differ.values()) else 0
+    if len(args.models) != 2:
+        raise Incomparable("--models: want two names, one for each file.")
     documents = load_results(args.first), load_results(args.second)
     names = (
         model_of(documents[0], args.models[0], args.first),
         model_of(documents[1], args.models[1], args.second),
     )
     result = compare(*documents, names)
-    print(markdown(result, names), end="")
     models = [d["models"][name] for d, name in zip(documents, names, strict=True)]
+    known = all(model["settings"].get("seed") is not None for model in models)
+    print(markdown(result, names, "prompts and noise" if known else "prompts"), end="")
     for name in result:
         a, b = (len(model["images"][name]) for model in models)
         if a != b:

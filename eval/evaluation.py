@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -73,15 +73,21 @@ def _evaluate(config: EvalStage, accelerator: Accelerator) -> None:
     if accelerator.is_main_process:
         files.remove_leftovers(config.output)
     accelerator.wait_for_everyone()
+    backbone, weights, digests, update = None, "", {}, {}
     with phase("loading the models"):
-        sets = build_sets(config.benchmarks, "benchmarks", accelerator.device, config.model)
-        reference = load_reference(config, sets, accelerator.device)
-        backbone = Backbone.load(config.model, accelerator.device)
-        base = (backbone.core, backbone.pipe.vae, *backbone.family.encoders)
-        weights = placement.fingerprint(base)  # before the adapters
-        digests = load_adapters(backbone, config)
-    length = {"max_sequence_length": backbone.text.max_sequence_length}  # where it is null
-    config = config.model_copy(update={"model": config.model.model_copy(update=length)})
+        model, device = config.model if config.adapters else None, accelerator.device
+        sets = build_sets(config.benchmarks, "benchmarks", device, model, config.given)
+        if size := sets[0].prompts.size:  # of the images, where no model says it
+            update = {} if model else {"height": size[0], "width": size[1], "sizes": None}
+        config = config.model_copy(update={"model": config.model.model_copy(update=update)})
+        reference = load_reference(config, sets, device)
+        if model:
+            backbone = Backbone.load(model, device)
+            base = (backbone.core, backbone.pipe.vae, *backbone.family.encoders)
+            weights = placement.fingerprint(base)  # before the adapters
+            digests = load_adapters(backbone, config)
+            update = {"max_sequence_length": backbone.text.max_sequence_length}  # where it is null
+    config = config.model_copy(update={"model": config.model.model_copy(update=update)})
     stores = open_stores(config, sets, weights, digests, accelerator)
     exports = [
         Export(Path(config.output), model, images, stores[model, images.name])
@@ -100,7 +106,9 @@ def _evaluate(config: EvalStage, accelerator: Accelerator) -> None:
                 distances[model] = reference.distance([scored[name] for name in shared])
         benchmarks = [judge for images in sets for judge in images.judges]
         panels = drift_panels(config, backbone, sets, judged)
-        print(write_files(config, Results(benchmarks, judged, distances, panels)))
+        seeds = {config.settings_of(model)["seed"] for model in config.models}
+        shared = f"same prompts{' and noise' * (len(seeds) == 1 and None not in seeds)}"
+        print(write_files(config, Results(benchmarks, judged, distances, panels, shared)))
         for export in exports:
             export.write()
             print(f"{export.images.layout}: {export.folder}")
@@ -110,7 +118,7 @@ def _evaluate(config: EvalStage, accelerator: Accelerator) -> None:
 def load_adapters(backbone: Backbone, config: EvalStage) -> dict[str, str | None]:
     """Load the adapters of all models -> {model: its digest, None for the base}, or ConfigError."""
     digests: dict[str, str | None] = {}
-    for name, folder in config.models.items():
+    for name, folder in config.adapters.items():
         digests[name] = None
         if folder is None:
             continue
@@ -136,8 +144,10 @@ def _adapter(name: str) -> str:
     return f"eval_{name}"  # a bare `attn`, say, would also match the model's layers
 
 
-def using(backbone: Backbone, config: EvalStage, name: str) -> AbstractContextManager[None]:
+def using(backbone: Backbone | None, config: EvalStage, name: str) -> AbstractContextManager[None]:
     """One of the config's models, inside the `with`."""
+    if backbone is None or name in config.given:
+        return nullcontext()
     return backbone.adapter(None if config.models[name] is None else _adapter(name))
 
 
@@ -158,7 +168,7 @@ def admit(stores: Iterable[Store], exports: Sequence[Export], accelerator: Accel
 
 
 def score_models(
-    backbone: Backbone,
+    backbone: Backbone | None,
     config: EvalStage,
     sets: Sequence[ImageSet],
     reference: Reference | None,
@@ -182,7 +192,7 @@ def score_models(
             work = f"the evaluation of {name} on {images.name}"
             with phase(work), using(backbone, config, name):
                 scored = judge_set(
-                    backbone,
+                    None if name in config.given else backbone,
                     images,
                     config.sampling_of(name),
                     accelerator,
@@ -212,15 +222,15 @@ def score_models(
 
 def drift_panels(
     config: EvalStage,
-    backbone: Backbone,
+    backbone: Backbone | None,
     sets: Sequence[ImageSet],
     judged: Mapping[str, Mapping[str, Judged]],
 ) -> list[Panel]:
     """Drift of every model but the base on every image set, as far as pictures were kept; none
     without `alarm`, and without the base model among the models."""
     panels: list[Panel] = []
-    base = next((name for name, adapter in config.models.items() if adapter is None), None)
-    if config.alarm is None or base is None:
+    base = next((name for name, adapter in config.adapters.items() if adapter is None), None)
+    if config.alarm is None or base is None or backbone is None:
         return panels
     for images in sets:
         if not images.judges or not judged[base][images.judges[0].name].pictures:

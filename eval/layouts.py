@@ -9,25 +9,27 @@ prompt, with four square images in a 2x2 grid in reading order (`--pic-num 4`), 
 (`--pic-num 1`). <item> is the prompt's file without .txt, which is the `item_id` of dpg_bench.csv;
 the script takes it from the name up to its first ".". `--resolution` is the side of one image.
 
-`geneval` (djghosh13/geneval): FOLDER/00000/metadata.jsonl and FOLDER/00000/samples/00000.png; see
-`flowalign.eval.geneval_folder`, which also reads and scores such a folder.
+`geneval` (djghosh13/geneval@af4902f, evaluate_images.py): FOLDER/00000/metadata.jsonl, a line with
+tag, include, exclude and prompt, and FOLDER/00000/samples/00000.png, ..., equally many for all
+prompts. `flowalign eval --images FOLDER` scores it, too.
 
 A folder appears by one rename when it is complete.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from flowalign.eval import geneval_folder
 from flowalign.eval.store import Store, StoreError, another_run, read_record, write_record
 from flowalign.eval.store import differences as what_differs
+from flowalign.rewards.geneval import GenEval
 from flowalign.system.files import replacing
 from flowalign.training.report.pictures import png
 from flowalign.types import PromptBatch
@@ -112,16 +114,19 @@ def _write_dpg_bench(folder: Path, prompts: PromptBatch, index: int, images: Ten
 
 
 def _check_geneval(prompts: PromptBatch, shape: Shape) -> None:
-    for index in range(len(prompts)):
-        geneval_folder.check_metadata(_geneval_line(prompts, index), f"prompt {index}")
+    for index, metadata in enumerate(prompts.metadata):
+        if not isinstance(metadata.get("tag"), str):
+            raise ValueError(f"prompt {index}: metadata {str(metadata)[:80]!r} has no text `tag`")
+    GenEval.check_prompts(prompts.prompts, prompts.metadata)
 
 
 def _write_geneval(folder: Path, prompts: PromptBatch, index: int, images: Tensor) -> None:
-    geneval_folder.write(folder, [_geneval_line(prompts, index)], images[None], first=index)
-
-
-def _geneval_line(prompts: PromptBatch, index: int) -> dict[str, Any]:
-    return {**prompts.metadata[index], "prompt": prompts.prompts[index]}
+    row = {**prompts.metadata[index], "prompt": prompts.prompts[index]}
+    target = folder / f"{index:05}" / "samples"
+    target.mkdir(parents=True)
+    (target.parent / "metadata.jsonl").write_text(json.dumps(row))
+    for number, image in enumerate(images):
+        (target / f"{number:05}.png").write_bytes(png(image))
 
 
 def _check_length(name: str) -> None:

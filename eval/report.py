@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from flowalign.config import EvalStage, to_yaml
+from flowalign.config.protocols import PROTOCOLS, deviation
 from flowalign.eval.compare import VERSION
 from flowalign.eval.fidelity import GROUPS
 from flowalign.eval.stats import AVERAGE, FIDELITY, FIELDS, headline_rows, part_of
@@ -47,10 +48,11 @@ def write_files(config: EvalStage, results: Results) -> str:
     short, drawn = "No benchmark has a reward: images only.\n", []
     if results.benchmarks:
         title = config.report.title
-        title = title or f"flowalign eval: {len(results.judged)} models on {config.model.id}"
+        on = f"{len(results.judged)} models on {config.model.id}"
+        title = title or f"flowalign eval: {on if config.adapters else ', '.join(config.given)}"
         compared, sentences = tables(results, config.compare), conditions(config, results, versions)
-        equal = {name: text for name, a in config.models.items() if (text := unlearnt(a))}
-        said = [f"{name}: {text}." for name, text in equal.items()]
+        equal = {name: text for name, a in config.adapters.items() if (text := unlearnt(a))}
+        said = [f"{name}: {text}." for name, text in equal.items()] + agreement(config, results)
         sentences = [*said, *sentences]
         heads = [f"{escaped(text, length=1000)}\n" for text in said]
         short, long = "\n".join([*heads, *map(markdown, compared)]), details(results.rows)
@@ -59,9 +61,13 @@ def write_files(config: EvalStage, results: Results) -> str:
         texts["report.html"] = render(
             results, compared, title=title, conditions=sentences, config=to_yaml(config)
         )
+        for b in results.benchmarks:
+            if b.headline == "correct" and all("tag" in row for row in b.prompts.metadata):
+                for model, judged in results.judged.items():
+                    texts[f"geneval/{model}/{b.name}.jsonl"] = geneval_lines(judged[b.name].rows)
         if config.report.images:
             drawn.append("grid.png")
-            legend = "Same prompts and seeds in every row; below each image its score."
+            legend = f"{results.shared.capitalize()} in every row; below each image its score."
             marks = dict.fromkeys(equal, "kept: update 0")
             comparison(folder / "grid.png", blocks(results, marks), title=f"{title}. {legend}")
     for name, text in texts.items():
@@ -77,34 +83,66 @@ def document(config: EvalStage, results: Results, versions: Mapping[str, str]) -
     def listed(rows: Mapping[str, EvalRow]) -> list[dict[str, Any]]:
         return [vars(row) for row in rows.values()]
 
-    model_settings, models = config.model.model_dump(mode="json"), {}
+    models = {}
     for model, judged in results.judged.items():
         scores, first = results.scores(model), next(iter(results.judged))
         models[model] = {
-            "adapter": config.models[model],
+            "adapter": config.adapters.get(model),
             "rows": [vars(row) for row in results.rows[model]],
-            "settings": config.sampling_of(model).model_dump() | model_settings,
+            "settings": config.settings_of(model),
             "environment": versions,
             "fidelity": vars(scores[FIDELITY]) if FIDELITY in scores else None,
             "average": vars(scores[AVERAGE]) if AVERAGE in scores else None,
             "difference": listed(results.difference(model, first)) if model != first else [],
             "images": {name: images.rows for name, images in judged.items()},
         }
-    benchmarks = {}
-    for benchmark in results.benchmarks:  # what their numbers depend on
-        about = describe(benchmark.reward)
-        reward = {"reward": about.pop("name"), "headline": benchmark.headline}
-        benchmarks[benchmark.name] = reward | about
     return {
         "version": VERSION,
         "config": config.model_dump(mode="json"),
-        "benchmarks": benchmarks,
+        "benchmarks": {benchmark.name: _about(benchmark) for benchmark in results.benchmarks},
         "models": models,
         "compare": {
             model: {other: listed(results.difference(model, other)) for other in others}
             for model, others in config.compare.items()
         },
     }
+
+
+def _about(benchmark: Benchmark) -> dict[str, Any]:
+    """What its numbers depend on."""
+    about = describe(benchmark.reward)
+    return {"reward": about.pop("name"), "headline": benchmark.headline} | about
+
+
+def agreement(config: EvalStage, results: Results) -> list[str]:
+    """Whether each number agrees with the config's protocol, or the first key that differs."""
+    if config.protocol is None:
+        return []
+    name, said = config.protocol, []
+    for benchmark in results.benchmarks:
+        about = _about(benchmark)
+        for model in results.judged:
+            differs = deviation(name, config.settings_of(model), about, benchmark.copies)
+            text = f"not {name}: {differs}" if differs else name
+            said.append(f"{model} on {benchmark.name}: {text}.")
+    return [f"Protocol {name} ({PROTOCOLS[name].source}).", *said]
+
+
+def geneval_lines(rows: Sequence[Mapping[str, Any]]) -> str:
+    """What GenEval's evaluate_images.py would write of them; its summary_scores.py reads it."""
+    lines = [
+        {
+            "filename": f"{row['index']:05}/samples/{row['copy']:05}.png",
+            "tag": row["metadata"]["tag"],
+            "prompt": row["prompt"],
+            "correct": bool(row["correct"]),
+            "reason": row["reason"] or "",
+            "metadata": json.dumps({**row["metadata"], "prompt": row["prompt"]}),
+        }
+        for row in rows
+        if math.isfinite(row.get("correct", math.nan))
+    ]
+    return "".join(f"{json.dumps(line)}\n" for line in lines)
 
 
 def conditions(config: EvalStage, results: Results, versions: Mapping[str, str]) -> list[str]:
@@ -124,6 +162,11 @@ def conditions(config: EvalStage, results: Results, versions: Mapping[str, str])
         f"Images of {m.id} ({m.dtype}, {m.listed_sizes}) for {', '.join(counts)}: {s.steps} Euler "
         f"steps, guidance {s.guidance:g}{''.join(own)}, seed {s.seed}; scored at 8 bits a channel."
     ]
+    for name, given in config.given.items():
+        said = ", ".join(f"{k} {v}" for k, v in config.settings_of(name).items() if v is not None)
+        sentences.append(f"Another program made the images of {name} ({given.images}): {said}.")
+    if not config.adapters:
+        sentences[0] = f"{', '.join(counts)}; scored at 8 bits a channel."
     if len(results.benchmarks) > 1:
         sentences.append(
             "average: the unweighted mean of the benchmarks; its error takes them as independent, "

@@ -34,7 +34,7 @@ from flowalign.eval.stats import from_json
 from flowalign.rewards import describe
 from flowalign.system.escape import shown
 from flowalign.system.files import replacing, to_json
-from flowalign.system.manifest import json_sha256
+from flowalign.system.manifest import file_sha256, json_sha256
 from flowalign.training.data import spread
 from flowalign.training.report.pictures import pixels_of, png
 from flowalign.types import PromptBatch
@@ -60,7 +60,8 @@ class Store:
 
     settings: what the images depend on, as JSON, with the list of `prompts`. scores {judge: what
     its scores depend on}. saved_prompts: indices of the prompts whose images are written, None =
-    all. rank: of this process.
+    all. rank: of this process. files: the images, where another program made them; these are read
+    only.
     """
 
     def __init__(
@@ -71,8 +72,10 @@ class Store:
         *,
         saved_prompts: Container[int] | None = None,
         rank: int = 0,
+        files: Mapping[Key, Path] | None = None,
     ) -> None:
         self.folder, self.settings, self.saved_prompts = folder, dict(settings), saved_prompts
+        self._files = files
         self.score_folders = {
             judge: folder / f"scores_{json_sha256(depends)[:12]}"
             for judge, depends in scores.items()
@@ -141,7 +144,7 @@ class Store:
 
     def saves(self, key: Key) -> bool:
         """Whether that image is to be written."""
-        return self.saved_prompts is None or key[0] in self.saved_prompts
+        return not self._files and (self.saved_prompts is None or key[0] in self.saved_prompts)
 
     def save(self, key: Key, image: Tensor) -> None:
         """Write an image [3,H,W] if the store saves it and it is finite."""
@@ -156,8 +159,8 @@ class Store:
     def has(self, key: Key) -> bool:
         """Whether there is a file of that image. One that is damaged is removed."""
         path = self._path(key)
-        if not path.is_file():
-            return False
+        if self._files or not path.is_file():
+            return bool(self._files)
         try:
             with Image.open(path) as image:
                 image.verify()  # the checksums of its chunks
@@ -167,7 +170,7 @@ class Store:
         return path.is_file()
 
     def _path(self, key: Key) -> Path:
-        return self.folder / f"{key[0]:05}_{key[1]}.png"
+        return self._files[key] if self._files else self.folder / f"{key[0]:05}_{key[1]}.png"
 
 
 def _parsed(line: bytes) -> ImageRow | None:
@@ -205,7 +208,8 @@ def open_stores(
 ) -> dict[tuple[str, str], Store]:
     """{(model, image set): its store}, not yet checked.
 
-    weights: `fingerprint` of the base. adapters {model: digest of its adapter, None for the base}.
+    weights: `fingerprint` of the base. adapters {model that samples: digest of its adapter, None
+    for the base}.
     """
     scores = [
         {
@@ -221,23 +225,26 @@ def open_stores(
     scores = gather_object([scores])[0]
     base = config.model.model_dump(include=MODEL_KEYS) | {"weights": weights}
     stores = {}
-    for model, adapter in adapters.items():
+    for model in config.models:
         for images, depends in zip(sets, scores, strict=True):
             pictured = set(spread(len(images.prompts), config.report.images))
             height, width = images.prompts.size or config.model.image_sizes[0]
+            files = images.files.get(model)
             content = {
                 "model": base | {"height": height, "width": width},
-                "adapter": adapter,
+                "adapter": adapters.get(model),
                 "sampling": config.sampling_of(model).model_dump(exclude={"batch_size"}),
-                "images": images.copies,
-                "prompts": images.prompts.prompts,
             }
+            if files:
+                content = {"files": [file_sha256(path) for path in files.values()]}
+            content |= {"images": images.copies, "prompts": images.prompts.prompts}
             stores[model, images.name] = Store(
                 Path(config.output) / "images" / model / images.name,
                 content,
                 depends,
                 saved_prompts=None if config.keep_images or images.layout else pictured,
                 rank=accelerator.process_index,
+                files=files,
             )
     return stores
 

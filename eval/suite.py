@@ -10,8 +10,9 @@ import math
 import platform
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +23,8 @@ from torch import Tensor
 from flowalign import rewards
 from flowalign.backbone import Backbone
 from flowalign.config import BenchmarkConfig, ConfigError, ModelConfig, SamplingConfig
+from flowalign.config.run import GivenImages
+from flowalign.eval.images import ImagesError, assign, check_images, find_images
 from flowalign.eval.layouts import check_layout
 from flowalign.eval.stats import average, headline_row, lost, part_of, rows_of
 from flowalign.eval.store import ImageRow, Key, Store, is_valid
@@ -65,6 +68,7 @@ class ImageSet:
     copies: int = 1  # images per prompt
     judges: tuple[Benchmark, ...] = ()
     layout: str | None = None  # a key of LAYOUTS: the images are also written in that layout
+    files: Mapping[str, Mapping[Key, Path]] = field(default_factory=dict)  # by model: there already
 
     @staticmethod
     def of(benchmark: Benchmark) -> ImageSet:
@@ -73,24 +77,43 @@ class ImageSet:
 
 
 def build_sets(
-    configs: Sequence[BenchmarkConfig], config_key: str, device: torch.device, model: ModelConfig
+    configs: Sequence[BenchmarkConfig],
+    config_key: str,
+    device: torch.device,
+    model: ModelConfig | None,
+    given: Mapping[str, GivenImages] | None = None,
 ) -> list[ImageSet]:
     """The image sets of benchmark configs, with their prompts, and with their rewards on a device.
 
-    config_key: of the list. model: whose sizes the images have.
-    Raises ConfigError for prompts that a layout cannot hold and rewards that cannot be built.
+    config_key: of the list. model: whose sizes the images have; None = those of `given`, {model:
+    images that another program made}.
+    Raises ConfigError for images that are missing, too many, broken or of several sizes, prompts
+    that a layout cannot hold and rewards that cannot be built.
     """
-    problems, sets = [], []
+    problems, sets, by_prompt = [], [], {}
+    for name, source in (given or {}).items():
+        try:
+            by_prompt[name] = find_images(source.images)
+        except ImagesError as error:
+            problems.append(f"models.{name}: {error}")
+    common = model.image_sizes[0] if model else None
     for index, config in enumerate(configs):
-        size = config.size or model.image_sizes[0]
-        prompts = load_prompts(config.prompts, config.name)
+        prompts, size, files = load_prompts(config.prompts, config.name), config.size or common, {}
+        for name, images in by_prompt.items():
+            try:
+                files[name] = assign(images, prompts, config.limit, config.images)
+                size = check_images(files[name].values(), size)
+            except ImagesError as error:
+                problems.append(f"models.{name}: {config.name}: {error}")
+        common = common or size
         prompts = replace(prompts.select(range(len(prompts))[: config.limit]), size=size)
         try:
-            if config.layout:
+            if config.layout and size:
                 check_layout(config.layout, prompts, (config.images, *size))
         except ValueError as error:
             problems.append(f"{config_key}.{index}.layout: {error}")
-        sets.append(ImageSet(config.name, prompts, config.images, layout=config.layout))
+        layout = config.layout
+        sets.append(ImageSet(config.name, prompts, config.images, layout=layout, files=files))
     if problems:
         raise ConfigError(problems)
     # only now: building a reward may load a large model
@@ -184,7 +207,7 @@ class Judged:
 
 
 def judge_set(
-    backbone: Backbone,
+    backbone: Backbone | None,
     images: ImageSet,
     settings: SamplingConfig,
     accelerator: Accelerator | None = None,
@@ -201,7 +224,7 @@ def judge_set(
     that takes a judge longer than `seconds` is invalid (None = wait for ever). keep: number of
     prompts whose pictures are kept, evenly spaced. features: images [B,3,H,W] -> [B,D]. advance is
     called with the number of images of each batch. store: what it holds is neither sampled nor
-    scored again.
+    scored again. backbone: None = the store holds all images.
     """
     world, rank = (accelerator.num_processes, accelerator.process_index) if accelerator else (1, 0)
     pictured = set(spread(len(images.prompts), keep))
@@ -216,15 +239,18 @@ def judge_set(
         shown = {key for key in keys if features or key[0] in pictured}
         batches.append(_Batch(prompts, keys, unscored, shown.union(*unscored.values())))
     sampled = [batch for batch in batches if _is_sampled(batch, store)]
-    extra = missing_steps(len(batches), backbone.sharded)  # asked before the first forward pass
+    owner = backbone or accelerator
+    assert owner, "without a model, the accelerator says the device"
+    # asked before the first forward pass
+    extra = missing_steps(len(batches), backbone.sharded) if backbone else 0
     pictures: list[bytes] = []
     vectors: list[Tensor] = []
     for batch in batches:
-        if sampled and sampled[0] is batch:
+        if backbone and sampled and sampled[0] is batch:
             # all batches at once, so that the encoders come to the device a single time
             backbone.text.prepare([images.prompts.select(b.prompts).prompts for b in sampled])
             sampled.pop(0)
-        pixels = _pixels(backbone, images, settings, batch, store)
+        pixels = _pixels(backbone, owner.device, images, settings, batch, store)
         scoring.submit(batch, pixels)
         pictures += [png(pixels[key]) for key in batch.keys if key[0] in pictured]
         if features:
@@ -233,6 +259,7 @@ def judge_set(
             advance(len(batch.keys))
     # every forward pass of a sharded base is one of all processes: sample once more, and drop it
     for _ in range(extra):
+        assert backbone
         generate(backbone, images.prompts.select([0]), settings)
     order = [key for batch in batches for key in batch.keys]
     rows = [[judge_rows[key] for key in order] for judge_rows in scoring.finish()]
@@ -273,24 +300,26 @@ def _is_sampled(batch: _Batch, store: Store | None) -> bool:
 
 
 def _pixels(
-    backbone: Backbone,
+    backbone: Backbone | None,
+    device: torch.device,
     images: ImageSet,
     settings: SamplingConfig,
     batch: _Batch,
     store: Store | None,
 ) -> dict[Key, Tensor]:
-    """The needed images [3,H,W] of a batch, on the model's device, each at 8 bits a channel: so
+    """The needed images [3,H,W] of a batch, on the device, each at 8 bits a channel: so
     scores from memory and from a file are the same. What the store saves is written."""
     pixels: dict[Key, Tensor] = {}
     for key in batch.needed:
         if store and (image := store.load(key)) is not None:
             # a GPU may round k / 255 differently from the CPU that read the file
-            pixels[key] = eight_bits(image.to(backbone.device))
+            pixels[key] = eight_bits(image.to(device))
     missing = batch.needed - pixels.keys()
     if store:  # images not needed now, but to be saved
         missing |= {key for key in batch.keys if store.saves(key) and not store.has(key)}
     if not missing:
         return pixels
+    assert backbone, f"the store of {images.name} lacks images"
     # all of the batch: the same arithmetic as in an uninterrupted run
     prompts = images.prompts.select(batch.prompts)
     sampled = generate(backbone, prompts, settings, batch.prompts, images.copies)

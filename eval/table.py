@@ -30,6 +30,7 @@ class Results:
     judged: Mapping[str, Mapping[str, Judged]]  # {model: {benchmark: its images}}
     distances: Mapping[str, Distance]  # by model; empty where fidelity was not measured
     drifts: Sequence[Panel] = ()  # of the other models from the base
+    shared: str = "same prompts and noise"  # what all models have in common
 
     @cached_property
     def rows(self) -> dict[str, list[EvalRow]]:
@@ -129,7 +130,7 @@ def tables(results: Results, compare: Mapping[str, Sequence[str]]) -> list[Table
     for caption, pairs in captions.items():
         rows = {f"{model} − {other}": results.difference(model, other) for model, other in pairs}
         if rows:
-            result.append(Table(f"{caption}, same prompts and noise:", rows, decimals, signed=True))
+            result.append(Table(f"{caption}, {results.shared}:", rows, decimals, signed=True))
     return result
 
 

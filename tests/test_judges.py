@@ -14,7 +14,8 @@ from fakes import Rows
 from torch import Tensor
 
 from flowalign.config import ConfigError, EvalStage, SamplingConfig, parse
-from flowalign.eval import geneval_folder, suite
+from flowalign.eval import suite
+from flowalign.eval.images import find_images
 from flowalign.eval.run import main
 from flowalign.eval.suite import Benchmark, ImageSet
 from flowalign.system.signals import Interrupted
@@ -188,9 +189,10 @@ def test_a_layout_without_a_judge_is_all_that_is_done(
     out = tmp_path / "out"
     said = capsys.readouterr().out
     assert "images only" in said and f"geneval: {out / 'layouts' / 'base' / 'x'}" in said
-    samples = geneval_folder.read(out / "layouts" / "base" / "x")
-    assert [sample.metadata["prompt"] for sample in samples] == [p for p in PROMPTS for _ in "ab"]
-    written = torch.stack([pixels_of(sample.path.read_bytes()) for sample in samples])
+    images = find_images(str(out / "layouts" / "base" / "x"))
+    assert list(images) == PROMPTS
+    files = [path for paths in images.values() for path in paths]
+    written = torch.stack([pixels_of(path.read_bytes()) for path in files])
     assert torch.equal(written, kept(out)) and len(written) == 10
     assert json.loads((out / "results.json").read_text())["benchmarks"] == {}
     assert not (out / "table.md").exists() and sampled == PROMPTS

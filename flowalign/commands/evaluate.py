@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from flowalign.config.protocols import PROTOCOLS
+from flowalign.config.run import GivenImages
 from flowalign.eval import run
 
 CONFIGURED = "--config"  # or --config=FILE
@@ -19,15 +22,20 @@ def parser() -> argparse.ArgumentParser:
     """The command line of an evaluation without a config."""
     parser = argparse.ArgumentParser(
         "flowalign eval",
-        description="Score a model and its LoRAs on benchmarks. `flowalign eval list` names them, "
-        "`flowalign eval --config FILE` runs a config, `flowalign eval compare A B` compares two "
-        "results.",
+        description="Score a model and its LoRAs, or images that another program made, on "
+        "benchmarks. `flowalign eval list` names them, `flowalign eval --config FILE` runs a "
+        "config, `flowalign eval compare A B` compares two results.",
     )
     add = parser.add_argument
     add("--model", default="tiny", help="tiny (default), a folder or a Hub id")
     add("--lora", nargs="+", default=[], metavar="NAME=ADAPTER", help="folders or Hub ids")
-    add("--benchmarks", nargs="+", metavar="NAME", help="default: all of `flowalign eval list`")
-    add("--limit", type=int, help="only so many prompts of each, spread over the set")
+    add("--images", nargs="+", default=[], metavar="NAME=SOURCE",
+        help="folders or files of images with their prompts; no model is loaded, and --model says "
+        "whose benchmarks are meant")  # fmt: skip
+    add("--benchmarks", nargs="+", metavar="NAME",
+        help="default: all of `flowalign eval list`, or those that --images has")  # fmt: skip
+    add("--protocol", choices=PROTOCOLS, help="sample, or say how --images were sampled, as there")
+    add("--limit", type=int, help="only the first so many prompts of each")
     add("--out", type=Path, required=True, help="folder of the results; the config is kept there")
     add("overrides", nargs="*", metavar="key.path=value", help="change the config")
     return parser
@@ -62,7 +70,8 @@ def main(argv: Sequence[str]) -> int:
 def settings(args: Namespace) -> dict[str, Any]:
     """The raw config: the evaluation of the model's family, its benchmarks by name. Raises
     ValueError for a name that it has not."""
-    from flowalign.commands.init import Draft
+    from flowalign.commands.init import Draft, named_sources
+    from flowalign.eval.images import find_images
 
     unused = {"reward": [], "options": [], "prompts": [], "validation": []}
     draft = Draft(
@@ -73,10 +82,44 @@ def settings(args: Namespace) -> dict[str, Any]:
     if unknown := [name for name in args.benchmarks or () if name not in known]:
         raise ValueError(f"--benchmarks: no {unknown[0]!r}; there are {', '.join(known)}.")
     chosen = [known[name] for name in args.benchmarks or known]
-    if args.limit is not None:
+    protocol = PROTOCOLS[args.protocol] if args.protocol else None
+    if args.images:
+        named = [
+            t if "=" in t else f"{re.sub('[^0-9A-Za-z_-]', '_', Path(t).stem)}={t}"
+            for t in args.images
+        ]
+        sampled = {**protocol.model, **protocol.sampling} if protocol else {}
+        sampled = {key: value for key, value in sampled.items() if key in GivenImages.model_fields}
+        sources = named_sources(named)
+        given = {name: {"images": source, **sampled} for name, source in sources.items()}
+        data["models"] = (data["models"] if args.lora else {}) | given
+        if not args.benchmarks:
+            there = {prompt for source in sources.values() for prompt in find_images(source)}
+            chosen = [benchmark for benchmark in chosen if _asks_for(benchmark, there)]
+        if not chosen:
+            raise ValueError(
+                f"--images: no prompt of theirs is in {', '.join(known)}. Name another family's "
+                "--model, or write a config with your prompts."
+            )
+    if protocol:
+        data |= {"protocol": args.protocol, "model": {**data["model"], **protocol.model}}
+        data["sampling"] = {**data.get("sampling", {}), **protocol.sampling}
+        images = {name: judge.get("images", 1) for name, judge in protocol.judges.items()}
+        chosen = [b | {"images": images.get(b["reward"]["name"], 1)} for b in chosen]
+    if args.limit is not None or args.images:
         data.pop("fidelity", None)  # a distance between sets, which needs all images
         chosen = [benchmark | {"limit": args.limit} for benchmark in chosen]
     return data | {"benchmarks": chosen}
+
+
+def _asks_for(benchmark: Mapping[str, Any], prompts: Collection[str]) -> bool:
+    """Whether some of its prompts are among these."""
+    from flowalign.training.data import PromptError, load_prompts
+
+    try:
+        return any(p in prompts for p in load_prompts(benchmark["prompts"], "").prompts)
+    except (PromptError, OSError):  # not fetched
+        return False
 
 
 def show(argv: Sequence[str]) -> int:

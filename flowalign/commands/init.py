@@ -142,6 +142,17 @@ def family_folder(model: str) -> Path | None:
     return None
 
 
+def named_sources(texts: Sequence[str]) -> dict[str, str]:
+    """{name: source} of NAME=SOURCE, or of sources, which have the names of their folders."""
+    named: dict[str, str] = {}
+    for number, text in enumerate(texts, 1):
+        name, equals, source = text.partition("=")
+        if not equals:
+            name, source = Path(text.removesuffix("/adapter")).name, text
+        named[f"{name}_{number}" if name in named else name] = source
+    return named
+
+
 class Draft:
     """The config of some arguments, as read from a file. What they leave out is as in the shipped
     config of the family; `known` says whether it is the model's."""
@@ -156,12 +167,7 @@ class Draft:
         tasks = [] if args.model == "tiny" else read(SD35 / STUDENT)["tasks"]
         tasks += self.student["tasks"]
         self.tasks = {key: task for task in tasks for key in (task["name"], task["reward"]["name"])}
-        self.adapters: dict[str, str] = {}  # of NAME=ADAPTER, or of folders
-        for number, text in enumerate(args.teachers, 1):
-            name, equals, adapter = text.partition("=")
-            if not equals:
-                name, adapter = Path(text.removesuffix("/adapter")).name, text
-            self.adapters[f"{name}_{number}" if name in self.adapters else name] = adapter
+        self.adapters = named_sources(args.teachers)
 
     def data(self) -> dict[str, Any]:
         """The raw config; ValueError for numbers of files that do not fit."""

@@ -100,7 +100,7 @@ def score(images: Any, prompts: Prompts, reward: Any, **options: Any) -> Scored:
 
 
 def evaluate(
-    models: Mapping[str, str | Path | None],
+    models: Mapping[str, str | Path | Mapping[str, Any] | None],
     prompts: Prompts,
     rewards: Sequence[str] | Mapping[str, Mapping[str, Any]],
     *,
@@ -110,7 +110,7 @@ def evaluate(
 ) -> Run:
     """Score models on prompts, as `flowalign eval`: a table with errors and paired differences.
 
-    models: {name: adapter, or None for the base}; all are compared with the first. rewards: names,
+    models: {name: adapter, None for the base, or {"images": FOLDER}}; all are compared with the first. rewards: names,
     or {name: options}. model: the base. keys: of the config (`flowalign.config.EvalStage`), over
     those of the family's shipped evaluation, such as sampling={"steps": 10}.
     """
@@ -124,7 +124,7 @@ def evaluate(
         }
         for name, o in named.items()
     ]
-    adapters = {name: source and str(source) for name, source in models.items()}
+    adapters = {name: str(s) if isinstance(s, Path) else s for name, s in models.items()}
     data = {"stage": "eval", "sampling": shipped["sampling"], "benchmarks": benchmarks, **keys}
     data |= {"model": shipped["model"] | {"id": model}, "models": adapters, "output": str(output)}
     return train(data)

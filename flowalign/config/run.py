@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Discriminator, Field, Tag
 
 from flowalign.config.learning import RewardConfig
 from flowalign.config.section import (
@@ -122,6 +122,28 @@ class SamplingConfig(Section):
     """Seed of the initial noise, the same for every model."""
     batch_size: Many = 32
     """Images per forward pass of a process."""
+
+
+class GivenImages(Section):
+    """Images that another program made, in place of a model, and how they were sampled; null = not
+    known."""
+
+    images: str = Field(examples=["outputs/sdxl"])
+    """Their folder or file; see docs/evaluation.md."""
+    steps: Steps | None = Field(default=None, examples=[40])
+    """Denoising steps."""
+    guidance: NotNegative | None = Field(default=None, examples=[4.5])
+    """CFG scale."""
+    seed: Seed | None = Field(default=None, examples=[42])
+    """Only if the initial noise is the same as here for this seed."""
+    max_sequence_length: Many | None = Field(default=None, examples=[128])
+    """Tokens of a prompt, at most."""
+
+
+Evaluated = Annotated[  # an adapter, or images
+    Annotated[str, Tag("[adapter]")] | Annotated[GivenImages, Tag("[images]")],
+    Discriminator(lambda v: "[images]" if isinstance(v, Mapping | GivenImages) else "[adapter]"),
+]
 
 
 class EvaluationConfig(Section):

@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from flowalign.config import learning, run
+from flowalign.config import learning, protocols, run
 from flowalign.config.model import LoraConfig, ModelConfig
 from flowalign.config.rollout import RolloutConfig, steps_within
 from flowalign.config.section import (
@@ -680,10 +680,14 @@ class EvalStage(Stage):
     samples = True
     stage: Literal["eval"]  # pyright: ignore[reportIncompatibleVariableOverride]
     """Evaluate models."""
-    models: dict[FileName, str | None] = Field(
+    models: dict[FileName, run.Evaluated | None] = Field(
         default={"base": None}, min_length=1, examples=[{"base": None, "ocr": "runs/ocr/adapter"}]
     )
-    """{name: adapter folder, or null for the base model}. All are compared with the first."""
+    """{name: adapter folder, or null for the base model; or images: FOLDER}. All are compared with
+    the first. If all are images, no model is loaded."""
+    protocol: str | None = Field(default=None, examples=["flow_grpo"])
+    """A key of `flowalign.config.protocols`: the table says the first key in which a number differs
+    from it. The flag --protocol also sets these keys."""
     compare: dict[str, list[str]] = Field(default={}, examples=[{"student": ["ocr", "merged"]}])
     """{name: other models that it is compared with}, besides the first."""
     guidance: dict[str, run.NotNegative] = Field(default={}, examples=[{"base_cfg": 4.5}])
@@ -706,13 +710,31 @@ class EvalStage(Stage):
     those that the report shows."""
 
     @property
+    def adapters(self) -> dict[str, str | None]:
+        """{name: adapter, None for the base} of the models that sample."""
+        models = self.models.items()
+        return {name: a for name, a in models if not isinstance(a, run.GivenImages)}
+
+    @property
+    def given(self) -> dict[str, run.GivenImages]:
+        """{name: images that another program made}."""
+        return {name: g for name, g in self.models.items() if isinstance(g, run.GivenImages)}
+
+    @property
     def inputs(self) -> dict[str, str]:
-        return _given({f"models.{name}": folder for name, folder in self.models.items()})
+        return _given({f"models.{name}": folder for name, folder in self.adapters.items()})
 
     @property
     def evaluation_sampling(self) -> run.SamplingConfig:
         """Of a model that costs most: one with an unconditional pass, if there is any."""
         return max(map(self.sampling_of, self.models), key=lambda sampling: sampling.guidance != 1)
+
+    def settings_of(self, model: str) -> dict[str, Any]:
+        """What its images depend on, as results.json says it; None = not known."""
+        if given := self.given.get(model):
+            size = {"height": self.model.height, "width": self.model.width}
+            return given.model_dump(exclude={"images"}) | size
+        return self.sampling_of(model).model_dump() | self.model.model_dump(mode="json")
 
     @property
     def judged(self) -> list[Judged]:
@@ -747,6 +769,9 @@ class EvalStage(Stage):
                 hint = did_you_mean(model, self.models)
                 possible = ", ".join(self.models)
                 yield f"{key}: no model is named {model!r}.{hint} Possible: {possible}."
+        if self.protocol not in (None, *protocols.PROTOCOLS):
+            listed = ", ".join(protocols.PROTOCOLS)
+            yield f"protocol: there is no {self.protocol!r}. Possible: {listed}."
 
 
 def _given(sources: Mapping[str, str | None]) -> dict[str, str]:

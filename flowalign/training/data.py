@@ -34,7 +34,8 @@ def load_prompts(source: str | Path, task: str) -> PromptBatch:
     `.txt`: one a line. `.jsonl`: an object a line, its key `prompt`; the other keys are metadata.
     `.csv`: a header with the column `prompt` (or `text`); the other columns are metadata, and rows
     of one `item_id` are one prompt (DPG-Bench's dpg_bench.csv has a row a question).
-    A folder: one prompt a `.txt`, whose name becomes the metadata `item_id` (DPG-Bench's prompts/).
+    A folder: one prompt a `.txt`, whose name becomes the metadata `item_id` (DPG-Bench's prompts/),
+    or GenEval's folder of images: one prompt a NUMBER/metadata.jsonl.
     `tiny/NAME` is a set that ships with the package. Blank lines are skipped, repeats are kept.
     Raises PromptError for a set that is missing, empty or malformed.
     """
@@ -170,6 +171,9 @@ def _read_csv(path: Path, text: str) -> list[Row]:
 
 def _read_folder(path: Path) -> list[Row]:
     """A prompt a file; T2I-CompBench's files of many prompts must not become one prompt each."""
+    if numbered := [file for file in path.glob("*/metadata.jsonl") if file.parent.name.isdecimal()]:
+        numbered.sort(key=lambda file: int(file.parent.name))
+        return [row for file in numbered for row in _read_jsonl(file, _text(file))]
     rows: list[Row] = []
     for file in sorted(file for file in path.glob("*.txt") if file.is_file()):
         lines = _lines(_text(file))

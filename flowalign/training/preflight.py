@@ -177,8 +177,8 @@ def _family(model: ModelConfig) -> Family | None:
 
 def _model_problems(config: Stage) -> Iterator[str]:
     """Settings that the model does not have: sizes, lengths of prompts, guidance."""
-    model = config.model
-    family = _family(model) if config.judged else None
+    model, unused = config.model, isinstance(config, EvalStage) and not config.adapters
+    family = _family(model) if config.judged and not unused else None
     if family is None:
         return
     for size in model.image_sizes:

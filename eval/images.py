@@ -1,0 +1,152 @@
+"""Images that another program made: which files belong to which prompt. A source is one of
+
+    FOLDER/00000/metadata.jsonl, 00000/samples/00000.png, 00001.png ...    GenEval's layout
+    FOLDER/dog.png with its prompt in FOLDER/dog.txt; also in subfolders
+    FILE.jsonl, with lines {"prompt": "a dog", "images": "dog.png"}, or a list of images
+    FILE.json with {"a dog": "dog.png", "a cat": ["cat_0.png", "cat_1.png"]}
+
+Paths in a file are relative to it. Several images of a prompt are in the order of the file, or of
+their names. GenEval's numbers start at 0 without gaps and may have any number of digits.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from PIL import Image, ImageOps
+
+from flowalign.config.section import Size
+from flowalign.eval.store import Key
+from flowalign.system.escape import shown
+from flowalign.training.data import load_prompts
+from flowalign.training.report.pictures import image_files
+from flowalign.types import PromptBatch
+
+FORMS = (
+    "Want GenEval's folder (00000/metadata.jsonl, 00000/samples/00000.png), a folder with a prompt "
+    "beside each image (dog.png, dog.txt), a .jsonl of {prompt, images}, or a .json of {prompt: "
+    "path or paths}."
+)
+
+
+class ImagesError(ValueError):
+    """Images that are missing, too many or broken: what was seen, what to do."""
+
+
+def find_images(source: str) -> dict[str, list[Path]]:
+    """{prompt: its images, in order} of a folder or file. No image is opened."""
+    path, images = Path(os.path.expanduser(source)), {}
+    reader = _read_folder if path.is_dir() else READERS.get(path.suffix)
+    if reader is None or not path.exists():
+        raise ImagesError(f"there is no such folder, .json or .jsonl: {source!r}. {FORMS}")
+    try:
+        for prompt, files in reader(path):
+            files = [files] if isinstance(files, str) else files
+            if not files or not isinstance(files, list) or not all(map(Path, files)):
+                raise ValueError(f"no image of {shown(repr(prompt))}, but {shown(repr(files))}")
+            images.setdefault(prompt, []).extend(path.parent / file for file in files)
+    except ImagesError:
+        raise
+    except (OSError, ValueError, TypeError, RecursionError) as error:
+        raise ImagesError(f"{path}: {error}. {FORMS}") from None
+    if not images:
+        raise ImagesError(f"{path} holds no images of prompts. {FORMS}")
+    return images
+
+
+def assign(
+    images: Mapping[str, list[Path]], prompts: PromptBatch, limit: int | None, copies: int
+) -> dict[Key, Path]:
+    """{image: its file}: of each of the first `limit` prompts, `copies`. A prompt that the set
+    lists again takes the next images."""
+    wanted, all_wanted = Counter(prompts.prompts[:limit]), Counter(prompts.prompts)
+    if missing := [prompt for prompt in wanted if prompt not in images]:
+        raise ImagesError(
+            f"{len(missing)} of {len(wanted)} prompts have no image; the first is "
+            f"{shown(repr(missing[0]))}. Add theirs, or score the first prompts only, by `limit`."
+        )
+    for prompt, times in wanted.items():
+        if len(images[prompt]) not in (times * copies, all_wanted[prompt] * copies):
+            raise ImagesError(
+                f"{len(images[prompt])} images of {shown(repr(prompt))}, and want {times * copies} "
+                f"({times} x `images: {copies}`). Remove or add some, or set `images`."
+            )
+    files = {prompt: iter(images[prompt]) for prompt in wanted}
+    keys = ((i, copy) for i in range(len(prompts.prompts[:limit])) for copy in range(copies))
+    return {(i, copy): next(files[prompts.prompts[i]]) for i, copy in keys}
+
+
+def check_images(files: Iterable[Path], size: Size | None) -> Size:
+    """Decode images: their size, which is `size` if that is given."""
+    places: dict[Size, str] = {size: "the model or `size`"} if size else {}
+    for path in dict.fromkeys(files):
+        try:
+            with Image.open(path) as image:
+                image.load()
+                width, height = ImageOps.exif_transpose(image).size
+        except FileNotFoundError:
+            raise ImagesError(f"there is no image {path}. Add it.") from None
+        except Exception as error:  # PIL raises whatever its decoders do
+            reason = f"{type(error).__name__}: {error}"
+            raise ImagesError(f"{path} is no image that can be read ({reason}).") from None
+        places.setdefault((height, width), str(path))
+    if len(places) > 1:
+        listed = ", ".join(f"{h}x{w} ({place})" for (h, w), place in places.items())
+        raise ImagesError(f"several sizes: {listed}. Evaluate the images of each size apart.")
+    return next(iter(places))
+
+
+# Reading: (prompt, path or paths), ... -----------------------------------------------------------
+
+
+def _read_jsonl(path: Path) -> Iterator[tuple[str, Any]]:
+    rows = load_prompts(path, "")
+    for prompt, row in zip(rows.prompts, rows.metadata, strict=True):
+        yield prompt, row.get("images")
+
+
+def _read_json(path: Path) -> list[tuple[str, Any]]:
+    # pairs: a dict would keep the last of two equal prompts
+    pairs: Any = json.loads(path.read_text("utf-8-sig"), object_pairs_hook=list)
+    if not isinstance(pairs, list) or not all(isinstance(pair, tuple) for pair in pairs):
+        raise ValueError("no object of prompts")
+    return pairs
+
+
+def _read_folder(path: Path) -> Iterator[tuple[str, list[Any]]]:
+    if any(path.glob("*/metadata.jsonl")):
+        folders = _numbered((p for p in path.iterdir() if p.is_dir()), r"\d+", path)
+        for folder in folders:
+            rows, inside = load_prompts(folder / "metadata.jsonl", ""), folder / "samples"
+            files = inside.iterdir() if inside.is_dir() else ()
+            images = _numbered((p for p in files if p.is_file()), r"\d+\.png", inside)
+            yield rows.prompts[0], [image.absolute() for image in images]
+        return
+    for image in image_files(path):
+        beside = image.with_suffix(".txt")
+        if not beside.is_file():
+            raise ImagesError(f"{image} has no prompt beside it, in {beside.name}. {FORMS}")
+        yield beside.read_text("utf-8-sig").strip(), [image.absolute()]
+
+
+READERS = {".json": _read_json, ".jsonl": _read_jsonl}
+
+
+def _numbered(paths: Iterable[Path], pattern: str, where: Path) -> list[Path]:
+    """The paths whose name matches a number, sorted; ImagesError unless they are 0, 1, 2, ..."""
+    matching = [path for path in paths if re.fullmatch(pattern, path.name, re.ASCII)]
+    matching.sort(key=lambda path: (int(path.stem), path.name))
+    numbers = [int(path.stem) for path in matching]
+    if not numbers or numbers != [*range(len(numbers))]:
+        listed = ", ".join(path.name for path in matching[:3]) or "nothing"
+        raise ImagesError(
+            f"{where} holds {listed} ... ({len(numbers)}), and want 0, 1, 2 ... without gaps. Add "
+            "what is missing: it would change the score."
+        )
+    return matching

@@ -1,0 +1,418 @@
+"""Images that another program made are scored as our own; bad ones are refused before any model."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import fakes
+import pytest
+import torch
+import yaml
+from PIL import Image
+
+import flowalign
+from flowalign import rewards
+from flowalign.backbone import Backbone
+from flowalign.commands.evaluate import main
+from flowalign.config import EvalStage, load
+from flowalign.config.protocols import deviation
+from flowalign.eval.images import find_images
+from flowalign.training.rollout import Noise
+
+WORDS = ["a dog", "two cats «ici»", "a dog"]  # the set lists the first one twice
+DOG = {"tag": "single_object", "include": [{"class": "dog", "count": 1}]}
+CATS = {"tag": "counting", "include": [{"class": "cat", "count": 2}]}
+ROWS = [{**DOG, "prompt": WORDS[0]}, {**CATS, "prompt": WORDS[1]}, {**DOG, "prompt": WORDS[2]}]
+SIZE = (32, 32)
+
+
+def picture(path: Path, shade: int, size: tuple[int, int] = SIZE) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.new("RGB", size, (shade, 9, 9)).save(path)
+    return path
+
+
+def geneval(folder: Path, copies: int = 2) -> Path:
+    for number, row in enumerate(ROWS):
+        for copy in range(copies):
+            picture(folder / f"{number:05}/samples/{copy:05}.png", 20 * number + copy)
+        (folder / f"{number:05}/metadata.jsonl").write_text(json.dumps(row))
+    return folder
+
+
+def beside(folder: Path) -> Path:
+    for number, word in enumerate(WORDS):
+        for copy in range(2):
+            file = picture(folder / f"{number}/{copy}.png", 20 * number + copy)
+            file.with_suffix(".txt").write_text(f"{word}\n", encoding="utf-8")
+    return folder
+
+
+def paths(number: int) -> list[str]:
+    return [f"made/{number:05}/samples/{copy:05}.png" for copy in range(2)]
+
+
+def as_json(folder: Path) -> Path:
+    geneval(folder / "made")
+    named = {WORDS[0]: paths(0) + paths(2), WORDS[1]: paths(1)}
+    (folder / "images.json").write_text(json.dumps(named))
+    return folder / "images.json"
+
+
+def as_jsonl(folder: Path) -> Path:
+    geneval(folder / "made")
+    rows = [{"prompt": word, "images": paths(i)} for i, word in enumerate(WORDS[:2])]
+    rows += [{"prompt": WORDS[2], "images": path} for path in paths(2)]
+    (folder / "images.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return folder / "images.jsonl"
+
+
+@pytest.fixture
+def never(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No base model is loaded."""
+
+    def load(*args: Any, **options: Any) -> None:
+        raise AssertionError("a model was loaded")
+
+    monkeypatch.setattr(Backbone, "load", load)
+
+
+def config(folder: Path, source: Path, *marks: dict[str, Any], **keys: Any) -> Path:
+    """An evaluation of the images of `source`: two for each of three prompts."""
+    models = {"theirs": {"images": str(source)}}
+    marks = marks or ({"images": 2},)
+    return fakes.evaluation("tiny", folder, ROWS, *marks, **{"models": models, **keys})
+
+
+def rows(folder: Path, model: str = "theirs") -> dict[str, list[dict[str, Any]]]:
+    return json.loads((folder / "out" / "results.json").read_text())["models"][model]["images"]
+
+
+@pytest.mark.usefixtures("never")
+@pytest.mark.parametrize("form", [geneval, beside, as_json, as_jsonl])
+def test_each_form_gives_each_image_to_its_prompt(form: Callable[[Path], Path], tmp_path: Path):
+    source = form(tmp_path / "theirs")
+    before = {path: path.read_bytes() for path in source.parent.rglob("*") if path.is_file()}
+    assert main(["--config", str(config(tmp_path, source))]) == 0
+    scored = rows(tmp_path)["red"]
+    assert [(row["index"], row["copy"]) for row in scored] == [
+        (i, c) for i in range(3) for c in (0, 1)
+    ]
+    shades = [round(row["value"] * 255 + 9) for row in scored]  # redness: red less the others
+    assert shades == [20 * number + copy for number in range(3) for copy in range(2)]
+    assert {path: path.read_bytes() for path in before} == before
+    table, document = (tmp_path / "out" / "table.md").read_text(), tmp_path / "out" / "results.json"
+    settings = json.loads(document.read_text())["models"]["theirs"]["settings"]
+    assert (settings["height"], settings["steps"]) == (32, None) and str(source) in table
+    assert {"report.html", "grid.png"} <= {path.name for path in (tmp_path / "out").iterdir()}
+
+
+# What is refused ---------------------------------------------------------------------------------
+
+
+def in_folder(spoil: Callable[[Path], Any]) -> Callable[[Path], Path]:
+    def made(folder: Path) -> Path:
+        spoil(geneval(folder))
+        return folder
+
+    return made
+
+
+def in_file(name: str, content: str, encoding: str = "utf-8") -> Callable[[Path], Path]:
+    def made(folder: Path) -> Path:
+        geneval(folder / "made")
+        (folder / name).write_text(content, encoding)
+        return folder / name
+
+    return made
+
+
+def table(*rows: tuple[str, Any]) -> str:
+    return "\n".join(json.dumps({"prompt": prompt, "images": images}) for prompt, images in rows)
+
+
+def no_prompt(folder: Path) -> Path:
+    (beside(folder) / "1" / "0.txt").unlink()
+    return folder
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:60])
+
+
+def as_jpeg(folder: Path) -> None:
+    path = folder / "00001/samples/00001.png"
+    noise = torch.randint(256, (32, 32, 3), dtype=torch.uint8).numpy()
+    Image.fromarray(noise).save(path, format="JPEG")
+    path.write_bytes(path.read_bytes()[:-400])
+
+
+DOGS, CAT = paths(0) + paths(2), paths(1)
+BAD = {
+    "no source": (lambda folder: folder / "no", "no such folder"),
+    "an empty folder": (lambda folder: folder.mkdir() or folder, "holds no images"),
+    "another kind of file": (in_file("images.csv", "a,b"), "no such folder, .json or .jsonl"),
+    "no JSON": (in_file("images.json", "{"), "images.json"),
+    "JSON of another kind": (in_file("images.json", '["a", "b"]'), "no object of prompts"),
+    "a number for an image": (in_file("images.json", '{"a dog": 3}'), "no image of 'a dog'"),
+    "a number among images": (in_file("images.json", '{"a dog": ["a.png", 3]}'), "images.json"),
+    "no image in JSON": (in_file("images.json", '{"a dog": []}'), "no image of 'a dog'"),
+    "no line of JSONL": (in_file("images.jsonl", "a dog"), "images.jsonl, line 1"),
+    "a line without images": (in_file("images.jsonl", '{"prompt": "a dog"}'), "no image of"),
+    "not UTF-8": (in_file("images.json", "\xff", encoding="latin-1"), "images.json"),
+    "a file that is not there": (
+        in_file("images.jsonl", table((WORDS[0], DOGS), (WORDS[1], ["x.png", "y.png"]))), "x.png"
+    ),
+    "one image where two are expected": (
+        in_file("images.jsonl", table((WORDS[0], DOGS), (WORDS[1], CAT[0]))), "1 images of 'two"
+    ),
+    "three images where two are expected": (
+        in_file("images.jsonl", table((WORDS[0], DOGS), (WORDS[1], CAT), (WORDS[1], CAT[0]))),
+        "3 images of 'two cats",
+    ),
+    "a prompt twice in JSON": (
+        in_file("images.json", f'{{"a dog": {json.dumps(DOGS)}, "a dog": "x.png"}}'), "no image"
+    ),
+    "fewer prompts": (in_file("images.jsonl", table((WORDS[0], DOGS))), "1 of 2 prompts have no"),
+    "a repeated prompt once": (
+        in_file("images.jsonl", table((WORDS[0], DOGS[:2]), (WORDS[1], CAT))), "2 images of 'a dog'"
+    ),
+    "an image without a prompt": (no_prompt, "0.png has no prompt beside it, in 0.txt"),
+    "a number that is missing": (in_folder(lambda f: (f / "00001").rename(f / "00007")), "gaps"),
+    "a number twice": (in_folder(lambda f: shutil.copytree(f / "00001", f / "1")), "gaps"),
+    "no metadata": (in_folder(lambda f: (f / "00001/metadata.jsonl").unlink()), "metadata.jsonl"),
+    "metadata without a prompt": (
+        in_folder(lambda f: (f / "00001/metadata.jsonl").write_text('{"tag": "a"}')), "line 1"
+    ),
+    "no samples": (in_folder(lambda f: shutil.rmtree(f / "00001/samples")), "holds nothing"),
+    "an image that is missing": (
+        in_folder(lambda f: (f / "00001/samples/00000.png").unlink()), "gaps"
+    ),
+    "the last image of a prompt": (
+        in_folder(lambda f: (f / "00001/samples/00001.png").unlink()), "1 images of 'two cats"
+    ),
+    "a PNG that is cut off": (
+        in_folder(lambda f: cut(f / "00001/samples/00001.png")), "00001.png is no image"
+    ),
+    "a JPEG that is cut off": (in_folder(as_jpeg), "00001.png is no image"),
+    "an empty PNG": (
+        in_folder(lambda f: (f / "00001/samples/00001.png").write_bytes(b"")), "is no image"
+    ),
+    "text": (
+        in_folder(lambda f: (f / "00001/samples/00001.png").write_text("a dog")), "is no image"
+    ),
+    "mixed sizes": (
+        in_folder(lambda f: picture(f / "00001/samples/00001.png", 0, (16, 32))), "32x16"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.usefixtures("never")
+@pytest.mark.parametrize(("make", "said"), BAD.values(), ids=BAD)
+def test_bad_images_are_refused_in_a_sentence_before_a_judge_is_built(
+    make: Callable[[Path], Path], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+):
+    monkeypatch.setattr(rewards, "build_on", lambda *args: pytest.fail("a judge was built"))
+    assert main(["--config", str(config(tmp_path, make(tmp_path / "theirs")))]) == 2
+    (problem,) = [line for line in capsys.readouterr().err.splitlines() if "models." in line]
+    assert problem.startswith("  - models.theirs: ") and said in problem
+    assert not list((tmp_path / "out").glob("*.*"))
+
+
+@pytest.mark.usefixtures("never")
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"benchmarks.0.size": [64, 64]}, "64x64"),
+        ({"models.theirs.images": 3}, "models.theirs.images"),
+        ({"models.theirs.step": 3}, "models.theirs.step"),
+        ({"protocol": "flow_grop"}, "protocol"),
+    ],
+)
+def test_what_contradicts_the_images_is_refused(keys: dict[str, Any], said: str, tmp_path, capsys):
+    file = config(
+        tmp_path, geneval(tmp_path / "theirs"), model={"id": "tiny", "sizes": [[64, 64], [32, 32]]}
+    )
+    overrides = [f"{key}={json.dumps(value)}" for key, value in keys.items()]
+    assert main(["--config", str(file), *overrides]) == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("never")
+def test_more_prompts_than_the_benchmark_has_are_left_alone_and_a_limit_takes_the_first(tmp_path):
+    source = as_jsonl(tmp_path / "theirs")
+    with source.open("a") as file:
+        file.write(f"\n{table(('a cow', 'nowhere.png'))}")
+    path = str(config(tmp_path, source))
+    assert main(["--config", path, "benchmarks.0.limit=2"]) == 0
+    assert len(rows(tmp_path)["red"]) == 4
+    assert main(["--config", path]) == 0  # the same images and two more
+    assert len(rows(tmp_path)["red"]) == 6
+
+
+@pytest.mark.usefixtures("never")
+def test_images_that_changed_are_not_taken_for_those_that_were_scored(tmp_path: Path, capsys):
+    source = geneval(tmp_path / "theirs")
+    path = str(config(tmp_path, source))
+    assert main(["--config", path]) == 0
+    picture(source / "00001/samples/00001.png", 200)
+    assert main(["--config", path]) == 2
+    assert "files.3" in capsys.readouterr().err
+
+
+# Beside our own images ---------------------------------------------------------------------------
+
+STEPS, SEED, GUIDANCE = 3, 7, 2.0
+SAMPLED = {"sampling": {"steps": STEPS, "guidance": GUIDANCE, "seed": SEED, "batch_size": 2}}
+
+
+def by_diffusers(folder: Path) -> Path:
+    """What a user's own code would write, with the initial noise of our seed. Texts are encoded at
+    once, and the empty one alone, as ours are: a batch of another size rounds differently."""
+    pipe, words, lines = flowalign.load("tiny"), [row["prompt"] for row in ROWS[:2]], []
+    pipe.set_progress_bar_config(disable=True)
+    options = {"max_sequence_length": 16, "do_classifier_free_guidance": False}
+    with torch.no_grad():
+        texts, _, pooled, _ = pipe.encode_prompt(words, None, None, **options)
+        empty, _, no_pooled, _ = pipe.encode_prompt("", None, None, **options)
+    folder.mkdir()
+    channels, side = pipe.transformer.config.in_channels, 64 // pipe.vae_scale_factor
+    for index, word in enumerate(words):
+        noise = [Noise((SEED,)).draw(index, copy, (channels, side, side), 0) for copy in range(2)]
+        made = pipe(
+            prompt_embeds=texts[[index, index]],
+            pooled_prompt_embeds=pooled[[index, index]],
+            negative_prompt_embeds=empty[[0, 0]],
+            negative_pooled_prompt_embeds=no_pooled[[0, 0]],
+            latents=torch.cat(noise),
+            num_inference_steps=STEPS,
+            guidance_scale=GUIDANCE,
+            height=64,
+            width=64,
+        ).images
+        names = [f"{index}_{copy}.png" for copy in range(2)]
+        for name, image in zip(names, made, strict=True):
+            image.save(folder / name)
+        lines.append((word, names))
+    (folder / "images.jsonl").write_text(table(*lines))
+    return folder / "images.jsonl"
+
+
+def test_images_of_plain_diffusers_code_have_the_scores_of_our_own(tmp_path: Path, capsys):
+    """To the bit, by several judges, in one table and in two results that are compared."""
+    source = by_diffusers(tmp_path / "theirs")
+    judges = {"red": {"name": "fakes:redness"},
+              "geneval": {"name": "geneval", "options": {"detector": "tiny"}},
+              "pick": {"name": "pickscore", "options": {"model": "tiny"}}}  # fmt: skip
+    mark = {"name": "x", "images": 2, "limit": 2, "rewards": judges, "layout": "geneval"}
+    models = {"base": None, "theirs": {"images": str(source), "steps": STEPS, "guidance": GUIDANCE}}
+    model = {"id": "tiny", "height": 64, "width": 64, "max_sequence_length": 16}
+    file = config(tmp_path, source, mark, **SAMPLED, models=models, model=model)
+    assert main(["--config", str(file)]) == 0
+    ours, theirs = rows(tmp_path, "base"), rows(tmp_path)
+    assert ours == theirs and len(ours["x_pick"]) == 4
+    assert "same prompts:" in (tmp_path / "out" / "table.md").read_text()
+    # the folder that our run wrote for GenEval's script, without the model
+    for name in ("base", "theirs"):
+        layout = tmp_path / "out" / "layouts" / name / "x"
+        written = yaml.safe_load(file.read_text())
+        written["models"] = {"theirs": {"images": str(layout)}}
+        written["output"] = str(tmp_path / name / "out")
+        written["benchmarks"][0]["layout"] = None
+        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(written))
+        assert main(["--config", str(tmp_path / f"{name}.yaml")]) == 0
+        assert rows(tmp_path / name) == ours
+    official = (tmp_path / "base/out/geneval/theirs/x_geneval.jsonl").read_text().splitlines()
+    tags = [json.loads(line)["tag"] for line in official]
+    assert tags == ["single_object", "single_object", "counting", "counting"]
+    results = [str(tmp_path / part / "results.json") for part in ("out", "base/out")]
+    capsys.readouterr()
+    assert main(["compare", *results, "--models", "base", "theirs"]) == 2
+    assert f"steps: {STEPS} and None" in capsys.readouterr().err
+    known = [f"models.theirs.{k}={v}" for k, v in (("steps", STEPS), ("guidance", GUIDANCE))]
+    known += ["models.theirs.max_sequence_length=16"]
+    assert main(["--config", str(tmp_path / "base.yaml"), *known]) == 0
+    assert main(["compare", *results, "--models", "base", "theirs"]) == 0
+    assert "same prompts." in capsys.readouterr().out
+
+
+def test_images_beside_a_model_have_its_size(tmp_path: Path, capsys):
+    models = {"base": None, "theirs": {"images": str(geneval(tmp_path / "theirs"))}}
+    model = {"id": "tiny", "height": 64, "width": 64}
+    file = config(tmp_path, tmp_path, models=models, model=model)
+    assert main(["--config", str(file)]) == 2
+    assert "models.theirs: red: several sizes" in capsys.readouterr().err
+
+
+# Without a config --------------------------------------------------------------------------------
+
+
+def of_tiny(folder: Path, benchmark: str, count: int) -> Path:
+    """An image of each of the first prompts of a tiny benchmark, in GenEval's layout."""
+    from flowalign.training.data import load_prompts
+
+    batch = load_prompts(f"tiny/{benchmark}_test", "")
+    for i in range(count):
+        picture(folder / f"{i:05}/samples/00000.png", i, (64, 64))
+        row = {**batch.metadata[i], "prompt": batch.prompts[i]}
+        (folder / f"{i:05}/metadata.jsonl").write_text(json.dumps(row))
+    return folder
+
+
+@pytest.mark.usefixtures("never")
+def test_flags_choose_the_benchmark_that_the_images_are_of(tmp_path: Path, capsys):
+    source, out = of_tiny(tmp_path / "my.images", "geneval", 3), tmp_path / "out"
+    assert main(["--images", str(source), "--limit", "3", "--out", str(out)]) == 0
+    assert list(rows(tmp_path, "my")) == ["geneval"]
+    assert load(str(out / "eval.yaml"), stage=EvalStage).given["my"].images == str(source)
+    assert main(["--config", str(out / "eval.yaml"), "benchmarks.0.prompts=" + str(source)]) == 0
+    capsys.readouterr()
+    for given, key in (
+        (["--images", str(source)], "models.my: geneval"),  # fewer prompts than the benchmark
+        (["--images", str(tmp_path / "no")], "no such folder"),
+        (["--images", str(geneval(tmp_path / "dogs"))], "--images"),
+        (["--images", f"a b={source}"], "models.a b"),
+    ):
+        assert main([*given, "--out", str(tmp_path / "refused")]) == 2
+        assert key in capsys.readouterr().err
+        assert not list((tmp_path / "refused").glob("*.*"))
+
+
+def test_a_source_is_read_from_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    source = as_jsonl(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    assert find_images("images.jsonl") == find_images("./images.jsonl")
+    assert all(path.is_file() for paths in find_images(str(source)).values() for path in paths)
+
+
+@pytest.mark.usefixtures("never")
+def test_the_table_names_the_protocol_and_the_first_key_that_differs(tmp_path: Path, capsys):
+    source, out = of_tiny(tmp_path / "my", "ocr", 2), tmp_path / "out"
+    flags = ["--images", str(source), "--benchmarks", "ocr", "--limit", "2", "--out", str(out)]
+    assert main([*flags, "--protocol", "flow_grpo"]) == 0
+    settings = json.loads((out / "results.json").read_text())["models"]["my"]["settings"]
+    assert (settings["steps"], settings["guidance"], settings["seed"]) == (40, 4.5, None)
+    for text in (capsys.readouterr().out, (out / "table.md").read_text()):
+        assert "flow_grpo" in text and "height is 64; there: 512" in text
+    assert main(["compare", str(out / "results.json"), "flow_grpo"]) == 2
+    assert "ocr: height is 64; there: 512" in capsys.readouterr().out
+
+
+def test_a_number_agrees_with_a_protocol_in_all_its_keys_or_the_first_other_one_is_named():
+    settings = {"height": 512, "width": 512, "steps": 40, "guidance": 4.5}
+    settings |= {"max_sequence_length": 128, "seed": 1}
+    about = {"reward": "ocr", "engine": "paddleocr 2.9.1, some models", "rule": "published"}
+    assert deviation("flow_grpo", settings, about, 1) == ""
+    for key in settings.keys() - {"seed"}:
+        assert deviation("flow_grpo", settings | {key: 7}, about, 1).startswith(f"{key} is 7")
+    for key in ("engine", "rule"):
+        assert deviation("flow_grpo", settings, about | {key: "x"}, 1).startswith(f"{key} is 'x'")
+    assert deviation("flow_grpo", settings, about, 4).startswith("images is 4")
+    assert deviation("flow_grpo", settings, about | {"reward": "x"}, 1).startswith("reward is 'x'")
+    assert deviation("flow_grpo", settings | {"seed": 2}, about, 1) == ""  # it has none
+    official = settings | {"steps": 50, "guidance": 9.0}
+    assert deviation("geneval_official", official, {"reward": "geneval"}, 4).startswith("seed is 1")
