@@ -110,9 +110,10 @@ def evaluate(
 ) -> Run:
     """Score models on prompts, as `flowalign eval`: a table with errors and paired differences.
 
-    models: {name: adapter, None for the base, or {"images": FOLDER}}; all are compared with the first. rewards: names,
-    or {name: options}. model: the base. keys: of the config (`flowalign.config.EvalStage`), over
-    those of the family's shipped evaluation, such as sampling={"steps": 10}.
+    models: {name: adapter, None for the base, or {"images": FOLDER}}; all are compared with the
+    first. rewards: names, or {name: options}. model: the base. keys: of the config
+    (`flowalign.config.EvalStage`), over those of the family's shipped evaluation, such as
+    sampling={"steps": 10}.
     """
     shipped = read((family_folder(model) or SD35) / "eval.yaml")
     named = rewards if isinstance(rewards, Mapping) else dict.fromkeys(rewards, {})
