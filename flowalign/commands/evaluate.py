@@ -104,8 +104,8 @@ def settings(args: Namespace) -> dict[str, Any]:
     if protocol:
         data |= {"protocol": args.protocol, "model": {**data["model"], **protocol.model}}
         data["sampling"] = {**data.get("sampling", {}), **protocol.sampling}
-        images = {name: judge.get("images", 1) for name, judge in protocol.judges.items()}
-        chosen = [b | {"images": images.get(b["reward"]["name"], 1)} for b in chosen]
+        images = {k: {"images": j["images"]} for k, j in protocol.judges.items() if "images" in j}
+        chosen = [benchmark | images.get(benchmark["reward"]["name"], {}) for benchmark in chosen]
     if args.limit is not None or args.images:
         data.pop("fidelity", None)  # a distance between sets, which needs all images
         chosen = [benchmark | {"limit": args.limit} for benchmark in chosen]
