@@ -175,15 +175,18 @@ def _prompt_scores(images: Images, part: str) -> PromptScores:
     numbers = {key: number for number, key in enumerate(dict.fromkeys(keys))}
     prompt, count = np.array([numbers[key] for key in keys], np.int64), len(numbers)
     values = np.array([image.get(part, math.nan) for image in images], np.float64)
-    valid = np.isfinite(values)
+    skills = [image["metadata"].get("skills") for image in images]  # of GenEval 2's questions
+    asked = [names.count(part) or 1 if isinstance(names, list) else 1 for names in skills]
+    weights = np.where(np.isfinite(values), asked, 0)
     strata = np.unique([tag for tag, _ in numbers], return_inverse=True)[1]
-    sums = np.bincount(prompt, np.where(valid, values, 0.0), count).astype(np.float64)
-    return PromptScores(sums, np.bincount(prompt, valid, count).astype(np.float64), strata)
+    sums = np.bincount(prompt, np.nan_to_num(values) * weights, count).astype(np.float64)
+    return PromptScores(sums, np.bincount(prompt, weights, count).astype(np.float64), strata)
 
 
 def _row(benchmark: str, metric: str, images: Images, part: str) -> EvalRow:
     sums, counts, _ = _prompt_scores(images, part)
     n, prompts = counts.sum(), int((counts > 0).sum())
+    valid = sum(math.isfinite(image.get(part, math.nan)) for image in images)
     if not n:
         return EvalRow(benchmark, metric, math.nan, math.nan, 0, total=len(images))
     mean, error = float(sums.sum() / n), math.nan
@@ -193,7 +196,7 @@ def _row(benchmark: str, metric: str, images: Images, part: str) -> EvalRow:
         spread = ((sums - mean * counts) ** 2).sum() * prompts / (prompts - 1)
         error = math.sqrt(spread) / float(n)
     low, high = bootstrap_interval(sums, counts, np.zeros(len(counts), np.int64))
-    return EvalRow(benchmark, metric, mean, error, int(n), low, high, len(images))
+    return EvalRow(benchmark, metric, mean, error, valid, low, high, len(images))
 
 
 # Bootstrap intervals over prompts ---------------------------------------------------------------

@@ -53,6 +53,7 @@ REWARDS: dict[str, str] = {
     "diversity": "flowalign.rewards.preference:Diversity",
     "gated": "flowalign.rewards.combine:Gated",
     "geneval": "flowalign.rewards.geneval:GenEval",
+    "geneval2": "flowalign.rewards.geneval2:GenEval2",
     "hpsv2": "flowalign.rewards.preference:HPSv2",
     "hpsv3": "flowalign.rewards.served:HPSv3",
     "imagereward": "flowalign.rewards.imagereward:ImageReward",

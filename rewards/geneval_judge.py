@@ -211,7 +211,7 @@ def _iou(a: np.ndarray, b: np.ndarray) -> np.float32:
     return inner / union if union else np.float32(0)  # boxes without area do not overlap
 
 
-def _relations(a: np.ndarray, b: np.ndarray, dead_zone: float) -> set[str]:
+def relations(a: np.ndarray, b: np.ndarray, dead_zone: float) -> set[str]:
     """The position of box a relative to box b: none, one or two of the four relations.
 
     The centre offset is shrunk per axis by dead_zone * (size of a + size of b), floor 0, and
@@ -286,7 +286,7 @@ def _judge_position(outcome: _Outcome, earlier: Sequence[_Outcome], dead_zone: f
         outcome.reason = f"no target for {name} to be {relation}"
         return
     for box, reference in product(outcome.boxes, target.boxes):
-        seen = _relations(box, reference, dead_zone)
+        seen = relations(box, reference, dead_zone)
         if relation not in seen:
             listed = " and ".join(sorted(seen))
             outcome.relation = False

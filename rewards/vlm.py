@@ -7,14 +7,15 @@ docs/rewards/vlm.md has the commands that start one.
 from __future__ import annotations
 
 import base64
+import functools
 import json
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from io import BytesIO
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import torch
 import yaml
@@ -32,6 +33,7 @@ from flowalign.system.images import to_uint8
 from flowalign.types import Metadata, Scores
 
 MAX_BYTES = 2**20  # of an answer
+Read = TypeVar("Read")
 
 
 def _check_pattern(pattern: str) -> str:
@@ -142,38 +144,47 @@ class VLM(RewardBase):
 
     def __call__(self, images: Tensor, prompts: Sequence[str], metadata: Metadata) -> Scores:
         """images [B,3,H,W] in [0,1], B prompts -> Scores of B, on the CPU; failed ones say why."""
+        asked = [(i, self.template.text.replace("{prompt}", p)) for i, p in enumerate(prompts)]
+        wanted = "text choices[0].message.content"
+        read = lambda choice: self.template.read(choice["message"]["content"])  # noqa: E731
+        scores = self.ask(images, asked, wanted, read, max_tokens=self.max_tokens)
+        errors = {row: score for row, score in enumerate(scores) if isinstance(score, Exception)}
+        reasons = {row: f"{type(error).__name__}: {error}" for row, error in errors.items()}
+        raw = torch.tensor([math.nan if row in errors else s for row, s in enumerate(scores)])
+        return Scores(raw / self.template.scale, torch.isfinite(raw), {"raw": raw}, reasons)
 
-        def ask(row: int) -> float:
-            """The score of a row. Raises ValueError for an answer without one."""
-            image = {"url": image_url(images[row], self.image_size)}
+    def ask(
+        self, images: Tensor, questions: Sequence[tuple[int, str]], wanted: str,
+        read: Callable[[Any], Read], **settings: Any,
+    ) -> list[Read | Exception]:  # fmt: skip
+        """What is read of the first choice of each answer, or why not. A question: a row of images
+        [B,3,H,W], a text. read: raises LookupError or TypeError where a choice has not what is
+        `wanted`. settings: of the requests. Raises ConnectionError or TimeoutError if the endpoint
+        answers nothing at all."""
+        picture = functools.cache(lambda row: image_url(images[row], self.image_size))
+
+        def ask(question: tuple[int, str]) -> Read:
             content = [
-                {"type": "image_url", "image_url": image},
-                {"type": "text", "text": self.template.text.replace("{prompt}", prompts[row])},
+                {"type": "image_url", "image_url": {"url": picture(question[0])}},
+                {"type": "text", "text": question[1]},
             ]
             body = {
                 "model": self.model,
                 "messages": [{"role": "user", "content": content}],
                 "temperature": 0,  # the same image must get the same score
-                "max_tokens": self.max_tokens,
+                **settings,
             }
             answer = client.request("POST", self.url, json=body)
             try:
-                said = json.loads(answer)["choices"][0]["message"]["content"]
-            except (ValueError, LookupError, TypeError, RecursionError):
-                said = None  # as where a judge refuses: its content is null
-            if not isinstance(said, str):
+                return read(json.loads(answer)["choices"][0])
+            except (json.JSONDecodeError, UnicodeError, LookupError, TypeError, RecursionError):
                 beginning = client.clean(answer.decode("utf-8", "replace"))
-                raise ValueError(f"no text choices[0].message.content in the answer {beginning!r}")
-            return self.template.read(said)
+                raise ValueError(f"no {wanted} in the answer {beginning!r}") from None
 
         token = read_token(self.token_env) if self.token_env else None
         limits = {"timeout": self.timeout, "retries": self.retries, "max_bytes": MAX_BYTES}
         with Client(**limits, token=token) as client:
-            scores = client.map(ask, range(len(images)), self.concurrency)
-        errors = {row: score for row, score in enumerate(scores) if isinstance(score, Exception)}
-        reasons = {row: f"{type(error).__name__}: {error}" for row, error in errors.items()}
-        raw = torch.tensor([math.nan if row in errors else s for row, s in enumerate(scores)])
-        return Scores(raw / self.template.scale, torch.isfinite(raw), {"raw": raw}, reasons)
+            return client.map(ask, questions, self.concurrency)
 
 
 def image_url(image: Tensor, size: int | None) -> str:

@@ -33,7 +33,7 @@ def parser() -> argparse.ArgumentParser:
         help="folders or files of images with their prompts; no model is loaded, and --model says "
         "whose benchmarks are meant")  # fmt: skip
     add("--benchmarks", nargs="+", metavar="NAME",
-        help="default: all of `flowalign eval list`, or those that --images has")  # fmt: skip
+        help="default: all of `flowalign eval list` but geneval2, or those that --images has")  # fmt: skip
     add("--protocol", choices=PROTOCOLS, help="sample, or say how --images were sampled, as there")
     add("--limit", type=int, help="only the first so many prompts of each")
     add("--out", type=Path, required=True, help="folder of the results; the config is kept there")
@@ -78,10 +78,11 @@ def settings(args: Namespace) -> dict[str, Any]:
         Namespace(stage="eval", model=args.model, teachers=args.lora, out=args.out, **unused)
     )
     data: dict[str, Any] = {**draft.data(), "output": str(args.out)}
-    known = {benchmark["name"]: benchmark for benchmark in data["benchmarks"]}
+    shipped = {benchmark["name"]: benchmark for benchmark in data["benchmarks"]}
+    known = shipped | {"geneval2": geneval2(args.model)}
     if unknown := [name for name in args.benchmarks or () if name not in known]:
         raise ValueError(f"--benchmarks: no {unknown[0]!r}; there are {', '.join(known)}.")
-    chosen = [known[name] for name in args.benchmarks or known]
+    chosen = [known[name] for name in args.benchmarks or shipped]
     protocol = PROTOCOLS[args.protocol] if args.protocol else None
     if args.images:
         named = [
@@ -122,6 +123,13 @@ def _asks_for(benchmark: Mapping[str, Any], prompts: Collection[str]) -> bool:
         return False
 
 
+def geneval2(model: str) -> dict[str, Any]:
+    """GenEval 2, which no shipped config has: its judge is larger than most models."""
+    reward = {"name": "geneval2", "options": {"model": "tiny"} if model == "tiny" else {}}
+    prompts = "tiny/geneval_test" if model == "tiny" else "data/geneval2_test.jsonl"
+    return {"name": "geneval2", "prompts": prompts, "reward": reward}
+
+
 def show(argv: Sequence[str]) -> int:
     """Print the benchmarks of a model's family."""
     from flowalign.commands.init import SD35, family_folder
@@ -134,7 +142,8 @@ def show(argv: Sequence[str]) -> int:
     parser.add_argument("--model", default="tiny", help="tiny (default), a folder or a Hub id")
     model = parser.parse_args(argv).model
     rows = []
-    for benchmark in read((family_folder(model) or SD35) / "eval.yaml")["benchmarks"]:
+    shipped = read((family_folder(model) or SD35) / "eval.yaml")["benchmarks"]
+    for benchmark in [*shipped, geneval2(model)]:
         try:
             there = f"{len(load_prompts(benchmark['prompts'], ''))} there"
         except (PromptError, OSError):

@@ -1,0 +1,236 @@
+"""GenEval 2 as a reward: Soft-TIFA (arXiv 2512.16853; facebookresearch/GenEval2).
+
+A prompt has questions about its image. The score of one is the sum of the probabilities of the
+first token of each accepted spelling of the answer; an image is worth the mean of its scores.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+from transformers import AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
+
+from flowalign.backbone.placement import Placement
+from flowalign.rewards.base import RewardBase
+from flowalign.rewards.clip import ClipModel
+from flowalign.rewards.geneval import GenEval, build_detector
+from flowalign.rewards.geneval_judge import relations
+from flowalign.rewards.options import Count, Device, check_call
+from flowalign.rewards.vlm import VLM
+from flowalign.system.escape import shown
+from flowalign.system.images import to_uint8
+from flowalign.system.packages import require
+from flowalign.types import Detections, Metadata, Scores
+
+MODEL = "Qwen/Qwen3-VL-8B-Instruct"  # the benchmark's own judge
+WORDS = ("one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
+SKILLS = {"object", "attribute", "count", "position", "verb"}
+Table = Mapping[Any, float]  # {token: its probability}; that of others counts as 0
+
+
+def spellings(question: str, answer: str) -> list[str]:
+    """The accepted spellings of an answer. ValueError for a number other than one to ten."""
+    if not question.startswith("How many"):
+        return ["Yes", "yes", " yes", " Yes"]
+    if answer not in WORDS:
+        raise ValueError(f"{question!r} has the answer {answer!r}, which is none of {WORDS}")
+    texts = answer, answer.capitalize(), str(WORDS.index(answer) + 1)
+    return [*texts, *(f" {text}" for text in texts)]
+
+
+def first_tokens(tokenizer: Any) -> dict[str, int]:
+    """{spelling: its first token} of all spellings."""
+    texts = [*spellings("", "Yes"), *(text for w in WORDS for text in spellings("How many", w))]
+    return {text: tokenizer.encode(text, add_special_tokens=False)[0] for text in texts}
+
+
+def question_score(table: Table, first: Mapping[str, Any], question: str, answer: str) -> float:
+    """A token counts once for each spelling that begins with it, by `first`: it may exceed 1."""
+    return sum(table.get(first[text], 0.0) for text in spellings(question, answer))
+
+
+def soft_tifa(scores: Sequence[float]) -> tuple[float, float]:
+    """(AM, GM): the arithmetic and the geometric mean of the scores of an image's questions."""
+    return fmean(scores), 0.0 if 0 in scores else math.exp(fmean(map(math.log, scores)))
+
+
+def questions(metadata: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    """(skill, question, answer) of a line of GenEval 2. Raises an error for what is none."""
+    skills, count = metadata["skills"], metadata["atom_count"]
+    if not skills or not SKILLS.issuperset(skills) or type(count) is not int:
+        raise ValueError(f"want `skills` of {sorted(SKILLS)} and a number as `atom_count`")
+    pairs = zip(skills, metadata["vqa_list"], strict=True)
+    return [(skill, text, answer) for skill, (text, answer) in pairs if spellings(text, answer)]
+
+
+def detected(metadata: Mapping[str, Any], found: Detections) -> list[tuple[str, Any]]:
+    """(skill, score) of the questions in GenEval's metadata. The confidence of a box is its
+    probability to be an object; a count is right if the best boxes are objects, and no others."""
+    boxes = {name: [np.asarray(box) for box in rows] for name, rows in found.boxes.items()}
+    answers = []
+    for clause in metadata["include"]:
+        name, count, own = clause["class"], clause["count"], boxes.get(clause["class"], [])
+        scores = sorted((box[4] for box in own), reverse=True)
+        exact = math.prod([*scores[:count], *(1 - score for score in scores[count:])])
+        answers += [("object", scores[:1]), ("count", [exact] if len(scores) >= count else [])]
+        if "color" in clause:
+            both = zip(own, found.colors.get(name, []), strict=True)  # type: ignore[union-attr]
+            answers.append(("attribute", [b[4] for b, color in both if color == clause["color"]]))
+        if "position" in clause:
+            relation, target = clause["position"]
+            pairs = product(own, boxes.get(metadata["include"][target]["class"], []))
+            hits = [a[4] * b[4] for a, b in pairs if relation in relations(a, b, 0.1)]
+            answers.append(("position", hits))
+    return [(skill, float(max(hits, default=0.0))) for skill, hits in answers]
+
+
+class Local:
+    """A vision-language model of transformers. It is asked one question at a time, as officially,
+    so that an answer depends on nothing else, and gives the probabilities of all tokens."""
+
+    def __init__(self, model: str, revision: str, *place: Any) -> None:
+        require("torchvision", "a local judge of reward geneval2 needs")
+        folder, at = str(Path(model).expanduser()), {"revision": revision}
+        self.processor: Any = AutoProcessor.from_pretrained(folder, **at)
+        self.network: Any = AutoModelForImageTextToText.from_pretrained(folder, dtype="auto", **at)
+        self.placement = Placement(self.network, *place)
+        self.first = first_tokens(self.processor.tokenizer)
+        commit = getattr(self.network.config, "_commit_hash", None)
+        self.settings = {"engine": "transformers, full softmax", "model": model, "revision": commit}
+
+    @torch.no_grad()
+    def ask(self, images: Tensor, asked: Sequence[tuple[int, str]]) -> list[Table]:
+        """How probable tokens begin the answers. asked: row of images [B,3,H,W], question."""
+        form = {"add_generation_prompt": True, "tokenize": True, "return_dict": True}
+        more = {"max_new_tokens": 1, "do_sample": False}
+        more |= {"output_logits": True, "return_dict_in_generate": True}
+        tables = []
+        with self.placement:
+            for row, text in asked:
+                image = {"type": "image", "image": Image.fromarray(to_uint8(images[row]))}
+                chat = [{"role": "user", "content": [image, {"type": "text", "text": text}]}]
+                inputs = self.processor.apply_chat_template(chat, return_tensors="pt", **form)
+                answer = self.network.generate(**inputs.to(self.placement.device), **more)
+                probabilities = answer.logits[0][0].float().softmax(-1).cpu()
+                tables.append({token: float(probabilities[token]) for token in self.first.values()})
+        return tables
+
+
+class Served:
+    """A judge behind an endpoint, which gives the `top` likeliest tokens: a score is too small by
+    at most what the others have. model: whose tokenizer says what the first tokens are."""
+
+    def __init__(self, endpoint: Mapping[str, Any], model: str, top: int) -> None:
+        self.endpoint, self.top = VLM(**{"model": model, **endpoint, "image_size": None}), top
+        tokenizer: Any = AutoTokenizer.from_pretrained(str(Path(model).expanduser()))
+        self.first = {text: tokenizer.decode([i]) for text, i in first_tokens(tokenizer).items()}
+        if not all(text.startswith(token) for text, token in self.first.items()):
+            raise ValueError(f"`model`: the tokens of {model!r} do not show spaces before words")
+        engine = f"OpenAI chat completions, {top} log-probabilities"
+        self.settings = {"engine": engine, "model": self.endpoint.model, "tokenizer": model}
+
+    def ask(self, images: Tensor, asked: Sequence[tuple[int, str]]) -> list[Table | Exception]:
+        """As `Local.ask`; the errors take the place of what is not answered."""
+        more = {"max_tokens": 1, "logprobs": True, "top_logprobs": self.top}
+        return self.endpoint.ask(images, asked, f"{self.top} log-probabilities", self._read, **more)
+
+    def _read(self, choice: Any) -> Table:
+        tops = choice["logprobs"]["content"][0]["top_logprobs"]
+        table = {top["token"]: math.exp(top["logprob"]) for top in tops}
+        if len(tops) < self.top or not sum(table.values()) < 1.01:  # rounded; not NaN
+            raise LookupError
+        return table
+
+
+class GenEval2(RewardBase):
+    """Soft-TIFA of an image whose metadata is a line of GenEval 2; with the model `tiny`, which is
+    the tiny world's detector, a line of GenEval. Options: docs/rewards/geneval2.md.
+
+    value: the GM. parts: "gm" again, "am", the mean score of each skill, and the GM under the
+    number of atoms. An image is invalid if one of its questions has no answer.
+    """
+
+    name = "geneval2"
+    licence = "its prompts: CC BY-NC 4.0"
+    choice = ("model", MODEL)
+    choices = {**RewardBase.choices, MODEL: "Apache-2.0"}
+    downloads = None  # 17.5 GB, or the tokenizer of an endpoint's model
+    headline = "gm"
+
+    def __init__(
+        self,
+        model: ClipModel = MODEL,
+        *,
+        endpoint: Mapping[str, Any] | None = None,
+        top_logprobs: Count = 20,
+        revision: str = "main",
+        device: Device = None,
+        offload: bool = False,
+    ) -> None:
+        self.judge: Any = None
+        if endpoint is not None:
+            self.judge = Served(endpoint, model, top_logprobs)
+        elif model != "tiny":
+            self.judge = Local(model, revision, device, offload)
+        self.detector: Any = None if self.judge else build_detector("tiny")
+        self.settings = self.judge.settings if self.judge else {"engine": self.detector.name}
+
+    @classmethod
+    def check_options(cls, *_: Any, **options: Any) -> None:
+        """Raise ValueError for an endpoint that reward `vlm` would refuse."""
+        if (endpoint := options.get("endpoint")) is not None:
+            check_call("`endpoint` of reward 'geneval2'", VLM, {"model": MODEL, **endpoint})
+
+    @classmethod
+    def check_prompts(cls, prompts: Sequence[str], metadata: Metadata, **options: Any) -> None:
+        """Raise ValueError for the first prompt whose metadata is not of the judge's form."""
+        if cls.chosen(**options) == "tiny":
+            return GenEval.check_prompts(prompts, metadata)
+        for prompt, meta in zip(prompts, metadata, strict=True):
+            try:
+                questions(meta)
+            except Exception as error:  # whatever JSON can cause
+                text = f"prompt {shown(repr(prompt))}: {error!r:.300}; want a line of the file that"
+                raise ValueError(f"{text} `flowalign data fetch geneval2` writes.") from None
+
+    def connect(self) -> None:
+        """Ask an endpoint a question. Raises ValueError if it gives no log-probabilities."""
+        if isinstance(self.judge, Served):
+            (answer,) = self.judge.ask(torch.full((1, 3, 64, 64), 0.5), [(0, "Is this grey?")])
+            if isinstance(answer, Exception):
+                raise ValueError(f"`endpoint` of reward 'geneval2': {answer}")
+
+    def __call__(self, images: Tensor, prompts: Sequence[str], metadata: Metadata) -> Scores:
+        """images [B,3,H,W] in [0,1] -> Scores of B, on the CPU; failed ones say why."""
+        answers: list[list[Any]] = [[] for _ in metadata]  # of each image (skill, score or error)
+        if self.detector:
+            answers = [detected(*x) for x in zip(metadata, self.detector(images), strict=True)]
+        else:
+            asked = [(row, *each) for row, meta in enumerate(metadata) for each in questions(meta)]
+            texts = [(row, f"{question} Answer in one word.") for row, _, question, _ in asked]
+            tables = self.judge.ask(images, texts)
+            for (row, skill, *pair), table in zip(asked, tables, strict=True):
+                failed = isinstance(table, Exception)
+                score = table if failed else question_score(table, self.judge.first, *pair)
+                answers[row].append((skill, score))
+        rows, reasons = [], {}
+        for row, (meta, pairs) in enumerate(zip(metadata, answers, strict=True)):
+            scores = {skill: [s for name, s in pairs if name == skill] for skill, _ in pairs}
+            if errors := [score for _, score in pairs if isinstance(score, Exception)]:
+                reasons[row], scores = f"{type(errors[0]).__name__}: {errors[0]}", {}
+            am, gm = soft_tifa([score for _, score in pairs]) if scores else (math.nan, math.nan)
+            atoms = f"atoms_{meta.get('atom_count', len(pairs)):02}"
+            rows.append({"am": am, "gm": gm, atoms: gm} | {k: fmean(v) for k, v in scores.items()})
+        names = sorted({"am", "gm"}.union(*rows))
+        parts = {name: torch.tensor([row.get(name, math.nan) for row in rows]) for name in names}
+        return replace(Scores.of(parts["gm"], **parts), reasons=reasons)

@@ -1,0 +1,148 @@
+"""A Qwen3-VL of transformers, small and random, as judge; and the same one behind an endpoint.
+
+Its processor needs torchvision. Without one the first test runs this file with that of
+scripts/setup.sh.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+from test_vlm import asked, serve  # noqa: F401
+from transformers.utils import is_torchvision_available
+from vision_judge import completion, qwen3_vl
+
+from flowalign.commands.evaluate import main as evaluate
+from flowalign.rewards import build, score
+from flowalign.rewards.geneval2 import spellings
+
+FOLDER = Path(__file__).parent
+TORCHVISION = Path(sys.prefix) / "open_clip"
+needs_torchvision = pytest.mark.skipif(not is_torchvision_available(), reason="no torchvision")
+QUESTIONS = [
+    ("count", "How many dogs are in the image?", "two"),
+    ("object", "Are there any dogs in the image?", "Yes"),
+    ("verb", "Are the dogs chasing the cat?", "Yes"),
+]
+LINE = {
+    "atom_count": 3,
+    "vqa_list": [[question, answer] for _, question, answer in QUESTIONS],
+    "skills": [skill for skill, _, _ in QUESTIONS],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(is_torchvision_available(), reason="the other tests run")
+@pytest.mark.skipif(not TORCHVISION.is_dir(), reason="run scripts/setup.sh")
+def test_this_file_with_torchvision() -> None:
+    found = [str(TORCHVISION), str(FOLDER.parent), str(FOLDER)]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "with_torchvision", "-p", "no:cacheprovider",
+         "-W", "ignore", __file__],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(found)},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )  # fmt: skip
+    assert done.returncode == 0 and "passed" in done.stdout, done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return qwen3_vl(tmp_path_factory.mktemp("judge") / "qwen3_vl")
+
+
+def probabilities(reward: Any, picture: Image.Image, text: str) -> torch.Tensor:
+    """Of all tokens, by a forward pass of our own."""
+    judge = reward.judge
+    prompt = (
+        "<|im_start|>user\n<|vision_start|><|image_pad|><|vision_end|>"
+        f"{text}<|im_end|>\n<|im_start|>assistant\n"
+    )
+    inputs = judge.processor(images=[picture], text=[prompt], return_tensors="pt")
+    with torch.no_grad():
+        return judge.network(**inputs).logits[0, -1].softmax(-1)
+
+
+@needs_torchvision
+def test_a_score_is_the_full_softmax_at_the_first_tokens(model: str) -> None:
+    reward = build("geneval2", model=model)
+    images = torch.randint(0, 256, (2, 3, 64, 96), generator=torch.Generator().manual_seed(0)) / 255
+    scores = score(reward, images, ["a", "b"], [LINE, LINE])
+    assert scores.valid.all() and scores.value[0] != scores.value[1]
+    encode = reward.judge.processor.tokenizer.encode  # type: ignore[attr-defined]
+    for row in range(2):
+        picture = Image.fromarray((images[row] * 255).round().byte().permute(1, 2, 0).numpy())
+        for skill, question, answer in QUESTIONS:
+            softmax = probabilities(reward, picture, f"{question} Answer in one word.")
+            expected = sum(float(softmax[encode(text)[0]]) for text in spellings(question, answer))
+            assert float(scores.parts[skill][row]) == pytest.approx(expected, rel=1e-4)
+    alone = score(reward, images[1:], ["b"], [LINE])
+    assert alone.value[0] == scores.value[1]  # whatever else was asked
+
+
+@needs_torchvision
+@pytest.mark.parametrize("top", [5, 20, None])
+def test_an_endpoint_agrees_as_far_as_its_log_probabilities_reach(
+    serve: Any,  # noqa: F811
+    model: str,
+    top: int | None,
+) -> None:
+    local = build("geneval2", model=model)
+    tokenizer = local.judge.processor.tokenizer  # type: ignore[attr-defined]
+    count = top or len(tokenizer)
+    tables: dict[str, dict[str, float]] = {}
+
+    def reply(request: dict[str, Any]) -> Any:
+        text, pixels = asked(request)
+        softmax = probabilities(local, Image.fromarray(pixels), text)
+        # bytes that are no text alone decode to the same sign
+        tables[text] = {tokenizer.decode([i]): float(p) for i, p in enumerate(softmax)}
+        status, body = completion(tables[text], count)
+        tops = json.loads(body)["choices"][0]["logprobs"]["content"][0]["top_logprobs"]
+        return status, body if len(tops) == count else padded(body, count - len(tops))
+
+    options = {"url": serve(reply).url, "model": "judge", "concurrency": 1}
+    served = build("geneval2", model=model, endpoint=options, top_logprobs=count)
+    images = torch.rand(1, 3, 64, 64, generator=torch.Generator().manual_seed(1))
+    exact, lower = (score(reward, images, ["a"], [LINE]).parts for reward in (local, served))
+    for skill, question, answer in QUESTIONS:
+        table = tables[f"{question} Answer in one word."]
+        ranked = sorted(table, key=lambda token: -table[token])
+        unseen = [served.judge.first[text] for text in spellings(question, answer)]  # type: ignore
+        hidden = sum(table[token] for token in unseen if token in ranked[count:])
+        assert float(exact[skill][0] - lower[skill][0]) == pytest.approx(hidden, abs=1e-6)
+        assert 0 < hidden <= len(unseen) * table[ranked[count - 1]] if top == 5 else hidden >= 0
+        assert top or hidden == 0
+
+
+def padded(body: bytes, count: int) -> bytes:
+    """The same with tokens without a probability, for those that `decode` made one."""
+    document = json.loads(body)
+    more = [{"token": f"byte {i}", "logprob": -9999.0} for i in range(count)]
+    document["choices"][0]["logprobs"]["content"][0]["top_logprobs"] += more
+    return json.dumps(document).encode()
+
+
+@needs_torchvision
+def test_it_is_a_benchmark(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the official form of a file to the tables, which name the judge."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data.jsonl").write_text(
+        "".join(json.dumps({"prompt": f"a red star {i}", **LINE}) + "\n" for i in range(2))
+    )
+    reward = "benchmarks.0.reward.options"
+    given = ["--benchmarks", "geneval2", "--limit", "2", "--out", "out", "sampling.steps=2"]
+    given += ["benchmarks.0.prompts=data.jsonl", f"{reward}.model={model}"]
+    assert evaluate(given) == 0
+    results = json.loads((tmp_path / "out" / "results.json").read_text())
+    about = results["benchmarks"]["geneval2"]
+    assert about["engine"].startswith("transformers") and about["model"] == model
+    rows = results["models"]["base"]["images"]["geneval2"]
+    assert all(0 < row["gm"] <= row["am"] < 1 and row["gm"] == row["atoms_03"] for row in rows)
