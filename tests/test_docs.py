@@ -315,7 +315,10 @@ REQUIRED: dict[str, Any] = {  # what a page that shows a part of a config leaves
 }
 YAML = [block for block in BLOCKS if block.language in ("yaml", "yml")]
 SIGN = 'a sign that says "KITE"'
-ROW = {"prompt": SIGN, "tag": "single_object", "include": [{"class": "kite", "count": 1}]}
+ROW = {
+    "prompt": SIGN, "tag": "single_object", "include": [{"class": "kite", "count": 1}],
+    "atom_count": 1, "vqa_list": [["Is there a kite?", "Yes"]], "skills": ["object"],
+}  # fmt: skip
 
 
 def whole(data: dict[str, Any]) -> dict[str, Any]:
