@@ -33,7 +33,7 @@ def parser() -> argparse.ArgumentParser:
         help="folders or files of images with their prompts; no model is loaded, and --model says "
         "whose benchmarks are meant")  # fmt: skip
     add("--benchmarks", nargs="+", metavar="NAME",
-        help="default: all of `flowalign eval list` but geneval2, or those that --images has")  # fmt: skip
+        help="default: all of the list but geneval2, or those that --images has")  # fmt: skip
     add("--protocol", choices=PROTOCOLS, help="sample, or say how --images were sampled, as there")
     add("--limit", type=int, help="only the first so many prompts of each")
     add("--out", type=Path, required=True, help="folder of the results; the config is kept there")
