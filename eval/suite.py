@@ -232,17 +232,16 @@ def judge_set(
         prompts: [(prompt, copy) for prompt in prompts for copy in range(images.copies)]
         for prompts in _share(images, settings.batch_size, world, rank)
     }
-    scoring = _Scoring(images.judges, store, seconds, [k for keys in shares.values() for k in keys])
+    order = [key for keys in shares.values() for key in keys]
+    scoring = _Scoring(images.judges, store, seconds, order)
     batches = []
     for prompts, keys in shares.items():
-        unscored = scoring.unscored(keys)
         shown = {key for key in keys if features or key[0] in pictured}
-        batches.append(_Batch(prompts, keys, unscored, shown.union(*unscored.values())))
+        batches.append(_Batch(prompts, keys, scoring.unscored(keys), shown))
     sampled = [batch for batch in batches if _is_sampled(batch, store)]
     owner = backbone or accelerator
     assert owner, "without a model, the accelerator says the device"
-    # asked before the first forward pass
-    extra = missing_steps(len(batches), backbone.sharded) if backbone else 0
+    extra = missing_steps(len(batches), backbone.sharded) if backbone else 0  # before any forward
     pictures: list[bytes] = []
     vectors: list[Tensor] = []
     for batch in batches:
@@ -261,8 +260,7 @@ def judge_set(
     for _ in range(extra):
         assert backbone
         generate(backbone, images.prompts.select([0]), settings)
-    order = [key for batch in batches for key in batch.keys]
-    rows = [[judge_rows[key] for key in order] for judge_rows in scoring.finish()]
+    rows = scoring.finish(order)
     if world > 1:  # objects, not tensors: a process without prompts does not know the width of [D]
         rows = [gather_object(judge_rows) for judge_rows in rows]
         pictures, vectors = gather_object(pictures), gather_object(vectors)
@@ -289,7 +287,12 @@ class _Batch:
     prompts: range
     keys: list[Key]
     unscored: dict[str, list[Key]]  # by judge
-    needed: set[Key]  # to be scored, shown or turned into features
+    shown: set[Key]  # to be shown or turned into features
+
+    @property
+    def needed(self) -> set[Key]:
+        """The images to be scored, shown or turned into features."""
+        return self.shown.union(*self.unscored.values())
 
 
 def _is_sampled(batch: _Batch, store: Store | None) -> bool:
@@ -384,11 +387,11 @@ class _Scoring:
                 self._scoring.submit(images, replace(prompts, tasks=[judge.name] * len(keys)))
                 self._submitted.append((judge, keys))
 
-    def finish(self) -> list[dict[Key, ImageRow]]:
-        """The rows of each judge, once the last batch is scored."""
+    def finish(self, order: Sequence[Key]) -> list[list[ImageRow]]:
+        """The rows of each judge in this order, once the last batch is scored."""
         self._collect()
         self._scoring.discard()
-        return [self.rows[judge.name] for judge in self.judges]
+        return [[self.rows[judge.name][key] for key in order] for judge in self.judges]
 
     def _collect(self) -> None:
         submitted, self._submitted = self._submitted, []
