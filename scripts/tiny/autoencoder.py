@@ -48,7 +48,7 @@ def refine(folder: Path, vae: AutoencoderKL, images: int, seed: int = 0) -> Auto
     generator = torch.Generator(vae.device).manual_seed(seed)
     for step in range(steps):
         batch = stream.batch(source, BATCH)[0].to(vae.device, memory_format=torch.channels_last)
-        with torch.autocast(vae.device.type, torch.bfloat16):
+        with parts.autocast(vae.device):
             with torch.no_grad():
                 latents = vae.encode(batch, return_dict=False)[0].sample(generator)
             output = vae.decode(latents, return_dict=False)[0].float()  # pyright: ignore[reportArgumentType]
@@ -94,7 +94,7 @@ def train(folder: Path, images: int, device: torch.device, seed: int = 0) -> Aut
     for step in range(start, steps):
         batch, _ = stream.batch(source, BATCH)
         batch = batch.to(device, memory_format=torch.channels_last)
-        with torch.autocast(device.type, torch.bfloat16):
+        with parts.autocast(device):
             value = loss(vae, batch, generator)
         value.backward()
         torch.nn.utils.clip_grad_norm_(vae.parameters(), 1.0)

@@ -20,7 +20,6 @@ from flowalign.backbone.tiny.scenes import COLORS, OVERSAMPLE, SHAPES, SIZE
 
 Rng = np.random.Generator
 Metadata = Mapping[str, Any]
-OPPOSITE = {"left of": "right of", "above": "below"}
 
 
 def pair(
@@ -52,29 +51,18 @@ def other(row: Metadata, pool: Sequence[Metadata], rng: Rng) -> Metadata:
     """A prompt of the same kind whose scene is another one, but as near as a few draws give."""
     if "target" in row:
         return other_sign(row, rng)
-    mine = meaning(row)
+    mine = prompts.facts(row)
     few = [pool[i] for i in rng.integers(len(pool), size=12)]
-    found = [r for r in few if meaning(r) != mine] or [r for r in pool if meaning(r) != mine]
-    return max(found, key=lambda r: len(mine & meaning(r)))
-
-
-def meaning(row: Metadata) -> set[tuple[Any, ...]]:
-    """What a scene of shapes must show, so that two wordings of the same are equal."""
-    facts: set[tuple[Any, ...]] = set()
-    for clause in row["include"]:
-        facts.add((clause["class"], clause["count"], clause.get("color")))
-        if "position" in clause:
-            a, b, relation = clause["class"], row["include"][0]["class"], clause["position"][0]
-            flip = relation in OPPOSITE
-            facts.add((b, OPPOSITE[relation], a) if flip else (a, relation, b))
-    return facts
+    found = [r for r in few if prompts.facts(r) != mine]
+    found = found or [r for r in pool if prompts.facts(r) != mine]
+    return max(found, key=lambda r: len(mine & prompts.facts(r)))
 
 
 def other_sign(row: Metadata, rng: Rng) -> Metadata:
     """One letter changed, dropped or added, or the board in another colour."""
     word, color = row["target"], row["color"]
     if color and rng.random() < 0.3:
-        names = [c for c in scenes.PROMPT_COLORS if c != color]
+        names = [c for c in scenes.SIGN_COLORS if c != color]
         return dict(row, color=names[rng.integers(len(names))])
     while True:
         letters = list(word)

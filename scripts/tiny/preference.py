@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import degrade
+import muon
 import numpy as np
 import parts
 import prompts
@@ -69,11 +70,13 @@ def wordings(row: dict[str, Any]) -> list[str]:
 
 def rows(split: str, rng: np.random.Generator) -> Iterator[tuple[dict[str, Any], list[Any]]]:
     """Prompts of a split without end, each with the prompts that its mismatch is taken from, which
-    are training prompts always: some tags have but two held-out ones, and of one scene."""
-    splits = {tag: prompts.geneval_splits(tag) for tag in prompts.TAGS}
-    tags, shares = list(stream.TAG_SHARES), list(stream.TAG_SHARES.values())
+    are training prompts always."""
+    splits = {tag: prompts.geneval_splits(tag) for tag in stream.TAG_SHARES}
+    tags = [tag for tag in splits if splits[tag][split]]
+    shares = np.array([stream.TAG_SHARES[tag] for tag in tags])
+    shares /= shares.sum()
     words = {"val": prompts.VALIDATION_WORDS, "test": prompts.TEST_WORDS}.get(split)
-    colors = [*degrade.scenes.PROMPT_COLORS, None]
+    colors = [*degrade.scenes.SIGN_COLORS, None]
     while True:
         if rng.random() < 0.4:
             word = words[rng.integers(len(words))] if words else prompts.random_word(rng)
@@ -94,7 +97,7 @@ class Codec:
     def __call__(self, images: np.ndarray, spoil: np.random.Generator | None = None) -> np.ndarray:
         """The images encoded and decoded; with `spoil`, damaged between the two."""
         x = pixels(torch.from_numpy(images)).contiguous(memory_format=torch.channels_last)
-        with torch.autocast("cpu", torch.bfloat16):
+        with parts.autocast(torch.device("cpu")):
             latents = self.vae.encode(x, return_dict=False)[0].mean
             latents = latents if spoil is None else self.damage(latents.float(), spoil)
             out = self.vae.decode(latents, return_dict=False)[0].float()
@@ -122,7 +125,7 @@ def pixels(images: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Pool:
-    """images uint8 [N,1+SPOILT,64,64,3], the clean one first; ids uint8 [N,18]; kind [N,SPOILT]."""
+    """images uint8 [N,1+SPOILT,64,64,3], the clean one first; ids uint8 [N,14]; kind [N,SPOILT]."""
 
     images: Tensor
     ids: Tensor
@@ -216,14 +219,7 @@ class Run:
         self.first = args.contrastive // (2 * BATCH)
         self.last = self.first + args.scenes // BATCH
         blocks = [p for n, p in self.model.named_parameters() if p.ndim == 2 and ".layers." in n]
-        chosen = {id(p) for p in blocks}
-        rest = [p for p in self.model.parameters() if id(p) not in chosen]
-        self.optimizers: list[torch.optim.Optimizer] = [
-            torch.optim.Muon(
-                blocks, lr=args.lr, weight_decay=0.01, adjust_lr_fn="match_rms_adamw", ns_steps=4
-            ),
-            torch.optim.AdamW(rest, lr=args.lr, betas=(0.9, 0.98), weight_decay=0.01),
-        ]
+        self.optimizers = muon.beside_adamw(blocks, self.model, args.lr)
         if (folder / "state").exists():
             state = torch.load(folder / "state", weights_only=True)
             self.model.load_state_dict(state["model"])
@@ -274,7 +270,7 @@ class Run:
             images = pool.images[at].transpose(0, 1).flatten(0, 1)
         x = nn.functional.pad(pixels(images), (SHIFT,) * 4, mode="replicate")
         dx, dy = torch.randint(0, 2 * SHIFT + 1, (2,), generator=generator).tolist()
-        with torch.autocast("cpu", torch.bfloat16):
+        with parts.autocast(torch.device("cpu")):
             seen, read = embed(self.model, x[..., dy : dy + 64, dx : dx + 64], ids)
         scale = self.model.logit_scale.exp()
         value = contrastive(seen[:size], read, ids, scale)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -22,10 +21,10 @@ from preference import KINDS, SPOILT, Codec, chunk, embed, pixels
 from torch import Tensor
 from transformers import CLIPModel
 
-from flowalign.backbone.tiny import MODEL, PREFERENCE
+from flowalign.backbone.tiny import PREFERENCE
 
 SCENES = 200  # held-out scenes a kind, with SPOILT pairs each
-BLOCK = 32  # prompts that an image is told apart from; some 40 of shapes are held out
+BLOCK = 32  # prompts that an image is told apart from
 CARD = """---
 library_name: transformers
 license: apache-2.0
@@ -47,8 +46,7 @@ contrastive loss on scenes drawn by `flowalign.backbone.tiny.scenes`, then PickS
 (2305.01569) on pairs of a clean scene and a spoilt one (scripts/tiny/degrade.py), beside the
 contrastive one. Half of the images, clean and spoilt alike, went through the tiny model's
 autoencoder. No image of a diffusion model was used. The combinations and words of
-`flowalign/backbone/tiny/prompts/*_val` and `*_test` were never drawn (single_object, with four
-prompts, cannot be held out).
+`flowalign/backbone/tiny/prompts/*_val` and `*_test` were never drawn.
 
 ## What it measures on held-out prompts
 
@@ -106,8 +104,8 @@ def write(clip: CLIPModel, folder: Path) -> None:
     for part in (config, config["text_config"], config["vision_config"]):
         part["dtype"] = "float32"  # loaded as such; fp16 is how it is stored
     (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
-    shutil.copy(MODEL / "tokenizer" / "tokenizer.json", folder)
-    spell = json.loads((MODEL / "tokenizer" / "tokenizer_config.json").read_text())
+    parts.tokenizer().save_pretrained(folder)
+    spell = json.loads((folder / "tokenizer_config.json").read_text())
     spell["tokenizer_class"] = "PreTrainedTokenizerFast"  # a name that transformers 4 knows too
     (folder / "tokenizer_config.json").write_text(json.dumps(spell, indent=2) + "\n")
     half = [0.5, 0.5, 0.5]

@@ -1,9 +1,9 @@
 """Make the tiny model from nothing: `python scripts/tiny/pretrain.py --work DIR`.
 
 Two stages, each resumable: the autoencoder, then the transformer with its text encoders by flow
-matching (x_sigma = (1-sigma) x0 + sigma eps, v = eps - x0). Every `--save` samples the EMA is
-written as a complete diffusers pipeline under DIR/flow/, so that a checkpoint can be chosen by
-`flowalign eval --model DIR/flow/...`.
+matching (x_sigma = (1-sigma) x0 + sigma eps, v = eps - x0): first on right captions, until it can
+draw what a prompt says, then on captions of which many are wrong (`mistakes`), until it often does
+not. Every `--save` samples the EMA is written as a complete diffusers pipeline under DIR/flow/.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import autoencoder
+import muon
 import parts
 import stream
 import torch
@@ -23,9 +24,8 @@ from diffusers.training_utils import EMAModel
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-BATCH = 64
 LONG_EVERY = 24  # one batch in so many sees a longer T5 context, so that any length up to 256 works
-LONG_BATCH = 16
+LONG_SHARE = 4  # and is so many times smaller
 EMA_DECAY = 0.995
 UNCONDITIONAL = 0.1  # share of prompts dropped for CFG
 
@@ -46,7 +46,7 @@ class Denoiser(nn.Module):
             mine.load_state_dict(theirs.state_dict())
 
     def encode(self, ids: Tensor, t5_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """embeds [B,18+L,160] and pooled [B,160], as StableDiffusion3Pipeline joins them."""
+        """embeds [B,14+L,160] and pooled [B,160], as StableDiffusion3Pipeline joins them."""
         outputs = [clip(ids, output_hidden_states=True) for clip in self.clips]
         hidden = torch.cat([o.hidden_states[-2] for o in outputs], -1)
         pooled = torch.cat([o.text_embeds for o in outputs], -1)
@@ -60,18 +60,20 @@ class Denoiser(nn.Module):
 
 @dataclass(frozen=True)
 class Pool:
-    """Scenes encoded once: normalised latents [N,16,8,8] (fp16) and token ids [N,18] (uint8)."""
+    """Scenes encoded once: normalised latents [N,16,8,8] (fp16) and token ids [N,14] (uint8)."""
 
     latents: Tensor
     ids: Tensor
 
     @staticmethod
-    def make(vae: AutoencoderKL, size: int, path: Path, device: torch.device, seed: int) -> Pool:
+    def make(
+        vae: AutoencoderKL, size: int, path: Path, device: torch.device, seed: int, wrong: bool
+    ) -> Pool:
         """Render and encode `size` scenes, or read them back from `path`."""
         if path.exists():
             saved = load_file(path)
             return Pool(saved["latents"], saved["ids"])
-        source, tokenizer = stream.draws(seed), parts.tokenizer()
+        source, tokenizer = stream.draws(seed, wrong=wrong), parts.tokenizer()
         latents, ids = [], []
         for start in range(0, size, 200):
             images, texts = stream.batch(source, 200)
@@ -84,9 +86,23 @@ class Pool:
         save_file({"latents": pool.latents, "ids": pool.ids}, path)
         return pool
 
-    def draw(self, size: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    def shares(self, signs: float, relations: float) -> Tensor:
+        """The weight [N] of each row: signs and relations have these shares, the rest what is
+        left."""
+        vocabulary = parts.tokenizer().get_vocab()
+        asks = [
+            torch.isin(self.ids, torch.tensor([vocabulary[w] for w in words], dtype=torch.uint8))
+            for words in (("says",), ("left", "right", "above", "below"))
+        ]
+        kind = 2 - 2 * asks[0].any(1).long() - asks[1].any(1).long()  # 0 sign, 1 relation, 2 other
+        share = torch.tensor([signs, relations, 1 - signs - relations])
+        return (share / kind.bincount(minlength=3))[kind]
+
+    def draw(self, size: int, generator: torch.Generator, weights: Tensor) -> tuple[Tensor, Tensor]:
         """`size` random rows: latents in fp32, ids with some prompts emptied for CFG."""
-        rows = torch.randint(len(self.latents), (size,), generator=generator)
+        cumulative = weights.double().cumsum(0)
+        uniform = torch.rand(size, generator=generator, dtype=torch.float64) * cumulative[-1]
+        rows = torch.searchsorted(cumulative, uniform).clamp_max(len(weights) - 1)
         ids = self.ids[rows].long()
         empty = torch.tensor([1, 3] + [0] * (ids.shape[1] - 2))
         ids[torch.rand(size, generator=generator) < UNCONDITIONAL] = empty
@@ -95,7 +111,7 @@ class Pool:
 
 @torch.no_grad()
 def _encode(vae: AutoencoderKL, images: Tensor) -> Tensor:
-    with torch.autocast(images.device.type, torch.bfloat16):
+    with parts.autocast(images.device):
         images = images.contiguous(memory_format=torch.channels_last)
         latents = vae.encode(images, return_dict=False)[0].mean
     return (latents.float() - vae.config["shift_factor"]) * vae.config["scaling_factor"]
@@ -107,8 +123,9 @@ def t5_ids(ids: Tensor, length: int) -> Tensor:
 
 
 def noise_levels(size: int, generator: torch.Generator) -> Tensor:
-    """[size], logit-normal (SD3, 2403.03206) with a fifth uniform."""
-    normal = torch.randn(size, generator=generator).sigmoid()
+    """[size], logit-normal (SD3, 2403.03206) with a fifth uniform; the mean of 0.3 favours the high
+    noise, where it is decided what stands where."""
+    normal = (torch.randn(size, generator=generator) + 0.3).sigmoid()
     uniform = torch.rand(size, generator=generator)
     return torch.where(torch.rand(size, generator=generator) < 0.2, uniform, normal)
 
@@ -122,7 +139,7 @@ def loss(
     device = model.transformer.device
     z, eps, sigma = latents.to(device), noise.to(device), sigma.to(device)
     s = sigma.view(-1, 1, 1, 1)
-    with torch.autocast(device.type, torch.bfloat16):
+    with parts.autocast(device):
         call = model if length == parts.T5_LENGTH else model.forward  # compiled for one shape
         v = call((1 - s) * z + s * eps, sigma, ids.to(device), t5_ids(ids, length).to(device))
     return (v.float() - (eps - z)).square().mean()
@@ -135,19 +152,7 @@ def optimizers(model: Denoiser, lr: float) -> list[torch.optim.Optimizer]:
         for name, p in model.transformer.transformer_blocks.named_parameters()
         if p.ndim == 2 and "norm1" not in name
     ]
-    return muon(blocks, model, lr)
-
-
-def muon(blocks: list[nn.Parameter], model: nn.Module, lr: float) -> list[torch.optim.Optimizer]:
-    """Muon for these matrices, AdamW for the other weights of a model."""
-    chosen = {id(p) for p in blocks}
-    rest = [p for p in model.parameters() if id(p) not in chosen]
-    return [
-        torch.optim.Muon(
-            blocks, lr=lr, weight_decay=0.01, adjust_lr_fn="match_rms_adamw", ns_steps=4
-        ),
-        torch.optim.AdamW(rest, lr=lr, betas=(0.9, 0.98), weight_decay=0.01),
-    ]
+    return muon.beside_adamw(blocks, model, lr)
 
 
 class Run:
@@ -176,28 +181,30 @@ class Run:
         left = max(0.02, min(1.0, (1 - self.seen / self.args.samples) / 0.35))
         return self.args.lr * min(1.0, (self.step + 1) / 100) * left
 
-    def train(self, pool: Pool) -> None:
+    def train(self, pool: Pool, samples: int) -> None:
         """Until `samples` scenes were seen."""
         began, seen, total = time.time(), self.seen, 0.0
-        while self.seen < self.args.samples:
+        weights = pool.shares(self.args.signs, self.args.relations)
+        while self.seen < samples:
             generator = torch.Generator().manual_seed(self.args.seed * 1_000_003 + self.step)
-            total += self._update(pool, generator)
-            if self.step % 50 == 0:
+            total += self._update(pool, weights, generator)
+            if self.step % 100 == 0:
                 rate = (self.seen - seen) / (time.time() - began)
                 print(
-                    f"{self.seen} samples  loss {total / 50:.4f}  {rate:.0f} samples/s", flush=True
+                    f"{self.seen} samples  loss {total / 100:.4f}  {rate:.0f} samples/s", flush=True
                 )
                 total = 0.0
-            if self.seen // self.args.save != (self.seen - BATCH) // self.args.save:
+            if self.seen // self.args.save != (self.seen - self.args.batch) // self.args.save:
                 self.save()
         self.save()
 
-    def _update(self, pool: Pool, generator: torch.Generator) -> float:
-        latents, ids = pool.draw(BATCH, generator)
+    def _update(self, pool: Pool, weights: Tensor, generator: torch.Generator) -> float:
+        latents, ids = pool.draw(self.args.batch, generator, weights)
         length = parts.T5_LENGTH
         if self.step % LONG_EVERY == LONG_EVERY - 1:
             length = int(torch.randint(24, 257, (), generator=generator))
-            latents, ids = latents[:LONG_BATCH], ids[:LONG_BATCH]
+            short = self.args.batch // LONG_SHARE
+            latents, ids = latents[:short], ids[:short]
         value = loss(self.model, latents, ids, length, generator)
         value.backward()
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
@@ -267,8 +274,13 @@ def main() -> None:
     parser.add_argument("--init", type=Path, help="train a finished pipeline folder on")
     parser.add_argument("--images", type=int, default=44_800, help="scenes for the autoencoder")
     parser.add_argument("--refine", type=int, default=24_000, help="more scenes for the decoder")
-    parser.add_argument("--pool", type=int, default=100_000, help="scenes encoded for the flow")
+    parser.add_argument("--pool", type=int, default=60_000, help="scenes encoded for each part")
+    parser.add_argument("--vae", type=Path, help="keep the autoencoder of this folder")
+    parser.add_argument("--right", type=int, default=600_000, help="samples with right captions")
     parser.add_argument("--samples", type=int, default=900_000, help="samples for the flow")
+    parser.add_argument("--signs", type=float, default=0.4, help="share of the samples")
+    parser.add_argument("--relations", type=float, default=0.3, help="share of the samples")
+    parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--save", type=int, default=50_000, help="samples between checkpoints")
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--compile", action="store_true", help="torch.compile (a fifth faster)")
@@ -278,14 +290,19 @@ def main() -> None:
     args.work.mkdir(parents=True, exist_ok=True)
     parts.quiet()
     device = torch.device(args.device)
-    if args.init:
-        vae = refined = AutoencoderKL.from_pretrained(args.init, subfolder="vae")
+    if args.vae or args.init:
+        vae = refined = AutoencoderKL.from_pretrained(args.vae or args.init / "vae")
         vae.to(device)  # pyright: ignore[reportArgumentType]
     else:
         vae = autoencoder.train(args.work, args.images, device, args.seed)
         refined = autoencoder.refine(args.work, vae, args.refine, args.seed)
-    pool = Pool.make(vae, args.pool, args.work / "pool.safetensors", device, args.seed + 7)
-    Run(args.work, refined, args).train(pool)
+    run = Run(args.work, refined, args)
+    for wrong, until in ((False, args.right), (True, args.samples)):
+        if run.seen < until:
+            name = "pool_wrong" if wrong else "pool_right"
+            path = args.work / f"{name}.safetensors"
+            seed = args.seed + (8 if wrong else 7)
+            run.train(Pool.make(vae, args.pool, path, device, seed, wrong), until)
 
 
 if __name__ == "__main__":

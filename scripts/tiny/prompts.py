@@ -1,111 +1,121 @@
-"""Prompts of the tiny world: GenEval's six tags over shapes, signs with short words, and the mix of
+"""Prompts of the tiny world: GenEval's tags over shapes, signs with short words, and the mix of
 both that the preference task asks for in words of its own.
 
-`python scripts/tiny/prompts.py` writes the shipped files. The combinations and the words of
-`*_val` and `*_test` are never drawn in pretraining nor trained on (single_object, with its four
-prompts, cannot be held out). Entries repeat a prompt where a tag has few held-out combinations;
-each entry has its own noise.
+`python scripts/tiny/prompts.py` writes the shipped files. What the prompts of `*_val` and `*_test`
+ask for (`facts`), in whatever words, is never drawn in pretraining nor trained on; nor are their
+words. Every GenEval prompt forbids each surplus shape by its own metadata (`exclude`).
 """
 
 from __future__ import annotations
 
 import json
+from functools import cache
 from itertools import permutations, product
 from typing import Any
 
 import numpy as np
 
 from flowalign.backbone.tiny import PROMPTS
-from flowalign.backbone.tiny.scenes import COLORS, PROMPT_COLORS, RELATIONS, SHAPES, SIGN_COLORS
+from flowalign.backbone.tiny.scenes import PROMPT_COLORS, RELATIONS, SHAPES, SIGN_COLORS
 
 Metadata = dict[str, Any]
-TAGS = {  # entries of the official test set, which fix the proportions of ours
-    "single_object": 80,
-    "two_object": 99,
-    "counting": 80,
-    "colors": 94,
-    "position": 100,
-    "color_attr": 100,
-}
+TAGS = {"two_object": 48, "counting": 24, "position": 208, "color_attr": 120}  # of 400 prompts
+SIMPLE = ("single_object", "colors")  # too few to hold any out: pretraining alone draws them
+HELD_OUT_SHARE = {"two_object": 0.31, "counting": 0.29, "position": 0.16, "color_attr": 0.34}
 NUMBERS = ("one", "two", "three", "four")
 LETTERS = "ACDEILNOPRST"
+OPPOSITE = {"left of": "right of", "above": "below"}
 TEST_WORDS = """
 AT DO IN IS IT NO ON OR SO TO AN AS ACE ACT AID AIR ALL AND ANT ARE ART CAN CAP CAR CAT COD EAR
 EAT END ICE LIP NET OIL OLD ONE PAN PEA PEN PIN POT RAT RED SAD SEA SIT SON TEA TEN TIN TOP CARD
-COAL COAT COIN COLD CORN DEER DOOR IDEA IRON ISLE LAND LION NAIL NEST NOSE OPEN
+COAL COAT COIN COLD CORN DEER DOOR IDEA IRON ISLE LAND LION NAIL NEST NOSE RAIN ROAD ROPE SALT
+SAND SEED SOAP TREE TRAP PLAN CLAN DISC LOAN ROSE
 """.split()
 VALIDATION_WORDS = """
 AD ED LA LO PA PI ADD COT DAD DEN DIP DOT EEL ILL LAD LID LIT LOT NAP NOD NOR ODD PAD PET PIE ROD
-SIN SIP TAN TAP TIE TIP AREA CANE DATE DEAL DICE DIRT EAST LACE LINE NEAR NICE NOTE PALE PINE POOL
+SIN SIP TAN TAP TIE TIP ROT RIP SET SPA TOE AREA CANE DATE DEAL DICE DIRT EAST LACE LINE NEAR NICE
+NOTE PALE PINE POOL POLE POND PORT RACE RENT RICE RIDE ROLE SAIL SALE SEAL SEAT SIDE SLOT SOIL SPOT
+STAR STEP TAIL TALL TIDE TILE TIRE TONE TOOL TRIP SLIP CROP
 """.split()
+HELD_OUT = frozenset(TEST_WORDS) | frozenset(VALIDATION_WORDS)
 
 
-def _plural(shape: str, count: int) -> str:
-    return shape if count == 1 else f"{shape}s"
+def _shapes(text: str, include: list[Metadata]) -> Metadata:
+    wanted = {clause["class"]: clause["count"] for clause in include}
+    exclude = [{"class": shape, "count": wanted.get(shape, 0) + 1} for shape in SHAPES]
+    return {"include": include, "exclude": exclude, "prompt": f"a photo of {text}"}
 
 
+def _clause(shape: str, color: str | None, count: int = 1, **more: Any) -> Metadata:
+    return {"class": shape, "count": count} | ({"color": color} if color else {}) | more
+
+
+def _words(shape: str, color: str | None, count: int = 1) -> str:
+    number = "a" if count == 1 else NUMBERS[count - 1]
+    return " ".join(w for w in (number, color, shape if count == 1 else f"{shape}s") if w)
+
+
+@cache
 def geneval_prompts(tag: str) -> list[Metadata]:
     """Every prompt of one tag, as GenEval metadata with its prompt, in a fixed order."""
-    rows: list[tuple[str, list[Metadata], list[Metadata]]] = []
+    colors = PROMPT_COLORS
     pairs = list(permutations(SHAPES, 2))
+    rows: list[Metadata] = []
     if tag == "single_object":
-        rows = [(f"a {s}", [{"class": s, "count": 1}], []) for s in SHAPES]
-    elif tag == "two_object":
-        for a, b in pairs:
-            include = [{"class": a, "count": 1}, {"class": b, "count": 1}]
-            rows.append((f"a {a} and a {b}", include, []))
-    elif tag == "counting":
-        for shape, n in product(SHAPES, range(1, 5)):
-            include = [{"class": shape, "count": n}]
-            exclude = [{"class": shape, "count": n + 1}]
-            rows.append((f"{NUMBERS[n - 1]} {_plural(shape, n)}", include, exclude))
+        rows = [_shapes(_words(s, None), [_clause(s, None)]) for s in SHAPES]
     elif tag == "colors":
-        for color, shape in product(COLORS, SHAPES):
-            rows.append((f"a {color} {shape}", [{"class": shape, "count": 1, "color": color}], []))
-    elif tag == "position":
-        for (a, b), relation in product(pairs, RELATIONS):
-            include = [
-                {"class": b, "count": 1},
-                {"class": a, "count": 1, "position": [relation, 0]},
-            ]
-            rows.append((f"a {a} {relation} a {b}", include, []))
+        rows = [_shapes(_words(s, c), [_clause(s, c)]) for s, c in product(SHAPES, colors)]
+    elif tag == "counting":
+        for shape, color, n in product(SHAPES, (None, *colors), (2, 3, 4)):
+            rows.append(_shapes(_words(shape, color, n), [_clause(shape, color, n)]))
+    elif tag == "two_object":  # at most one of the two has a colour
+        one = [(None, None), *((c, None) for c in colors), *((None, c) for c in colors)]
+        for (a, b), (c, d) in product(pairs, one):
+            text = f"{_words(a, c)} and {_words(b, d)}"
+            rows.append(_shapes(text, [_clause(a, c), _clause(b, d)]))
     elif tag == "color_attr":
-        for (a, b), (c, d) in product(pairs, permutations(COLORS, 2)):
-            include = [
-                {"class": a, "count": 1, "color": c},
-                {"class": b, "count": 1, "color": d},
-            ]
-            rows.append((f"a {c} {a} and a {d} {b}", include, []))
+        for (a, b), (c, d) in product(pairs, permutations(colors, 2)):
+            text = f"{_words(a, c)} and {_words(b, d)}"
+            rows.append(_shapes(text, [_clause(a, c), _clause(b, d)]))
+    elif tag == "position":
+        for (a, b), relation, (c, d) in product(
+            pairs, RELATIONS, [(None, None), *permutations(colors, 2)]
+        ):
+            include = [_clause(b, d), _clause(a, c, position=[relation, 0])]
+            rows.append(_shapes(f"{_words(a, c)} {relation} {_words(b, d)}", include))
     else:
-        raise ValueError(f"no tag {tag!r}; possible: {', '.join(TAGS)}")
-    return [
-        {"tag": tag, "include": include}
-        | ({"exclude": exclude} if exclude else {})
-        | {"prompt": f"a photo of {text}"}
-        for text, include, exclude in rows
-    ]
+        raise ValueError(f"no tag {tag!r}; possible: {', '.join((*TAGS, *SIMPLE))}")
+    return [{"tag": tag} | row for row in rows]
 
 
+def facts(row: Metadata) -> frozenset[tuple[Any, ...]]:
+    """What a scene of shapes must show, so that two wordings of the same are equal."""
+    found: set[tuple[Any, ...]] = set()
+    for clause in row["include"]:
+        found.add((clause["class"], clause["count"], clause.get("color")))
+        if "position" in clause:
+            a, b, relation = clause["class"], row["include"][0]["class"], clause["position"][0]
+            flip = relation in OPPOSITE
+            found.add((b, OPPOSITE[relation], a) if flip else (a, relation, b))
+    return frozenset(found)
+
+
+@cache
 def geneval_splits(tag: str) -> dict[str, list[Metadata]]:
-    """train, val and test prompts of one tag: disjoint, a sixth each held out for val and test.
-
-    The split is made over all of COLORS, and restricted to PROMPT_COLORS afterwards: the first
-    part of the pretraining drew all of them, and must not have seen what is held out now.
-    """
+    """train, val and test prompts of one tag; what one split asks for no other does."""
     rows = geneval_prompts(tag)
-    if tag == "single_object":
-        return {"train": rows, "val": rows, "test": rows}
-    order = np.random.default_rng(list(TAGS).index(tag)).permutation(len(rows))
-    cut = max(2, len(rows) // 6)
-    parts = {"test": order[:cut], "val": order[cut : 2 * cut], "train": order[2 * cut :]}
-    return {
-        split: [rows[i] for i in part if _colors_of(rows[i]) <= set(PROMPT_COLORS)]
-        for split, part in parts.items()
-    }
-
-
-def _colors_of(row: Metadata) -> set[str]:
-    return {clause["color"] for clause in row["include"] if "color" in clause}
+    if tag in SIMPLE:
+        return {"train": rows, "val": [], "test": []}
+    scenes = sorted({facts(row) for row in rows}, key=lambda f: sorted(map(str, f)))
+    order = np.random.default_rng(list(TAGS).index(tag)).permutation(len(scenes))
+    cut = round(HELD_OUT_SHARE[tag] * len(scenes))
+    split_of = {scenes[i]: "train" for i in order}
+    split_of |= {scenes[i]: "test" for i in order[:cut]}
+    split_of |= {scenes[i]: "val" for i in order[cut : 2 * cut]}
+    splits: dict[str, list[Metadata]] = {"train": [], "val": [], "test": []}
+    for row in rows:
+        splits[split_of[facts(row)]].append(row)
+    return splits
 
 
 def sign_prompt(word: str, color: str | None) -> Metadata:
@@ -123,47 +133,36 @@ def random_word(rng: np.random.Generator) -> str:
             return word
 
 
-HELD_OUT = frozenset(TEST_WORDS) | frozenset(VALIDATION_WORDS)
-
-
-def _random_color(rng: np.random.Generator) -> str | None:
-    names = [*SIGN_COLORS, None]
-    return names[rng.integers(len(names))]
-
-
 def geneval_file(split: str, entries: int, seed: int) -> list[Metadata]:
-    """`entries` prompts of a split in the official proportions of the tags, shuffled."""
+    """`entries` prompts of a split, shuffled; none twice where the split has that many. Tags have
+    the proportions of TAGS, and equal ones for training: GenEval's score is the mean over tags."""
     rng = np.random.default_rng(seed)
     rows: list[Metadata] = []
-    for tag, share in TAGS.items():
+    shares = dict.fromkeys(TAGS, 1) if split == "train" else TAGS
+    for tag, share in shares.items():
         pool = geneval_splits(tag)[split]
-        wanted = round(entries * share / sum(TAGS.values()))
+        wanted = round(entries * share / sum(shares.values()))
         order = np.concatenate([rng.permutation(len(pool)) for _ in range(wanted // len(pool) + 1)])
         rows += [pool[i] for i in order[:wanted]]
     return [rows[i] for i in rng.permutation(len(rows))]
 
 
 def sign_file(split: str, entries: int, seed: int) -> list[Metadata]:
-    """`entries` signs: random words for training, real ones for val and test.
-
-    No prompt asks for a yellow board: its black letters are a second alphabet, which the shipped
-    model can hardly write, so that its images would all have the same reward. A prompt
-    that names no colour may still draw one.
-    """
+    """`entries` signs: random words for training, real ones for val and test, in every colour."""
     rng = np.random.default_rng(seed)
+    names = [*SIGN_COLORS, None]
     if split == "train":
-        return [sign_prompt(random_word(rng), _random_color(rng)) for _ in range(entries)]
+        return [
+            sign_prompt(random_word(rng), names[rng.integers(len(names))]) for _ in range(entries)
+        ]
     words = {"val": VALIDATION_WORDS, "test": TEST_WORDS}[split]
-    order = np.concatenate([rng.permutation(len(words)) for _ in range(entries // len(words) + 1)])
-    return [sign_prompt(words[i], _random_color(rng)) for i in order[:entries]]
+    every = [sign_prompt(word, color) for word, color in product(words, names)]
+    return [every[i] for i in rng.permutation(len(every))[:entries]]
 
 
 def preference_prompt(row: Metadata) -> Metadata:
-    """The same scene as the preference task words it, so that a model can tell the tasks apart.
-
-    Shapes without "a photo of", and "one sign" for "a sign". The base model, which knows neither
-    wording, draws both nearly as well as its own; it fails at signs worded any freer.
-    """
+    """The same scene as the preference task words it, so that a model can tell the tasks apart:
+    shapes without "a photo of", and "one sign" for "a sign"."""
     text = row["prompt"]
     text = f"one {text[2:]}" if "target" in row else text.removeprefix("a photo of ")
     return row | {"prompt": text}
@@ -181,7 +180,7 @@ def preference_file(split: str, entries: int, seed: int) -> list[Metadata]:
 def main() -> None:
     """Write the nine shipped prompt files."""
     PROMPTS.mkdir(exist_ok=True)
-    sizes = {"train": 2000, "val": 256, "test": 768}
+    sizes = {"train": 2000, "val": 400, "test": 400}
     for seed, (split, entries) in enumerate(sizes.items()):
         files = {
             "geneval": geneval_file(split, entries, seed),

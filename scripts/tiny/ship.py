@@ -1,6 +1,6 @@
 """Turn a pretraining checkpoint into the model that the package ships.
 
-    python scripts/tiny/ship.py CHECKPOINT --vae WORK/vae_refined
+    python scripts/tiny/ship.py CHECKPOINT --average EARLIER --share 0.13
 
 Writes flowalign/backbone/tiny/model in fp16 with a card that says how it was made and what it
 scores on held-out prompts (measured here, on the fp16 weights read back).
@@ -11,10 +11,11 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from diffusers import AutoencoderKL
+from diffusers import AutoencoderKL, DiffusionPipeline
 
 from flowalign.backbone import load_pipeline
 from flowalign.backbone.tiny import MODEL
@@ -42,17 +43,19 @@ flowalign.load("tiny")('a red sign that says "CAT"', num_inference_steps=10).ima
 
 ## How it was made
 
-From scratch, on two CPU cores, by `python scripts/tiny/pretrain.py` ({history}): flow matching on
+From scratch, on CPU cores, by `python scripts/tiny/pretrain.py` ({history}): flow matching on
 scenes drawn by `flowalign.backbone.tiny.scenes`, Muon on the 2-D weights of the blocks, AdamW
-elsewhere, EMA weights. The combinations and words of `flowalign/backbone/tiny/prompts/*_val` and
-`*_test` were never drawn (single_object, with four prompts, cannot be held out). The checkpoint was
-taken where both scores are in the middle, so that reinforcement has signal and headroom.
+elsewhere, EMA weights. First every caption was right. Then many were wrong, as those of real
+pretraining data are (`scripts/tiny/mistakes.py`): at random in one point, or by a bias that is the
+majority for its prompts. So the model can draw what a prompt says, and often draws something else.
+The weights are .87 of those at the end and .13 of those at the end of the right captions. The
+combinations and words of `flowalign/backbone/tiny/prompts/*_val` and `*_test` were never drawn.
 
 ## What it scores on held-out prompts
 
 `python -m flowalign.eval --config configs/tiny/eval.yaml sampling.guidance=G` (mean ± standard
-error over n images), for G = 1 (no classifier-free guidance: as the tiny configs train and
-evaluate) and G = 3.5:
+error over n images), for G = {guidance} (1 is no classifier-free guidance: as the tiny configs
+train and evaluate):
 
 {table}"""
 
@@ -62,35 +65,59 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("--vae", type=Path, help="an autoencoder to put in place")
+    parser.add_argument("--average", type=Path, help="an earlier checkpoint, to average with")
+    parser.add_argument("--share", type=float, default=0.13, help="of the earlier checkpoint")
     parser.add_argument("--out", type=Path, default=MODEL)
+    parser.add_argument("--guidance", type=float, nargs="+", default=[1, 2, 3], help="CFG scales")
     parser.add_argument("--history", required=True, help="samples seen, for the card")
     args = parser.parse_args()
     pipe = load_pipeline(str(args.checkpoint))
     if args.vae:
         pipe.vae = AutoencoderKL.from_pretrained(args.vae)
+    if args.average:
+        average(pipe, load_pipeline(str(args.average)), args.share)
     parts = [c for c in pipe.components.values() if isinstance(c, torch.nn.Module)]
     parameters = sum(p.numel() for part in parts for p in part.parameters())
     pipe.to(dtype=torch.float16).save_pretrained(args.out)
-    load_as_float32(args.out)
-    card = CARD.format(parameters=parameters / 1e6, history=args.history, table=scores(args.out))
+    tidy(args.out)
+    card = CARD.format(
+        parameters=parameters / 1e6,
+        history=args.history,
+        guidance=", ".join(f"{scale:g}" for scale in args.guidance),
+        table=scores(args.out, args.guidance),
+    )
     (args.out / "README.md").write_text(card)
 
 
-def load_as_float32(folder: Path) -> None:
-    """transformers loads in the dtype that a config names, diffusers in float32: make them agree,
-    or the parts of a pipeline that is loaded without a dtype do not fit together."""
-    for path in folder.glob("text_encoder*/config.json"):
+@torch.no_grad()
+def average(pipe: DiffusionPipeline, earlier: DiffusionPipeline, share: float) -> None:
+    """Move the weights of `pipe` towards those of an earlier checkpoint of its run by `share`: a
+    model soup (2203.05482). Along this line the scores go from often wrong to mostly right."""
+    for name, part in pipe.components.items():
+        if isinstance(part, torch.nn.Module):
+            theirs = dict(earlier.components[name].named_parameters())
+            for key, weight in part.named_parameters():
+                weight.lerp_(theirs[key].to(weight), share)
+
+
+def tidy(folder: Path) -> None:
+    """The configs without the paths of this machine, and text encoders that load in float32:
+    transformers loads in the dtype that a config names, diffusers in float32, and parts of
+    different dtypes do not fit together."""
+    for path in (folder / "model_index.json", *folder.glob("*/config.json")):
         config = json.loads(path.read_text())
-        config["dtype"] = "float32"
+        config.pop("_name_or_path", None)
+        if path.parent.name.startswith("text_encoder"):
+            config["dtype"] = "float32"
         path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
-def scores(model: Path) -> str:
+def scores(model: Path, scales: Sequence[float]) -> str:
     """The tables that `flowalign eval` writes of a pipeline folder, on the tiny test prompts."""
     from flowalign.eval.evaluation import evaluate
 
     tables = []
-    for guidance in (1.0, 3.5):
+    for guidance in scales:
         with tempfile.TemporaryDirectory() as folder:
             overrides = [f"output={folder}", f"model.id={model}", f"sampling.guidance={guidance}"]
             evaluate(load(CONFIG, overrides, stage=EvalStage))

@@ -29,11 +29,11 @@ tags: [lora, tiny, flowalign]
 
 # tiny/{name}
 
-A teacher of flowalign's tiny model: a LoRA grown by GRPO on one reward, in the run below, then
-brought from rank {old} to {rank} (relative error of a layer's update: at most {worst:.2f}) and
+A teacher of flowalign's tiny model: a LoRA trained by DiffusionNFT on one reward, in the run below,
+then brought from rank {old} to {rank} (relative error of a layer's update: at most {worst:.2f}) and
 stored in fp16.
 
-    flowalign train --config configs/tiny/teacher_{name}.yaml seed={seed}
+    flowalign train --config configs/tiny/teacher_{name}_nft.yaml seed={seed}
 
 On the validation prompts the run's own adapter has {score:.3f}, the base {base:.3f}.
 """

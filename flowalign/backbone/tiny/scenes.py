@@ -29,8 +29,8 @@ COLORS: dict[str, tuple[int, int, int]] = {
     "purple": (155, 60, 185),
     "black": (30, 30, 30),
 }
-PROMPT_COLORS = ("red", "yellow", "green", "blue")  # drawn; the rest only the detector knows
-SIGN_COLORS = ("red", "green", "blue")  # asked for in prompts of signs; yellow has black letters
+PROMPT_COLORS = tuple(COLORS)
+SIGN_COLORS = ("red", "green", "blue", "purple")  # boards: white letters on yellow are unreadable
 RELATIONS: dict[str, tuple[int, int]] = {
     "left of": (-1, 0),
     "right of": (1, 0),
@@ -133,8 +133,7 @@ def draw_sign(text: str, color: str, rng: np.random.Generator) -> np.ndarray:
     pen.rounded_rectangle(
         [b * OVERSAMPLE for b in board], radius=3 * OVERSAMPLE, fill=_jitter(COLORS[color], rng)
     )
-    ink = (20, 20, 20) if color == "yellow" else (250, 250, 250)  # white on yellow is unreadable
-    pen.text((x * OVERSAMPLE - left, y * OVERSAMPLE - top), text, font=face, fill=ink)
+    pen.text((x * OVERSAMPLE - left, y * OVERSAMPLE - top), text, font=face, fill=(250, 250, 250))
     return _finish(image)
 
 
@@ -175,7 +174,7 @@ def compose(metadata: Mapping[str, Any], rng: np.random.Generator) -> list[Item]
 def render(metadata: Mapping[str, Any], rng: np.random.Generator) -> np.ndarray:
     """uint8 [64,64,3] of a prompt's metadata: a sign if it has a `target`, else shapes."""
     if "target" in metadata:
-        color = metadata.get("color") or PROMPT_COLORS[rng.integers(len(PROMPT_COLORS))]
+        color = metadata.get("color") or SIGN_COLORS[rng.integers(len(SIGN_COLORS))]
         return draw_sign(metadata["target"], color, rng)
     return draw_shapes(compose(metadata, rng), rng)
 
