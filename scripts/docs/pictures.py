@@ -4,7 +4,7 @@
     python scripts/docs/pictures.py
 
 writes docs/flow_opd.png and docs/report.png (the latter needs chromium). docs/flow_opd_metrics.png
-is the metrics.png of a longer run, whose command docs/results.md has:
+is the metrics.png of a longer run of the first tiny world; of another run:
 
     python scripts/docs/pictures.py --student outputs/tiny/student_flow_opd
 """
