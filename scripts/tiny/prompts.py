@@ -118,6 +118,18 @@ def geneval_splits(tag: str) -> dict[str, list[Metadata]]:
     return splits
 
 
+def by_turns(rows: list[Metadata], seed: int) -> list[Metadata]:
+    """The prompts with their tags taking turns, in a random order each time: GenEval's score is the
+    mean over tags, so the first prompts (`limit`) hold as many of each tag as there are."""
+    rng = np.random.default_rng(seed)
+    turns: dict[str, int] = {}
+    keys = []
+    for row in rows:
+        turns[row["tag"]] = turns.get(row["tag"], 0) + 1
+        keys.append((turns[row["tag"]], rng.random()))
+    return [rows[i] for i in sorted(range(len(rows)), key=keys.__getitem__)]
+
+
 def sign_prompt(word: str, color: str | None) -> Metadata:
     """The prompt of a sign, with the word as its OCR target."""
     board = f"{color} sign" if color else "sign"
@@ -182,8 +194,9 @@ def main() -> None:
     PROMPTS.mkdir(exist_ok=True)
     sizes = {"train": 2000, "val": 400, "test": 400}
     for seed, (split, entries) in enumerate(sizes.items()):
+        shapes = geneval_file(split, entries, seed)
         files = {
-            "geneval": geneval_file(split, entries, seed),
+            "geneval": shapes if split == "train" else by_turns(shapes, seed),
             "ocr": sign_file(split, entries, seed),
             "preference": preference_file(split, entries, seed + len(sizes)),
         }
