@@ -3,7 +3,7 @@
     make demo
     python scripts/docs/pictures.py
 
-writes docs/flow_opd.png and docs/report.png (the latter needs chromium). docs/flow_opd_metrics.png
+writes before_after.png, flow_opd.png and report.png (needs chromium) to docs/. flow_opd_metrics.png
 is the metrics.png of a longer run of the first tiny world; of another run:
 
     python scripts/docs/pictures.py --student outputs/tiny/student_flow_opd
@@ -44,11 +44,11 @@ class Named:
         self.name, self.headline = name, headline
 
 
-def block(table: Path, results: Mapping[str, Any], task: str) -> Block:
+def block(table: Path, results: Mapping[str, Any], task: str, columns: int) -> Block:
     """Base, the task's teacher, merge and student on prompts of one task, evenly spaced."""
     files = sorted((table / "images" / "base" / task).glob("*_0.png"))
     kept = [int(path.name.split("_")[0]) for path in files]
-    places = [kept[i] for i in spread(len(kept), COLUMNS)]
+    places = [kept[i] for i in spread(len(kept), columns)]
     benchmark = Named(task, results["benchmarks"][task]["headline"])
     models = {
         "base": "base model",
@@ -68,6 +68,22 @@ def block(table: Path, results: Mapping[str, Any], task: str) -> Block:
         prompts = [scored[i]["prompt"] for i in places]
     title = f"{TASKS[task]}: {spread_text(places, len(results['models']['base']['images'][task]))}"
     return Block(title, prompts, rows)
+
+
+def side_by_side(blocks: Sequence[Block]) -> Block:
+    """The blocks of several tasks as one, their columns beside each other, without numbers."""
+    names = ("base model", "its task's teacher", "merge of the three", "student")
+    rows = [
+        Row(
+            [image for row in rows for image in row.images],
+            [""] * sum(len(row.images) for row in rows),
+            name,
+        )
+        for name, rows in zip(
+            names, zip(*(block.rows for block in blocks), strict=True), strict=True
+        )
+    ]
+    return Block("", [head for block in blocks for head in block.heads], rows)
 
 
 def screenshot(page: Path, path: Path, width: int, height: int) -> None:
@@ -95,8 +111,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"pictures: no {table / 'results.json'}. Run `make demo` first.", file=sys.stderr)
         return 2
     results = json.loads((table / "results.json").read_text())
-    blocks = [block(table, results, task) for task in TASKS]
+    blocks = [block(table, results, task, COLUMNS) for task in TASKS]
     comparison(args.docs / "flow_opd.png", blocks)
+    few = side_by_side([block(table, results, task, 2) for task in TASKS])
+    comparison(args.docs / "before_after.png", [few])
     screenshot(table / "report.html", args.docs / "report.png", 1100, 2560)
     return 0
 
