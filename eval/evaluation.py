@@ -76,7 +76,7 @@ def _evaluate(config: EvalStage, accelerator: Accelerator) -> None:
     backbone, weights, digests, update = None, "", {}, {}
     with phase("loading the models"):
         model, device = config.model if config.adapters else None, accelerator.device
-        sets = build_sets(config.benchmarks, "benchmarks", device, model, config.given)
+        sets = build_sets(config.scored, "benchmarks", device, model, config.given)
         if size := sets[0].prompts.size:  # of the images, where no model says it
             update = {} if model else {"height": size[0], "width": size[1], "sizes": None}
         config = config.model_copy(update={"model": config.model.model_copy(update=update)})

@@ -21,18 +21,17 @@ from numpy.typing import ArrayLike
 from PIL import Image, ImageOps
 from torch import Tensor
 
-from flowalign import rewards
 from flowalign.backbone.tiny.scenes import rendered
 from flowalign.config import ConfigError, EvalStage
 from flowalign.eval.stats import FIDELITY, normal_row
 from flowalign.eval.suite import ImageSet, Judged
+from flowalign.rewards.clip import image_encoder
 from flowalign.system.images import to_float
 from flowalign.training.preflight import GROUPS, SCENES, too_few
 from flowalign.training.report.pictures import image_files
 from flowalign.types import EvalRow
 
 BATCH = 64  # reference images per forward pass of the features
-CLIP = "flowalign.rewards.clip:Clip"
 
 Features = Callable[[Tensor], Tensor]  # images [B,3,H,W] in [0,1] -> [B,D]
 Metric = Callable[[Tensor, Tensor], float]  # features [N,D], reference [M,D] -> how far apart
@@ -138,10 +137,7 @@ def load_reference(
     source, name = config.fidelity.reference, config.fidelity.features
     sets = [images for images in sets if images.judges]
     try:
-        if ":" in name:
-            extract: Features = rewards.load(name, "features")
-        else:
-            extract = rewards.load(CLIP, "features")(name, device=device).image_features
+        extract: Features = image_encoder(name, None, device)[1]
     except (ImportError, ValueError, OSError) as error:
         raise ConfigError([f"fidelity.features: {error}"]) from error
     try:

@@ -184,6 +184,11 @@ def conditions(config: EvalStage, results: Results, versions: Mapping[str, str])
             f"all images of a model and of the reference {f.reference!r}; its error is a "
             f"jackknife over up to {GROUPS} groups of prompts."
         )
+    if d := config.diversity:
+        sentences.append(
+            f"diversity: the mean of 1 - cosine of the {d.features!r} features of the images of a "
+            "prompt, and their Vendi score, which is 1 to the number of images; not averaged."
+        )
     listed = ", ".join(f"{name} {version}" for name, version in versions.items())
     return [*sentences, f"Measured with {listed}."]
 

@@ -77,24 +77,28 @@ def headline_rows(benchmark: Named, images: Images) -> list[EvalRow]:
     return [EvalRow(benchmark.name, "overall", mean, error, n, low, high, len(images)), *rows]
 
 
-def headline_row(benchmark: Named, rows: Sequence[EvalRow]) -> EvalRow:
-    """The benchmark's number among its `rows_of`; rows of other benchmarks are ignored."""
+def headline_row(benchmark: Named, rows: Sequence[EvalRow], part: str | None = None) -> EvalRow:
+    """The benchmark's number, or that of a part, among its `rows_of`; rows of other benchmarks are
+    ignored."""
     metrics = {row.metric: row for row in rows if row.benchmark == benchmark.name}
+    if part:
+        return metrics.get(part) or EvalRow(benchmark.name, part, math.nan, math.nan, 0)
     return metrics.get("overall") or metrics[benchmark.headline or "reward"]
 
 
-def difference(benchmark: Named, first: Images, second: Images) -> EvalRow:
-    """The number of the second model minus the first's, paired: same prompts, same noise.
+def difference(benchmark: Named, first: Images, second: Images, part: str | None = None) -> EvalRow:
+    """The number of the second model, or that of a part, minus the first's, paired: same prompts,
+    same noise.
 
     n counts the images that are valid in both. The standard error is over the differences, so it
     is smaller than the errors of the two models suggest.
     """
-    part = part_of(benchmark)
+    key = part or part_of(benchmark)
     gains = [
-        {**b, part: b.get(part, math.nan) - a.get(part, math.nan)}
+        {**b, key: b.get(key, math.nan) - a.get(key, math.nan)}
         for a, b in zip(first, second, strict=True)
     ]
-    return headline_rows(benchmark, gains)[0]
+    return _row(benchmark.name, part, gains, part) if part else headline_rows(benchmark, gains)[0]
 
 
 def average(rows: Sequence[EvalRow]) -> EvalRow:

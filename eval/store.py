@@ -219,7 +219,7 @@ def open_stores(
             }
             for judge, reward in zip(images.judges, benchmark.judges.values(), strict=True)
         }
-        for benchmark, images in zip(config.benchmarks, sets, strict=True)
+        for benchmark, images in zip(config.scored, sets, strict=True)
     ]
     # the main process decides: a remote reward may describe itself to some processes only
     scores = gather_object([scores])[0]

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -381,7 +382,10 @@ class _Scoring:
             return
         self._collect()  # first: behind a slow reward images would fill the memory
         for judge in self.judges:
-            if keys := batch.unscored[judge.name]:
+            groups = [batch.unscored[judge.name]]
+            if as_reward(judge.reward).groupwise:  # a set may list a prompt twice
+                groups = [[*keys] for _, keys in groupby(*groups, key=lambda key: key[0])]
+            for keys in filter(None, groups):
                 prompts = judge.prompts.select([prompt for prompt, _ in keys])
                 images = torch.stack([pixels[key] for key in keys])
                 self._scoring.submit(images, replace(prompts, tasks=[judge.name] * len(keys)))

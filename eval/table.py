@@ -6,13 +6,14 @@ Every file of an evaluation (table.md, report.html, results.json) takes its numb
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from flowalign.eval.fidelity import Distance
 from flowalign.eval.stats import AVERAGE, FIDELITY, average, difference, headline_row, rows_of
 from flowalign.eval.suite import Benchmark, Judged
+from flowalign.rewards import as_reward
 from flowalign.system import escape
 from flowalign.system.escape import escaped
 from flowalign.training.report.page import Panel
@@ -41,22 +42,30 @@ class Results:
         }
 
     def scores(self, model: str) -> dict[str, EvalRow]:
-        """{column: number}: the benchmarks, fidelity if it was measured, the average."""
-        numbers = [headline_row(benchmark, self.rows[model]) for benchmark in self.benchmarks]
-        return _columns(numbers, self.distances[model].row if self.distances else None)
+        """{column: number}: the benchmarks with what else their judges show, fidelity if it was
+        measured, the average."""
+        fidelity = self.distances[model].row if self.distances else None
+        return self._columns(lambda b, part: headline_row(b, self.rows[model], part), fidelity)
 
     def difference(self, model: str, other: str) -> dict[str, EvalRow]:
         """The same columns of model minus other, on the same prompts and noise."""
         first, second = self.judged[other], self.judged[model]  # gains are second - first
-        numbers = [difference(b, first[b.name].rows, second[b.name].rows) for b in self.benchmarks]
         gap = self.distances[model].minus(self.distances[other]) if self.distances else None
-        return _columns(numbers, gap)
+        return self._columns(
+            lambda b, part: difference(b, first[b.name].rows, second[b.name].rows, part), gap
+        )
 
-
-def _columns(numbers: Sequence[EvalRow], fidelity: EvalRow | None) -> dict[str, EvalRow]:
-    columns = {row.benchmark: row for row in numbers}
-    columns |= {FIDELITY: fidelity} if fidelity else {}
-    return columns | ({AVERAGE: average(numbers)} if numbers else {})
+    def _columns(
+        self, number: Callable[[Benchmark, str | None], EvalRow], fidelity: EvalRow | None
+    ) -> dict[str, EvalRow]:
+        columns, averaged = {}, []
+        for benchmark in self.benchmarks:
+            name, reward = benchmark.name, as_reward(benchmark.reward)
+            columns[name] = number(benchmark, None)
+            averaged += [columns[name]] * reward.averaged
+            columns |= {f"{name}_{part}": number(benchmark, part) for part in reward.columns}
+        columns |= {FIDELITY: fidelity} if fidelity else {}
+        return columns | ({AVERAGE: average(averaged)} if averaged else {})
 
 
 @dataclass(frozen=True)

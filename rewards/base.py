@@ -36,6 +36,8 @@ class RewardBase:
         matter. Recorded with results, as other engines give other numbers.
     groupwise: called with all images of one prompt at a time, and may compare them.
     headline: the part of its scores that a benchmark is known by; None = the value.
+    columns: parts that the tables of an evaluation show as well.
+    averaged: whether it counts in the average of an evaluation.
     weights: {part: weight} of a weighted sum of parts, as the advantage gdpo needs; None = no sum.
     licence: of its code and weights, where their repositories say so.
     imports: names of the optional packages that it needs.
@@ -49,6 +51,8 @@ class RewardBase:
     settings: Mapping[str, Any] = {}
     groupwise: bool = False
     headline: str | None = None
+    columns: tuple[str, ...] = ()
+    averaged: bool = True
     weights: Mapping[str, float] | None = None
     licence: str = ""
     choice: tuple[str, str | None] = ("model", None)

@@ -1,11 +1,11 @@
-"""Image and text vectors: models with two towers, and CLIP's preprocessing by PIL at 8 bits.
+"""Image and text vectors: models with two towers, DINOv2, and preprocessing by PIL at 8 bits.
 
 Legend: B images, P prompts, D the width of the common space.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,10 +16,11 @@ from PIL import Image
 from pydantic import AfterValidator
 from torch import Tensor, nn
 from torch.nn.functional import normalize
-from transformers import AutoTokenizer, CLIPModel
+from transformers import AutoConfig, AutoModel, AutoTokenizer, CLIPModel
 
 from flowalign.backbone.placement import Placement
 from flowalign.backbone.tiny import PREFERENCE
+from flowalign.rewards import load
 from flowalign.rewards.options import check_model
 from flowalign.system.images import to_uint8
 
@@ -28,7 +29,7 @@ try:  # the same pixels, whether torchvision is installed or not
 except ImportError:  # transformers 4: the one without "Fast" is PIL's
     from transformers import CLIPImageProcessor as ImageProcessor
 
-__all__ = ["Clip", "ClipModel", "ImageProcessor", "TwoTowers"]
+__all__ = ["Clip", "ClipModel", "ImageEncoder", "ImageProcessor", "TwoTowers", "image_encoder"]
 
 TEXT_CACHE = 4096  # prompts whose vectors are kept: 16 MB at D = 1024
 CONTEXT = 77  # tokens of CLIP's text tower; longer prompts are cut
@@ -36,6 +37,13 @@ LARGE = "openai/clip-vit-large-patch14"
 # "tiny" (trained on the tiny world), the folder of a transformers CLIPModel, or a Hub id
 ClipModel = Annotated[
     str, AfterValidator(lambda name: name if name == "tiny" else check_model(name))
+]
+# a CLIP as above, a DINOv2, or package.module:function, images [B,3,H,W] in [0,1] -> vectors [B,D]
+ImageEncoder = Annotated[
+    str,
+    AfterValidator(
+        lambda name: name if name == "tiny" or load_features(name) else check_model(name)
+    ),
 ]
 
 
@@ -162,7 +170,7 @@ class Clip(TwoTowers):
     ) -> None:
         self.name = f"{model}@{revision}" if revision else model
         name = _resolve(model)
-        at: dict[str, Any] = {"revision": revision} if revision else {}
+        at = _at(revision)
         # a revision is a commit of the model's repository, and names none in the processor's
         source, at_source = (name, at) if processor is None else (_resolve(processor), {})
         options: Any = {"use_safetensors": True, **at}  # never a pickle
@@ -185,6 +193,48 @@ class Clip(TwoTowers):
         )
         ids, mask = tokens["input_ids"].to(self.device), tokens["attention_mask"].to(self.device)
         return _pooled(self.model.get_text_features(ids, attention_mask=mask))
+
+
+class Dino(TwoTowers):
+    """DINOv2 with its image processor: the class token after the last norm. Without a text tower.
+
+    model: a folder or a Hub id; the rest as for `Clip`.
+    """
+
+    def __init__(self, model: str, revision: str | None = None, *computing: Any) -> None:
+        self.name = f"{model}@{revision}" if revision else model
+        name, at = _resolve(model), _at(revision)
+        self.model: Any = AutoModel.from_pretrained(name, use_safetensors=True, **at).float()
+        self.pixels = ImageProcessor.from_pretrained(name, **at)
+        super().__init__(self.model, self.model.config.hidden_size, *computing)
+
+    def _encode_images(self, pictures: list[np.ndarray]) -> Tensor:
+        values = pixel_values(self.pixels, pictures)
+        return self.model(values.to(self.device)).pooler_output
+
+
+def load_features(model: str) -> Callable[[Tensor], Tensor] | None:
+    """The function that an `ImageEncoder` names; None = a model. ValueError if there is none."""
+    return load(model, "features") if ":" in model else None
+
+
+@lru_cache(1)  # of the judges of several benchmarks
+def image_encoder(
+    model: str, revision: str | None = None, *computing: Any
+) -> tuple[str, Callable[[Tensor], Tensor]]:
+    """(its name, images [B,3,H,W] in [0,1] -> vectors [B,D]) of an `ImageEncoder`. The vectors of a
+    model are unit vectors. computing: as for `Clip`. Raises OSError where nothing can be loaded."""
+    if features := load_features(model):
+        return model, features
+    if AutoConfig.from_pretrained(_resolve(model), **_at(revision)).model_type == "clip":
+        encoder: TwoTowers = Clip(model, None, revision, *computing)
+    else:
+        encoder = Dino(model, revision, *computing)
+    return encoder.name, encoder.image_features
+
+
+def _at(revision: str | None) -> dict[str, Any]:
+    return {"revision": revision} if revision else {}
 
 
 def _resolve(model: str) -> str:

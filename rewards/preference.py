@@ -8,6 +8,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import normalize
 
 from flowalign.rewards.base import CLIP_L, VIT_H, VIT_L, Cost, RewardBase
 from flowalign.rewards.clip import (
@@ -15,8 +16,10 @@ from flowalign.rewards.clip import (
     TEXT_CACHE,
     Clip,
     ClipModel,
+    ImageEncoder,
     TwoTowers,
     clip_processor,
+    image_encoder,
     letterbox,
     pixel_values,
 )
@@ -243,10 +246,23 @@ class Head(nn.Module):
         return self.layers(vectors).squeeze(-1)
 
 
+def vendi(vectors: Tensor) -> float:
+    """The Vendi score of unit vectors [n,D]: exp(-sum of e ln e) over the eigenvalues e of K / n,
+    where K are their cosines (Friedman and Dieng 2022, arXiv 2210.02410, with the cosine kernel).
+
+    How many different images there are: 1 for equal ones, n for orthogonal ones.
+    """
+    vectors = vectors.double()
+    eigenvalues = torch.linalg.eigvalsh(vectors @ vectors.T / len(vectors))
+    return float(torch.special.entr(eigenvalues.clamp(min=0)).sum().exp())  # rounding: -1e-17
+
+
 class Diversity(RewardBase):
     """Groupwise reward in [0,2]: 1 - mean cosine of an image to the others of its prompt.
 
-    The cosine is of CLIP image features. model: a Hub id or folder of a CLIPModel, or "tiny".
+    The cosine is of image features. model: a CLIP ("tiny", a folder, a Hub id), a DINOv2, or
+    package.module:function, [B,3,H,W] -> [B,D]. The mean over the images of a prompt is their mean
+    pairwise distance; the part "vendi" is their Vendi score, the same for all of them.
     An image that has no other of its prompt is invalid. A guard against collapse, meant as a small
     part of a `weighted` sum: alone it pays for noise.
     """
@@ -254,23 +270,26 @@ class Diversity(RewardBase):
     name = "diversity"
     downloads = CLIP_L
     groupwise = True
+    columns = ("vendi",)
+    averaged = False
 
     def __init__(
         self,
-        model: ClipModel = LARGE,
+        model: ImageEncoder = LARGE,
         *,
         revision: str | None = None,
         device: Device = None,
         batch_size: Count = 64,
         offload: bool = False,
     ) -> None:
-        self.clip = Clip(model, None, revision, device, batch_size, offload)
-        self.settings = {"model": self.clip.name}
+        name, self.features = image_encoder(model, revision, device, batch_size, offload)
+        self.settings = {"model": name}
 
     def __call__(self, images: Tensor, prompts: Sequence[str], metadata: Metadata) -> Scores:
         """images [K,3,H,W] in [0,1] of one prompt -> Scores of K, on the CPU."""
         if len(images) < 2:
             raise ValueError("one image alone has no diversity; sample more copies of a prompt.")
-        vectors = self.clip.image_features(images).cpu()
+        vectors = normalize(self.features(images).float().cpu(), dim=1)
         cosines = (vectors @ vectors.T).fill_diagonal_(0)
-        return Scores.of(1 - cosines.sum(1) / (len(images) - 1))
+        distances = 1 - cosines.sum(1) / (len(images) - 1)
+        return Scores.of(distances, vendi=torch.full_like(distances, vendi(vectors)))

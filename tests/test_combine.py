@@ -162,7 +162,7 @@ def test_a_dead_service_is_asked_once_not_once_a_group():
 
 def test_diversity_is_one_minus_the_mean_cosine_to_the_others():
     reward = Diversity("tiny")
-    features = reward.clip.image_features(IMAGES[[0, 2, 4]])
+    features = reward.features(IMAGES[[0, 2, 4]])
     cosines = features @ features.T
     expected = [1 - (cosines[i].sum() - 1) / 2 for i in range(3)]
     found = ask(reward)

@@ -194,9 +194,19 @@ class FidelityConfig(Section):
     """Fréchet distance between the features of the images and of reference images."""
 
     features: str = Field(default="tiny", examples=["tiny", "my_features:dino"])
-    """A CLIP (`tiny`, a folder, a Hub id), or package.module:function, [B,3,H,W] -> [B,D]."""
+    """A CLIP or DINOv2 (`tiny`, a folder, a Hub id), or package.module:function, [B,3,H,W] ->
+    [B,D]."""
     reference: str = Field(default="tiny", examples=["tiny", "data/coco_val2017"])
     """`tiny` (scenes drawn from the benchmarks' own metadata), or a folder of images."""
+
+
+class DiversityConfig(Section):
+    """Diversity over seeds: Vendi score and mean pairwise distance of the images of a prompt, as
+    one more judge of every benchmark that has several."""
+
+    features: str = Field(examples=["facebook/dinov2-base", "tiny", "my_features:dreamsim"])
+    """A DINOv2 or CLIP (a folder, a Hub id, `tiny`), or package.module:function, [B,3,H,W] ->
+    [B,D]."""
 
 
 class ReportConfig(Section):

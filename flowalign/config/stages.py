@@ -695,6 +695,7 @@ class EvalStage(Stage):
     benchmarks: list[run.BenchmarkConfig] = Field(min_length=1)
     sampling: run.SamplingConfig = run.SamplingConfig()
     fidelity: run.FidelityConfig | None = None
+    diversity: run.DiversityConfig | None = None
     report: run.ReportConfig = run.ReportConfig()
     alarm: run.AlarmConfig | None = run.AlarmConfig()
     """Of the images that the report shows; null = none."""
@@ -738,7 +739,19 @@ class EvalStage(Stage):
 
     @property
     def judged(self) -> list[Judged]:
-        return _judged("benchmarks", self.benchmarks, models=len(self.models))
+        return _judged("benchmarks", self.scored, models=len(self.models))
+
+    @property
+    def scored(self) -> list[run.BenchmarkConfig]:
+        """The benchmarks, with the judge that `diversity` adds to those of several images."""
+        if self.diversity is None:
+            return self.benchmarks
+        options = {"model": self.diversity.features}
+        judge = {"diversity": learning.RewardConfig(name="diversity", options=options)}
+        return [
+            b.model_copy(update={"rewards": judge | b.rewards}) if b.images > 1 else b
+            for b in self.benchmarks
+        ]
 
     @property
     def evaluations(self) -> int:
@@ -759,7 +772,7 @@ class EvalStage(Stage):
         sizes = {f"benchmarks.{i}": benchmark.size for i, benchmark in enumerate(self.benchmarks)}
         yield from self.model.size_problems(sizes)
         yield from _same_names([("models", name) for name in self.models])
-        columns = [{b.name, *b.judges} for b in self.benchmarks]
+        columns = [{b.name, *b.judges} for b in self.scored]
         columns += [{"average"}, {"fidelity"}]  # of every table
         yield from _same_names([("benchmarks", name) for names in columns for name in names])
         named = {f"compare.{name}": [name, *others] for name, others in self.compare.items()}
@@ -769,6 +782,11 @@ class EvalStage(Stage):
                 hint = did_you_mean(model, self.models)
                 possible = ", ".join(self.models)
                 yield f"{key}: no model is named {model!r}.{hint} Possible: {possible}."
+        if self.diversity and all(benchmark.images == 1 for benchmark in self.benchmarks):
+            yield (
+                "diversity: no benchmark has several images of a prompt. Set `images` of one, such "
+                "as benchmarks.0.images=4, or leave it out."
+            )
         if self.protocol not in (None, *protocols.PROTOCOLS):
             listed = ", ".join(protocols.PROTOCOLS)
             yield f"protocol: there is no {self.protocol!r}. Possible: {listed}."

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from transformers import CLIPConfig
+from transformers import AutoConfig
 
 from flowalign import rewards
 from flowalign.backbone import Family, ModelError
@@ -268,10 +268,12 @@ def _fidelity_problems(
 
 
 def _features(name: str) -> int | None:
-    """The width of a CLIP that is on this machine."""
+    """The width of a CLIP or DINOv2 that is on this machine."""
     folder = PREFERENCE if name == "tiny" else name
     with suppress(OSError, ValueError):
-        return CLIPConfig.from_pretrained(folder, local_files_only=True).projection_dim
+        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        width = "projection_dim" if config.model_type == "clip" else "hidden_size"
+        return getattr(config, width, None)
     return None
 
 
