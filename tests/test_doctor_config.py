@@ -77,6 +77,14 @@ FAULTS = [
 ]
 
 
+def test_a_model_that_samples_nothing_is_not_predicted(tmp_path, capsys):
+    made = {"theirs": {"images": str(tmp_path)}}
+    path = fakes.evaluation("somebody/large", tmp_path, ["a"], models=made)
+    assert main(["doctor", "--config", str(path)]) == 0
+    printed = capsys.readouterr().out
+    assert "GiB a process" not in printed and "memory:" not in printed and "somebody" not in printed
+
+
 def test_a_fault_of_the_config_is_named(random_model, tmp_path):
     sound = fakes.settings(random_model, tmp_path / "run", *EVALUATED[1:], *EVALUATED[:1])
     assert faults(plan.examine(sound)) == []

@@ -107,12 +107,12 @@ def _run_stage(
         return
     if stage.trains:
         train(stage)
-    elif stage.samples:
-        evaluate(stage)
-    else:
+    elif stage.makes_adapter:
         with phase(head):
             if main:
                 print(f"  {merged(stage).summary}", flush=True)
+    else:
+        evaluate(stage)
     clear_device_cache(garbage_collection=True)  # the stage's models refer to one another
     if main:
         inputs = {source: file_digest(source) for source in stage.inputs.values()}

@@ -24,6 +24,7 @@ class Protocol:
 MASK2FORMER = "mmdet mask2former_swin-s-p4-w7-224_lsj_8x2_50e_coco"
 GENEVAL = {"images": 4, "engine": MASK2FORMER}
 GRPO_OCR = {"images": 1, "engine": "paddleocr 2.9.1", "rule": "published"}
+SOFTMAX = "transformers, full softmax"
 PICKSCORE = {"model": "yuvalkirstain/PickScore_v1"}
 GRPO_SAMPLING = {"steps": 40, "guidance": 4.5}
 GRPO_MODEL = {"height": 512, "width": 512, "max_sequence_length": 128}
@@ -47,6 +48,12 @@ PROTOCOLS: Mapping[str, Protocol] = {
         {"steps": 50, "guidance": 9.0, "seed": 42},
         {},
         {"geneval": GENEVAL},
+    ),
+    "geneval2": Protocol(  # its generators' settings differ, and are not part of it
+        "facebookresearch/GenEval2, arXiv 2512.16853",
+        {},
+        {},
+        {"geneval2": {"images": 1, "engine": SOFTMAX, "model": "Qwen/Qwen3-VL-8B-Instruct"}},
     ),
 }
 

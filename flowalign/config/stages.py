@@ -58,8 +58,11 @@ class Stage(Section):
     """Whether it is a training run."""
     makes_adapter: ClassVar[bool] = False
     """Whether it leaves an adapter in its folder."""
-    samples: ClassVar[bool] = False
-    """Whether it draws images."""
+
+    @property
+    def samples(self) -> bool:
+        """Whether it draws images."""
+        return self.trains
 
     @property
     def inputs(self) -> dict[str, str]:
@@ -133,7 +136,7 @@ class Job(Stage):
 class TrainingStage(Job):
     """A training run. What it learns from depends on the stage."""
 
-    trains = samples = makes_adapter = True
+    trains = makes_adapter = True
     algorithm: ClassVar[str]
     """module:Class of what is learnt (`flowalign.training.algorithm.Algorithm`)."""
     seed: Seed = 0
@@ -677,7 +680,6 @@ class EvalStage(Stage):
     """An evaluation of the base model and of adapters on it."""
 
     command = "flowalign eval"
-    samples = True
     stage: Literal["eval"]  # pyright: ignore[reportIncompatibleVariableOverride]
     """Evaluate models."""
     models: dict[FileName, run.Evaluated | None] = Field(
@@ -709,6 +711,10 @@ class EvalStage(Stage):
     keep_images: bool = False
     """Keep every image in <output>/images, so that another reward can score it later; false = keep
     those that the report shows."""
+
+    @property
+    def samples(self) -> bool:
+        return bool(self.adapters)
 
     @property
     def adapters(self) -> dict[str, str | None]:

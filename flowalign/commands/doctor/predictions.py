@@ -147,7 +147,7 @@ def _needs(listed: Sequence[Forecast]) -> Iterator[Finding]:
     estimates = [forecast.estimate for forecast in listed if forecast.estimate]
     largest = max(estimates, key=lambda estimate: estimate.shapes.host, default=None)
     for stage in (forecast.stage for forecast in listed):
-        if not is_here(stage):
+        if (stage.samples or stage.makes_adapter) and not is_here(stage):
             sizes[stage.model.id] = largest and largest.shapes.download / GB
         for reward in (r for judged in stage.judged for r in judged.rewards.values()):
             for name, options in rewards.leaves(reward.name, reward.options, imports=False):
