@@ -9,17 +9,30 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
+
+from torch import Tensor
 
 from flowalign.config import EvalStage, to_yaml
 from flowalign.config.protocols import PROTOCOLS, deviation
 from flowalign.eval.compare import VERSION
 from flowalign.eval.fidelity import GROUPS
-from flowalign.eval.stats import AVERAGE, FIDELITY, FIELDS, headline_rows, part_of
+from flowalign.eval.stats import AVERAGE, FIDELITY, FIELDS, part_of
 from flowalign.eval.suite import Benchmark, environment
-from flowalign.eval.table import Results, Table, details, markdown, shown, tables
+from flowalign.eval.table import (
+    Results,
+    Table,
+    breakdowns,
+    compared,
+    details,
+    markdown,
+    shown,
+    tables,
+    tally,
+)
 from flowalign.rewards import describe
 from flowalign.system import manifest
 from flowalign.system.escape import escaped
@@ -50,16 +63,23 @@ def write_files(config: EvalStage, results: Results) -> str:
         title = config.report.title
         on = f"{len(results.judged)} models on {config.model.id}"
         title = title or f"flowalign eval: {on if config.adapters else ', '.join(config.given)}"
-        compared, sentences = tables(results, config.compare), conditions(config, results, versions)
+        scores, sentences = tables(results, config.compare), conditions(config, results, versions)
         equal = {name: text for name, a in config.adapters.items() if (text := unlearnt(a))}
         said = [f"{name}: {text}." for name, text in equal.items()] + agreement(config, results)
         sentences = [*said, *sentences]
         heads = [f"{escaped(text, length=1000)}\n" for text in said]
-        short, long = "\n".join([*heads, *map(markdown, compared)]), details(results.rows)
+        short, long = "\n".join([*heads, *map(markdown, scores)]), details(results.rows)
         measured = escaped(" ".join(sentences), length=10_000)
+        tallies = [f"- {escaped(tally(*change))}\n" for change in compared(results, config.compare)]
+        long = f"{long}\nWhat changed:\n\n{''.join(tallies)}" if tallies else long
         texts["table.md"] = f"{short}\nEvery metric:\n\n{long}\n{measured}\n"
         texts["report.html"] = render(
-            results, compared, title=title, conditions=sentences, config=to_yaml(config)
+            results,
+            scores,
+            config.compare,
+            title=title,
+            conditions=sentences,
+            config=to_yaml(config),
         )
         for b in results.benchmarks:
             if b.headline == "correct" and all("tag" in row for row in b.prompts.metadata):
@@ -235,6 +255,9 @@ def _block(
 # report.html --------------------------------------------------------------------------------------
 
 
+EXTREMES = 6  # prompts that a model won, and that it lost, with their images
+
+
 @dataclass(frozen=True)
 class Bar:
     """A number as a bar: its end and the ends of its error, in percent of the axis."""
@@ -273,7 +296,13 @@ class Line:
 
 
 def render(
-    results: Results, tables: Sequence[Table], *, title: str, conditions: Sequence[str], config: str
+    results: Results,
+    tables: Sequence[Table],
+    compare: Mapping[str, Sequence[str]],
+    *,
+    title: str,
+    conditions: Sequence[str],
+    config: str,
 ) -> str:
     """The page. conditions: how the numbers were measured, one sentence each; config: YAML."""
     grids = {benchmark.name: lines(results, benchmark) for benchmark in results.benchmarks}
@@ -287,7 +316,12 @@ def render(
         config=config,
         tables=tables,
         models=list(results.judged),
-        charts={benchmark.name: bars(results, benchmark) for benchmark in results.benchmarks},
+        charts={
+            f"{benchmark.name}, {title}": chart
+            for benchmark in results.benchmarks
+            for title, chart in bars(results, benchmark).items()
+        },
+        changes=changes(results, compare, grids) if any(pictured.values()) else [],
         grids=grids if any(pictured.values()) else {},
         rules={name: spread_text(rows, len(grids[name])) for name, rows in pictured.items()},
         copies={benchmark.name: benchmark.copies for benchmark in results.benchmarks},
@@ -296,21 +330,69 @@ def render(
     )
 
 
-def bars(results: Results, benchmark: Benchmark) -> dict[str, list[Bar]]:
-    """{tag: one bar per model}; empty if the benchmark has no tags."""
-    by_tag: dict[str, dict[str, EvalRow]] = {}
-    for model, judged in results.judged.items():
-        for row in headline_rows(benchmark, judged[benchmark.name].rows)[1:]:
-            by_tag.setdefault(row.metric, {})[model] = row
-    means = [row.mean for rows in by_tag.values() for row in rows.values() if row.n]
-    axis = max([1.0, *means])  # shares end at 1
+def bars(results: Results, benchmark: Benchmark) -> dict[str, dict[str, list[Bar]]]:
+    """{by what: {metric: one bar per model}}: the benchmark's `breakdowns`."""
+    charts: dict[str, dict[str, dict[str, EvalRow]]] = {}
+    for model, numbers in results.rows.items():
+        for title, rows in breakdowns(benchmark, numbers).items():
+            for row in rows:
+                charts.setdefault(title, {}).setdefault(row.metric, {})[model] = row
+    drawn = [row for chart in charts.values() for rows in chart.values() for row in rows.values()]
+    axis = max([1.0, *(row.mean for row in drawn if row.n)])  # shares end at 1
 
     def bar(model: str, row: EvalRow) -> Bar:
         mean, error = (0.0 if math.isnan(x) else x / axis * 100 for x in (row.mean, row.stderr))
         low, high = max(0.0, mean - error), min(100.0, mean + error)
         return Bar(model, shown(row, 3), row.n, max(0.0, mean), low, max(low, high))
 
-    return {tag: [bar(*item) for item in rows.items()] for tag, rows in by_tag.items()}
+    return {
+        title: {metric: [bar(*item) for item in rows.items()] for metric, rows in chart.items()}
+        for title, chart in charts.items()
+    }
+
+
+@dataclass(frozen=True)
+class Change:
+    """What changed on a benchmark from one model to another."""
+
+    title: str  # how many prompts were won and lost
+    models: tuple[str, str]
+    lines: list[tuple[str, Line]]  # difference, prompt: from the largest gain to the largest loss
+
+
+def changes(
+    results: Results, compare: Mapping[str, Sequence[str]], grids: Mapping[str, Sequence[Line]]
+) -> list[Change]:
+    """The prompts that changed most of those whose images were kept. grids: `lines` by
+    benchmark."""
+    listed, embedded = [], set[str]()
+    places = {model: place for place, model in enumerate(results.judged)}
+
+    def between(benchmark: Benchmark, index: int, models: tuple[str, str]) -> Line | None:
+        """A prompt with the images of two models; None if one was not kept."""
+        line, images, source = grids[benchmark.name][index], {}, benchmark.source or benchmark.name
+        cells = [line.cells[places[model]] for model in models]
+        for model, row in zip(models, cells, strict=True):
+            for copy, cell in enumerate(row):
+                if not line.pictured and cell.name not in embedded:
+                    image = results.picture(model, source, (index, copy))
+                    if image is None:
+                        return None
+                    images[cell.name] = _data_uri(image)
+        embedded.update(images)
+        cells = [[replace(c, source=images.get(c.name, "")) for c in row] for row in cells]
+        return replace(line, cells=cells, pictured=True)
+
+    for model, other, benchmark, gaps in compared(results, compare):
+        pair, rows = (other, model), []
+        for sign in (1, -1):
+            order = [i for i, gap in enumerate(gaps) if gap * sign > 0]
+            order.sort(key=lambda i: -abs(gaps[i]))
+            found = ((f"{gaps[i]:+.3g}", between(benchmark, i, pair)) for i in order)
+            kept = [*islice(((gap, line) for gap, line in found if line), EXTREMES)]
+            rows += kept[::sign]
+        listed.append(Change(tally(model, other, benchmark, gaps), pair, rows))
+    return listed
 
 
 def lines(results: Results, benchmark: Benchmark) -> list[Line]:
@@ -328,9 +410,10 @@ def lines(results: Results, benchmark: Benchmark) -> list[Line]:
     scores = {model: [row.get(part, math.nan) for row in j.rows] for model, j in judged.items()}
     all_scores = [score for values in scores.values() for score in values if math.isfinite(score)]
     low, high = min(all_scores, default=0.0), max(all_scores, default=0.0)
+    by_model = [results.means(benchmark, model) for model in judged]
     result = []
     for index in range(len(first.rows) // copies):
-        cells, means = [], []
+        cells = []
         for model, images in judged.items():
             row_cells, images_of_prompt = [], range(index * copies, (index + 1) * copies)
             for copy, i in enumerate(images_of_prompt):
@@ -339,12 +422,10 @@ def lines(results: Results, benchmark: Benchmark) -> list[Line]:
                 picture = images.pictures[pictures[index] * copies + copy] if holds else None
                 name, score = f"{source}/{model}/{i}", scores[model][i]
                 row_cells.append(_cell(images.rows[i], picture, name, score, low, high))
-            valid = [scores[model][i] for i in images_of_prompt if math.isfinite(scores[model][i])]
-            means.append(sum(valid) / len(valid) if valid else math.nan)
             cells.append(row_cells)
         row = first.rows[index * copies]
         tag = str(row["metadata"].get("tag", ""))
-        differ = disagree(means, high - low)
+        differ = disagree([means[index] for means in by_model], high - low)
         result.append(Line(index, row["prompt"], tag, differ, index in pictures, cells))
     return result
 
@@ -361,6 +442,10 @@ def disagree(scores: Sequence[float], spread: float) -> bool:
     return max(scores) - min(scores) > spread / 2
 
 
+def _data_uri(image: Tensor) -> str:
+    return f"data:image/webp;base64,{webp(image)}"
+
+
 def _cell(
     row: Mapping[str, Any], picture: bytes | None, name: str, score: float, low: float, high: float
 ) -> Cell:
@@ -374,7 +459,7 @@ def _cell(
     failed = level is None or (verdict == 0 if math.isfinite(verdict) else level < 50)
     source = ""
     if picture is not None:
-        source = f"data:image/webp;base64,{webp(pixels_of(picture))}"
+        source = _data_uri(pixels_of(picture))
     text = "failed" if math.isnan(score) else f"{score:.2f}"
     hint = ", ".join(f"{key} {value:.3g}" for key, value in row.items() if key not in FIELDS)
     return Cell(source, name, text, level, hint, str(row.get("reason") or ""), failed)

@@ -17,6 +17,8 @@ from pydantic import BaseModel, Field, ValidationError
 from flowalign.types import EvalRow
 
 AVERAGE, FIDELITY = "average", "fidelity"  # columns of a table besides the benchmarks
+# GenEval's, in the order of its paper; others follow
+TAGS = ("single_object", "two_object", "counting", "colors", "position", "color_attr")
 FIELDS = ("index", "copy", "prompt", "metadata", "reason")  # of an image; the rest are its scores
 
 DRAWS = 2000  # of a bootstrap
@@ -51,8 +53,8 @@ def rows_of(benchmark: Named, images: Images) -> list[EvalRow]:
     """
     parts = {key for image in images for key in image} - {*FIELDS, "value"}
     parts |= {benchmark.headline} if benchmark.headline else set()
-    rows = [_row(benchmark.name, "reward", images, "value")]
-    rows += [_row(benchmark.name, part, images, part) for part in sorted(parts)]
+    rows = [part_row(benchmark.name, "reward", images, "value")]
+    rows += [part_row(benchmark.name, part, images, part) for part in sorted(parts)]
     return rows + (headline_rows(benchmark, images) if _tagged(benchmark, images) else [])
 
 
@@ -64,10 +66,10 @@ def headline_rows(benchmark: Named, images: Images) -> list[EvalRow]:
     """
     part = part_of(benchmark)
     if not _tagged(benchmark, images):
-        return [_row(benchmark.name, benchmark.headline or "reward", images, part)]
+        return [part_row(benchmark.name, benchmark.headline or "reward", images, part)]
     rows = [
-        _row(benchmark.name, tag, [i for i in images if i["metadata"]["tag"] == tag], part)
-        for tag in sorted({image["metadata"]["tag"] for image in images})
+        part_row(benchmark.name, tag, [i for i in images if i["metadata"]["tag"] == tag], part)
+        for tag in sorted({image["metadata"]["tag"] for image in images}, key=_place)
     ]
     scored = [row for row in rows if row.n]  # a tag without valid images is unknown, not wrong
     mean = sum(row.mean for row in scored) / len(scored) if scored else math.nan
@@ -98,7 +100,9 @@ def difference(benchmark: Named, first: Images, second: Images, part: str | None
         {**b, key: b.get(key, math.nan) - a.get(key, math.nan)}
         for a, b in zip(first, second, strict=True)
     ]
-    return _row(benchmark.name, part, gains, part) if part else headline_rows(benchmark, gains)[0]
+    if part:
+        return part_row(benchmark.name, part, gains, part)
+    return headline_rows(benchmark, gains)[0]
 
 
 def average(rows: Sequence[EvalRow]) -> EvalRow:
@@ -165,6 +169,10 @@ def from_json(image: Mapping[str, Any]) -> dict[str, Any]:
     return {k: math.nan if v is None and k not in FIELDS else v for k, v in image.items()}
 
 
+def _place(tag: str) -> tuple[int, str]:
+    return (TAGS.index(tag) if tag in TAGS else len(TAGS)), tag
+
+
 def _tagged(benchmark: Named, images: Images) -> bool:
     has_tags = bool(images) and all("tag" in image["metadata"] for image in images)
     return benchmark.headline is not None and has_tags
@@ -187,7 +195,8 @@ def _prompt_scores(images: Images, part: str) -> PromptScores:
     return PromptScores(sums, np.bincount(prompt, weights, count).astype(np.float64), strata)
 
 
-def _row(benchmark: str, metric: str, images: Images, part: str) -> EvalRow:
+def part_row(benchmark: str, metric: str, images: Images, part: str) -> EvalRow:
+    """Mean, error, interval and count of a part of the scores of some of a benchmark's images."""
     sums, counts, _ = _prompt_scores(images, part)
     n, prompts = counts.sum(), int((counts > 0).sum())
     valid = sum(math.isfinite(image.get(part, math.nan)) for image in images)

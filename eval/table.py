@@ -6,14 +6,32 @@ Every file of an evaluation (table.md, report.html, results.json) takes its numb
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import product
+from typing import Any
+
+import numpy as np
+from torch import Tensor
 
 from flowalign.eval.fidelity import Distance
-from flowalign.eval.stats import AVERAGE, FIDELITY, average, difference, headline_row, rows_of
+from flowalign.eval.stats import (
+    AVERAGE,
+    FIDELITY,
+    Images,
+    average,
+    difference,
+    headline_row,
+    part_of,
+    part_row,
+    rows_of,
+)
+from flowalign.eval.store import Key
 from flowalign.eval.suite import Benchmark, Judged
 from flowalign.rewards import as_reward
+from flowalign.rewards.geneval2 import SKILLS
+from flowalign.rewards.ocr import normalize, target_of
 from flowalign.system import escape
 from flowalign.system.escape import escaped
 from flowalign.training.report.page import Panel
@@ -32,14 +50,33 @@ class Results:
     distances: Mapping[str, Distance]  # by model; empty where fidelity was not measured
     drifts: Sequence[Panel] = ()  # of the other models from the base
     shared: str = "same prompts and noise"  # what all models have in common
+    picture: Callable[[str, str, Key], Tensor | None] = lambda *_: None  # of model, image set
 
     @cached_property
     def rows(self) -> dict[str, list[EvalRow]]:
         """{model: every metric of every benchmark}; kept, because bootstrap intervals take time."""
         return {
-            model: [row for b in self.benchmarks for row in rows_of(b, judged[b.name].rows)]
+            model: [
+                row
+                for b in self.benchmarks
+                for images in [judged[b.name].rows]
+                for row in (*rows_of(b, images), *length_rows(b, images))
+            ]
             for model, judged in self.judged.items()
         }
+
+    def means(self, benchmark: Benchmark, model: str) -> list[float]:
+        """Of each prompt the mean score of its images; NaN = none of them has a score."""
+        part, copies, rows = part_of(benchmark), benchmark.copies, self.judged[model]
+        scores = [row.get(part, math.nan) for row in rows[benchmark.name].rows]
+        groups = [scores[i : i + copies] for i in range(0, len(scores), copies)]
+        valid = [[score for score in group if math.isfinite(score)] for group in groups]
+        return [sum(group) / len(group) if group else math.nan for group in valid]
+
+    def gaps(self, benchmark: Benchmark, model: str, other: str) -> list[float]:
+        """The same of model minus other."""
+        both = zip(self.means(benchmark, model), self.means(benchmark, other), strict=True)
+        return [a - b for a, b in both]
 
     def scores(self, model: str) -> dict[str, EvalRow]:
         """{column: number}: the benchmarks with what else their judges show, fidelity if it was
@@ -66,6 +103,50 @@ class Results:
             columns |= {f"{name}_{part}": number(benchmark, part) for part in reward.columns}
         columns |= {FIDELITY: fidelity} if fidelity else {}
         return columns | ({AVERAGE: average(averaged)} if averaged else {})
+
+
+def compared(
+    results: Results, compare: Mapping[str, Sequence[str]]
+) -> Iterator[tuple[str, str, Benchmark, list[float]]]:
+    """(model, other, benchmark, the gaps of its prompts) for all that is compared."""
+    first, *others = results.judged
+    pairs = [(model, first) for model in others]
+    pairs += [(model, other) for model in compare for other in compare[model]]
+    for (model, other), benchmark in product(dict.fromkeys(pairs), results.benchmarks):
+        yield model, other, benchmark, results.gaps(benchmark, model, other)
+
+
+def tally(model: str, other: str, benchmark: Benchmark, gaps: Sequence[float]) -> str:
+    """How many prompts a model won and lost, in words."""
+    won, lost, equal = (sum(np.sign(gaps) == sign) for sign in (1, -1, 0))
+    unknown = f", {n} without a score" if (n := len(gaps) - won - lost - equal) else ""
+    name = f"{model} − {other}, {benchmark.name}"
+    return f"{name}: {won} prompts won, {lost} lost, {equal} equal{unknown}"
+
+
+def length_rows(benchmark: Benchmark, images: Images) -> list[EvalRow]:
+    """The number of an OCR benchmark by the length of its texts, where these differ much."""
+    groups: dict[int, list[Mapping[str, Any]]] = {}
+    for image in images if as_reward(benchmark.reward).name == "ocr" else ():
+        text = normalize(image["metadata"].get("target") or target_of(image["prompt"]))
+        groups.setdefault(max(4, 2 ** (len(text) - 1).bit_length()), []).append(image)
+    if len(groups) < 2:
+        return []
+    labels = {n: f"{n // 2 + 1 if n > 4 else 1} to {n} letters" for n in sorted(groups)}
+    part = part_of(benchmark)
+    return [part_row(benchmark.name, label, groups[n], part) for n, label in labels.items()]
+
+
+def breakdowns(benchmark: Benchmark, rows: Sequence[EvalRow]) -> dict[str, list[EvalRow]]:
+    """{by what: rows}: the benchmark's number taken apart as papers do, of a model's rows."""
+    rows = [row for row in rows if row.benchmark == benchmark.name]
+    metrics = [row.metric for row in rows]
+    listed = {"by tag": rows[metrics.index("overall") + 1 :] if "overall" in metrics else []}
+    if as_reward(benchmark.reward).name == "geneval2":
+        listed["GM by number of atoms"] = [r for r in rows if r.metric.startswith("atoms_")]
+        listed["AM by skill"] = [row for row in rows if row.metric in SKILLS]
+    listed["by length of the text"] = [row for row in rows if row.metric.endswith(" letters")]
+    return {title: chosen for title, chosen in listed.items() if chosen}
 
 
 @dataclass(frozen=True)

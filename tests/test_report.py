@@ -12,6 +12,7 @@ from flowalign.eval import report
 from flowalign.eval.fidelity import Distance
 from flowalign.eval.suite import Benchmark, Judged
 from flowalign.eval.table import Results, Table, markdown, tables
+from flowalign.rewards import RewardBase
 from flowalign.training.report.drift.compare import Check
 from flowalign.training.report.page import Panel
 from flowalign.training.report.pictures import pixels_of, png, webp
@@ -84,7 +85,8 @@ def test_the_main_table_is_models_by_benchmarks_then_fidelity_and_average(result
 def test_images_come_before_the_drift_of_the_page(results: Results):
     drifts = [Panel("student, geneval", 0.1, Check([], []))]
     main = tables(results, {})
-    page = report.render(replace(results, drifts=drifts), main, title="t", conditions=[], config="")
+    drifted = replace(results, drifts=drifts)
+    page = report.render(drifted, main, {}, title="t", conditions=[], config="")
     assert 0 < page.index("<h2>Images</h2>") < page.index("student, geneval")
 
 
@@ -144,15 +146,86 @@ def test_a_table_as_markdown():
     assert "| +0.66 ± 0.10 |" in markdown(Table("", gain, {"ocr": 2}, signed=True))
 
 
+class Text(RewardBase):
+    """What an OCR benchmark is known by."""
+
+    name = "ocr"
+
+
+class Questions(Text):
+    name, headline = "geneval2", "gm"
+
+
+def rows_of_one(reward: RewardBase, rows: list[dict]) -> Results:
+    prompts = [row["prompt"] for row in rows]
+    batch = PromptBatch(prompts, ["x"] * len(rows), [row["metadata"] for row in rows])
+    listed = [{"index": i, "copy": 0, **row} for i, row in enumerate(rows)]
+    return Results([Benchmark("x", batch, reward)], {"m": {"x": Judged(listed, [])}}, {})
+
+
+def test_bars_are_in_the_order_of_the_papers():
+    tags = ["own", "position", "counting", "color_attr", "two_object", "colors", "single_object"]
+    rows = [{"prompt": t, "metadata": {"tag": t}, "value": 1.0, "correct": 1.0} for t in tags]
+    results = rows_of_one(Judge("correct"), rows)  # type: ignore[arg-type]
+    official = ["single_object", "two_object", "counting", "colors", "position", "color_attr"]
+    assert list(report.bars(results, results.benchmarks[0])["by tag"]) == [*official, "own"]
+
+
+def test_text_is_shown_by_its_length():
+    texts = {"a": 1.0, "ab": 0.8, "a b c": 0.6, "abcd": 0.4, "abcdefgh": NAN, "target": 0.1}
+    rows = [{"prompt": f'"{t}"', "metadata": {}, "value": value} for t, value in texts.items()]
+    rows[-1]["metadata"] = {"target": "abcdefghi"}
+    results = rows_of_one(Text(), rows)
+    lengths = [(row.metric, row.n, row.total) for row in results.rows["m"][1:]]
+    assert lengths == [
+        ("1 to 4 letters", 4, 4), ("5 to 8 letters", 0, 1), ("9 to 16 letters", 1, 1)
+    ]  # fmt: skip
+    assert results.rows["m"][1].mean == pytest.approx(0.7)
+    (chart,) = report.bars(results, results.benchmarks[0]).values()
+    assert [bar.n for (bar,) in chart.values()] == [4, 0, 1]
+
+
+def test_geneval_2_is_shown_by_atoms_and_by_skill():
+    scores = [{"am": 0.7, "gm": 0.5, "atoms_10": 0.5, "object": 0.4, "count": 1.0},
+              {"am": 0.7, "gm": 0.6, "atoms_03": 0.6, "object": 0.8}]  # fmt: skip
+    rows = [{"prompt": str(i), "metadata": {}, "value": s["gm"]} | s for i, s in enumerate(scores)]
+    results = rows_of_one(Questions(), rows)
+    atoms, skills = report.bars(results, results.benchmarks[0]).values()
+    assert [*atoms] == ["atoms_03", "atoms_10"] and [*skills] == ["count", "object"]
+
+
+def test_what_changed_goes_from_the_largest_gain_to_the_largest_loss(results: Results):
+    grids = {mark.name: report.lines(results, mark) for mark in MARKS}
+    changed = report.changes(results, {"student": ["ocr"]}, grids)
+    assert [change.models for change in changed[::2]] == [
+        ("base", "ocr"), ("base", "student"), ("ocr", "student")
+    ]  # fmt: skip
+    verdict, grade = changed[4:]
+    assert verdict.title.endswith("0 prompts won, 0 lost, 3 equal, 1 without a score")
+    assert verdict.lines == []
+    assert grade.title.endswith("1 prompts won, 3 lost, 0 equal")
+    gap, first = grade.lines[0]
+    assert (gap, first.prompt) == ("+0.7", PROMPTS[0])
+    assert [cell.score for (cell,) in first.cells] == ["0.20", "0.90"]
+    assert [line.prompt for _, line in grade.lines[1:]] == PROMPTS[1:3]  # no image of the last
+    with_all = replace(results, picture=lambda *_: torch.zeros(3, 4, 4))
+    *_, grade = report.changes(with_all, {"student": ["ocr"]}, grids)
+    lost = [PROMPTS[3], PROMPTS[1], PROMPTS[2]]
+    assert [line.prompt for _, line in grade.lines[1:]] == lost
+    sources = [bool(cell.source) for _, line in grade.lines for (cell,) in line.cells]
+    assert sources == [False, False, False, True] + [False] * 4  # ocr's is shown before
+
+
 @pytest.fixture
 def text(results: Results) -> str:
     return page(results)
 
 
 def page(results: Results) -> str:
-    shown = tables(results, {"student": ["ocr"]} if "ocr" in results.judged else {})
+    compare = {"student": ["ocr"]} if "ocr" in results.judged else {}
+    shown = tables(results, compare)
     return report.render(
-        results, shown, title="T < 1", conditions=["Seed 7."], config="stage: eval"
+        results, shown, compare, title="T < 1", conditions=["Seed 7."], config="stage: eval"
     )
 
 
@@ -168,7 +241,7 @@ def test_the_page_parses_and_refers_to_nothing_outside(text: str):
 
 
 def test_the_page_shows_every_kept_image_of_every_model(text: str, results: Results):
-    sources = [image["src"] or "" for image in Page(text).all("img")]
+    sources = [image["src"] or "" for image in Page(text).all("img") if "src" in image]
     kept = [p for of in results.judged.values() for images in of.values() for p in images.pictures]
     assert len(sources) == len(kept) == 18
     shown = {source.partition(",")[2] for source in sources}
@@ -241,7 +314,7 @@ def test_an_image_that_several_judge_is_in_the_page_once():
     images = Page(page(results)).all("img")
     own = {image["id"]: image["src"] for image in images if image.get("src")}
     again = [image["data-again"] for image in images if "data-again" in image]
-    assert len(images) == 16 and len(own) == 8 and sorted(own) == sorted(again)  # type: ignore[type-var]
+    assert len(own) == 8 and len(images) == 24 and set(own) == set(again)
     assert own["x/new/3"] != own["x/base/3"] and len(set(own.values())) == 8
 
 
