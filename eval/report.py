@@ -357,7 +357,7 @@ class Change:
 
     title: str  # how many prompts were won and lost
     models: tuple[str, str]
-    lines: list[tuple[str, Line]]  # difference, prompt: from the largest gain to the largest loss
+    sides: list[list[tuple[str, Line]]]  # (difference, prompt), the largest first: gains, losses
 
 
 def changes(
@@ -384,14 +384,13 @@ def changes(
         return replace(line, cells=cells, pictured=True)
 
     for model, other, benchmark, gaps in compared(results, compare):
-        pair, rows = (other, model), []
+        pair, sides = (other, model), []
         for sign in (1, -1):
             order = [i for i, gap in enumerate(gaps) if gap * sign > 0]
             order.sort(key=lambda i: -abs(gaps[i]))
             found = ((f"{gaps[i]:+.3g}", between(benchmark, i, pair)) for i in order)
-            kept = [*islice(((gap, line) for gap, line in found if line), EXTREMES)]
-            rows += kept[::sign]
-        listed.append(Change(tally(model, other, benchmark, gaps), pair, rows))
+            sides.append([*islice(((gap, line) for gap, line in found if line), EXTREMES)])
+        listed.append(Change(tally(model, other, benchmark, gaps), pair, sides))
     return listed
 
 

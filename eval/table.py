@@ -138,7 +138,7 @@ def length_rows(benchmark: Benchmark, images: Images) -> list[EvalRow]:
 
 
 def breakdowns(benchmark: Benchmark, rows: Sequence[EvalRow]) -> dict[str, list[EvalRow]]:
-    """{by what: rows}: the benchmark's number taken apart as papers do, of a model's rows."""
+    """{by what: rows}: the benchmark's number by what papers split it, of a model's rows."""
     rows = [row for row in rows if row.benchmark == benchmark.name]
     metrics = [row.metric for row in rows]
     listed = {"by tag": rows[metrics.index("overall") + 1 :] if "overall" in metrics else []}

@@ -194,7 +194,7 @@ def test_geneval_2_is_shown_by_atoms_and_by_skill():
     assert [*atoms] == ["atoms_03", "atoms_10"] and [*skills] == ["count", "object"]
 
 
-def test_what_changed_goes_from_the_largest_gain_to_the_largest_loss(results: Results):
+def test_what_changed_starts_with_the_largest_gains_and_losses(results: Results):
     grids = {mark.name: report.lines(results, mark) for mark in MARKS}
     changed = report.changes(results, {"student": ["ocr"]}, grids)
     assert [change.models for change in changed[::2]] == [
@@ -202,18 +202,18 @@ def test_what_changed_goes_from_the_largest_gain_to_the_largest_loss(results: Re
     ]  # fmt: skip
     verdict, grade = changed[4:]
     assert verdict.title.endswith("0 prompts won, 0 lost, 3 equal, 1 without a score")
-    assert verdict.lines == []
+    assert verdict.sides == [[], []]
     assert grade.title.endswith("1 prompts won, 3 lost, 0 equal")
-    gap, first = grade.lines[0]
+    ((gap, first),), lost = grade.sides
     assert (gap, first.prompt) == ("+0.7", PROMPTS[0])
     assert [cell.score for (cell,) in first.cells] == ["0.20", "0.90"]
-    assert [line.prompt for _, line in grade.lines[1:]] == PROMPTS[1:3]  # no image of the last
+    assert [line.prompt for _, line in lost] == [PROMPTS[2], PROMPTS[1]]  # no image of the last
     with_all = replace(results, picture=lambda *_: torch.zeros(3, 4, 4))
     *_, grade = report.changes(with_all, {"student": ["ocr"]}, grids)
-    lost = [PROMPTS[3], PROMPTS[1], PROMPTS[2]]
-    assert [line.prompt for _, line in grade.lines[1:]] == lost
-    sources = [bool(cell.source) for _, line in grade.lines for (cell,) in line.cells]
-    assert sources == [False, False, False, True] + [False] * 4  # ocr's is shown before
+    _, lost = grade.sides
+    assert [line.prompt for _, line in lost] == [PROMPTS[2], PROMPTS[1], PROMPTS[3]]
+    sources = [bool(cell.source) for _, line in lost for (cell,) in line.cells]
+    assert sources == [False] * 5 + [True]  # ocr's is shown before
 
 
 @pytest.fixture
@@ -348,7 +348,7 @@ def test_a_browser_filters_and_shows_every_image_without_a_network(
     """The view that the address asks for; images that load have a width."""
     html = browse(text, tmp_path, chosen)
     assert f'<span id="count">{shown} prompts, {pictured} with images</span>' in html
-    assert "<title>18</title>" in html
+    assert "<title>36</title>" in html  # 18 once more, of what changed
 
 
 @pytest.mark.slow
@@ -358,4 +358,4 @@ def test_a_browser_shows_an_image_to_every_judge_and_a_failure_among_copies(tmp_
     assert (
         '<span id="count">2 prompts, 2 with images</span>' in html
     )  # one image of the first, both of the second
-    assert "<title>16</title>" in html
+    assert "<title>24</title>" in html
