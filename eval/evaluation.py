@@ -13,7 +13,6 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from torch import Tensor
 
 from flowalign import rewards
 from flowalign.backbone import Backbone, ModelError, placement
@@ -22,7 +21,7 @@ from flowalign.eval.fidelity import Reference, load_reference
 from flowalign.eval.layouts import Export
 from flowalign.eval.report import write_files
 from flowalign.eval.stats import headline_rows, lost
-from flowalign.eval.store import Key, Store, StoreError, open_stores
+from flowalign.eval.store import Store, StoreError, open_stores
 from flowalign.eval.suite import EvaluationError, ImageSet, Judged, build_sets, judge_set
 from flowalign.eval.table import Results
 from flowalign.system import files
@@ -109,12 +108,7 @@ def _evaluate(config: EvalStage, accelerator: Accelerator) -> None:
         panels = drift_panels(config, backbone, sets, judged)
         seeds = {config.settings_of(model)["seed"] for model in config.models}
         shared = f"same prompts{' and noise' * (len(seeds) == 1 and None not in seeds)}"
-
-        def picture(model: str, images: str, key: Key) -> Tensor | None:
-            return stores[model, images].load(key)
-
-        found = Results(benchmarks, judged, distances, panels, shared, picture)
-        print(write_files(config, found))
+        print(write_files(config, Results(benchmarks, judged, distances, panels, shared, stores)))
         for export in exports:
             export.write()
             print(f"{export.images.layout}: {export.folder}")

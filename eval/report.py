@@ -373,10 +373,10 @@ def changes(
         line, images, source = grids[benchmark.name][index], {}, benchmark.source or benchmark.name
         cells = [line.cells[places[model]] for model in models]
         for model, row in zip(models, cells, strict=True):
+            store = results.stores.get((model, source))
             for copy, cell in enumerate(row):
                 if not line.pictured and cell.name not in embedded:
-                    image = results.picture(model, source, (index, copy))
-                    if image is None:
+                    if store is None or (image := store.load((index, copy))) is None:
                         return None
                     images[cell.name] = _data_uri(image)
         embedded.update(images)

@@ -67,9 +67,11 @@ def headline_rows(benchmark: Named, images: Images) -> list[EvalRow]:
     part = part_of(benchmark)
     if not _tagged(benchmark, images):
         return [part_row(benchmark.name, benchmark.headline or "reward", images, part)]
+    tags = {image["metadata"]["tag"] for image in images}
     rows = [
         part_row(benchmark.name, tag, [i for i in images if i["metadata"]["tag"] == tag], part)
-        for tag in sorted({image["metadata"]["tag"] for image in images}, key=_place)
+        for tag in dict.fromkeys([*TAGS, *sorted(tags)])
+        if tag in tags
     ]
     scored = [row for row in rows if row.n]  # a tag without valid images is unknown, not wrong
     mean = sum(row.mean for row in scored) / len(scored) if scored else math.nan
@@ -167,10 +169,6 @@ def from_json(image: Mapping[str, Any]) -> dict[str, Any]:
         where = ".".join(map(str, first["loc"])) or "the row"
         raise ValueError(f"{where}: {first['msg']}") from None
     return {k: math.nan if v is None and k not in FIELDS else v for k, v in image.items()}
-
-
-def _place(tag: str) -> tuple[int, str]:
-    return (TAGS.index(tag) if tag in TAGS else len(TAGS)), tag
 
 
 def _tagged(benchmark: Named, images: Images) -> bool:

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import product
 from typing import Any
 
 import numpy as np
-from torch import Tensor
 
 from flowalign.eval.fidelity import Distance
 from flowalign.eval.stats import (
@@ -27,7 +26,7 @@ from flowalign.eval.stats import (
     part_row,
     rows_of,
 )
-from flowalign.eval.store import Key
+from flowalign.eval.store import Store
 from flowalign.eval.suite import Benchmark, Judged
 from flowalign.rewards import as_reward
 from flowalign.rewards.geneval2 import SKILLS
@@ -50,18 +49,13 @@ class Results:
     distances: Mapping[str, Distance]  # by model; empty where fidelity was not measured
     drifts: Sequence[Panel] = ()  # of the other models from the base
     shared: str = "same prompts and noise"  # what all models have in common
-    picture: Callable[[str, str, Key], Tensor | None] = lambda *_: None  # of model, image set
+    stores: Mapping[tuple[str, str], Store] = field(default_factory=dict)  # of model, image set
 
     @cached_property
     def rows(self) -> dict[str, list[EvalRow]]:
         """{model: every metric of every benchmark}; kept, because bootstrap intervals take time."""
         return {
-            model: [
-                row
-                for b in self.benchmarks
-                for images in [judged[b.name].rows]
-                for row in (*rows_of(b, images), *length_rows(b, images))
-            ]
+            model: [row for b in self.benchmarks for row in all_rows(b, judged[b.name].rows)]
             for model, judged in self.judged.items()
         }
 
@@ -72,11 +66,6 @@ class Results:
         groups = [scores[i : i + copies] for i in range(0, len(scores), copies)]
         valid = [[score for score in group if math.isfinite(score)] for group in groups]
         return [sum(group) / len(group) if group else math.nan for group in valid]
-
-    def gaps(self, benchmark: Benchmark, model: str, other: str) -> list[float]:
-        """The same of model minus other."""
-        both = zip(self.means(benchmark, model), self.means(benchmark, other), strict=True)
-        return [a - b for a, b in both]
 
     def scores(self, model: str) -> dict[str, EvalRow]:
         """{column: number}: the benchmarks with what else their judges show, fidelity if it was
@@ -113,7 +102,8 @@ def compared(
     pairs = [(model, first) for model in others]
     pairs += [(model, other) for model in compare for other in compare[model]]
     for (model, other), benchmark in product(dict.fromkeys(pairs), results.benchmarks):
-        yield model, other, benchmark, results.gaps(benchmark, model, other)
+        means = results.means(benchmark, model), results.means(benchmark, other)
+        yield model, other, benchmark, [a - b for a, b in zip(*means, strict=True)]
 
 
 def tally(model: str, other: str, benchmark: Benchmark, gaps: Sequence[float]) -> str:
@@ -124,17 +114,17 @@ def tally(model: str, other: str, benchmark: Benchmark, gaps: Sequence[float]) -
     return f"{name}: {won} prompts won, {lost} lost, {equal} equal{unknown}"
 
 
-def length_rows(benchmark: Benchmark, images: Images) -> list[EvalRow]:
-    """The number of an OCR benchmark by the length of its texts, where these differ much."""
+def all_rows(benchmark: Benchmark, images: Images) -> list[EvalRow]:
+    """`rows_of`, and the number of an OCR benchmark by the length of its texts, if these differ."""
     groups: dict[int, list[Mapping[str, Any]]] = {}
     for image in images if as_reward(benchmark.reward).name == "ocr" else ():
         text = normalize(image["metadata"].get("target") or target_of(image["prompt"]))
         groups.setdefault(max(4, 2 ** (len(text) - 1).bit_length()), []).append(image)
-    if len(groups) < 2:
-        return []
-    labels = {n: f"{n // 2 + 1 if n > 4 else 1} to {n} letters" for n in sorted(groups)}
-    part = part_of(benchmark)
-    return [part_row(benchmark.name, label, groups[n], part) for n, label in labels.items()]
+    rows, part = rows_of(benchmark, images), part_of(benchmark)
+    for longest in sorted(groups) if len(groups) > 1 else ():
+        label = f"{longest // 2 + 1 if longest > 4 else 1} to {longest} letters"
+        rows.append(part_row(benchmark.name, label, groups[longest], part))
+    return rows
 
 
 def breakdowns(benchmark: Benchmark, rows: Sequence[EvalRow]) -> dict[str, list[EvalRow]]:

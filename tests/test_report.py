@@ -3,10 +3,12 @@
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from browser import Page, dom, needs_chromium
+from torch import Tensor
 
 from flowalign.eval import report
 from flowalign.eval.fidelity import Distance
@@ -194,6 +196,13 @@ def test_geneval_2_is_shown_by_atoms_and_by_skill():
     assert [*atoms] == ["atoms_03", "atoms_10"] and [*skills] == ["count", "object"]
 
 
+class Blank:
+    """A store that has all images."""
+
+    def load(self, key: tuple[int, int]) -> Tensor:
+        return torch.zeros(3, 4, 4)
+
+
 def test_what_changed_starts_with_the_largest_gains_and_losses(results: Results):
     grids = {mark.name: report.lines(results, mark) for mark in MARKS}
     changed = report.changes(results, {"student": ["ocr"]}, grids)
@@ -208,7 +217,8 @@ def test_what_changed_starts_with_the_largest_gains_and_losses(results: Results)
     assert (gap, first.prompt) == ("+0.7", PROMPTS[0])
     assert [cell.score for (cell,) in first.cells] == ["0.20", "0.90"]
     assert [line.prompt for _, line in lost] == [PROMPTS[2], PROMPTS[1]]  # no image of the last
-    with_all = replace(results, picture=lambda *_: torch.zeros(3, 4, 4))
+    stores: Any = {(model, "ocr"): Blank() for model in CORRECT}
+    with_all = replace(results, stores=stores)
     *_, grade = report.changes(with_all, {"student": ["ocr"]}, grids)
     _, lost = grade.sides
     assert [line.prompt for _, line in lost] == [PROMPTS[2], PROMPTS[1], PROMPTS[3]]
