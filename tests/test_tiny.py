@@ -1,6 +1,7 @@
 """The tiny world: what is drawn is judged right, what is broken wrong; splits do not overlap."""
 
 import json
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -19,7 +20,6 @@ from flowalign.rewards import build
 
 DETECTOR = TinyDetector()
 ENGINE = {"engine": "rapidocr", "limit_side_len": 64, "limit_type": "max", "rec_width": 96}
-FILES = {"train": (2000, 0), "val": (400, 1), "test": (400, 2)}  # entries and seed
 
 
 def correct(image: np.ndarray, metadata: Mapping[str, Any]) -> bool:
@@ -158,13 +158,17 @@ def shipped(name: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in text.splitlines()]
 
 
-@pytest.mark.parametrize("split", FILES)
+@pytest.mark.parametrize("split", prompts.SIZES)
 def test_the_shipped_prompts_are_those_that_the_module_writes(split: str):
-    entries, seed = FILES[split]
-    assert shipped(f"geneval_{split}") == prompts.geneval_file(split, entries, seed)
-    assert shipped(f"ocr_{split}") == prompts.sign_file(split, entries, seed)
-    preference = prompts.preference_file(split, entries, seed + len(FILES))
-    assert shipped(f"preference_{split}") == preference and len(preference) == entries
+    for task, rows in prompts.files(split).items():
+        assert shipped(f"{task}_{split}") == rows and len(rows) == prompts.SIZES[split]
+
+
+@pytest.mark.parametrize("split", ["val", "test"])
+def test_the_first_held_out_prompts_hold_the_tags_in_equal_shares(split: str):
+    tags = [row["tag"] for row in shipped(f"geneval_{split}")]
+    for count in (8, 40, 96):
+        assert Counter(tags[:count]) == dict.fromkeys(prompts.TAGS, count // 4)
 
 
 def test_signs_are_read():

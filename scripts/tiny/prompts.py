@@ -22,6 +22,7 @@ Metadata = dict[str, Any]
 TAGS = {"two_object": 48, "counting": 24, "position": 208, "color_attr": 120}  # of 400 prompts
 SIMPLE = ("single_object", "colors")  # too few to hold any out: pretraining alone draws them
 HELD_OUT_SHARE = {"two_object": 0.31, "counting": 0.29, "position": 0.16, "color_attr": 0.34}
+SIZES = {"train": 2000, "val": 400, "test": 400}  # prompts of a split
 NUMBERS = ("one", "two", "three", "four")
 LETTERS = "ACDEILNOPRST"
 OPPOSITE = {"left of": "right of", "above": "below"}
@@ -189,18 +190,22 @@ def preference_file(split: str, entries: int, seed: int) -> list[Metadata]:
     return [preference_prompt(rows[i]) for i in order]
 
 
+def files(split: str) -> dict[str, list[Metadata]]:
+    """The shipped prompts of a split, by task."""
+    entries, seed = SIZES[split], list(SIZES).index(split)
+    shapes = geneval_file(split, entries, seed)
+    return {
+        "geneval": shapes if split == "train" else by_turns(shapes, seed),
+        "ocr": sign_file(split, entries, seed),
+        "preference": preference_file(split, entries, seed + len(SIZES)),
+    }
+
+
 def main() -> None:
     """Write the nine shipped prompt files."""
     PROMPTS.mkdir(exist_ok=True)
-    sizes = {"train": 2000, "val": 400, "test": 400}
-    for seed, (split, entries) in enumerate(sizes.items()):
-        shapes = geneval_file(split, entries, seed)
-        files = {
-            "geneval": shapes if split == "train" else by_turns(shapes, seed),
-            "ocr": sign_file(split, entries, seed),
-            "preference": preference_file(split, entries, seed + len(sizes)),
-        }
-        for name, rows in files.items():
+    for split in SIZES:
+        for name, rows in files(split).items():
             text = "".join(json.dumps(row) + "\n" for row in rows)
             (PROMPTS / f"{name}_{split}.jsonl").write_text(text)
 
