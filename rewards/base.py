@@ -5,9 +5,10 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
+from flowalign.system.images import stacked
 from flowalign.types import Metadata, Reward, Scores
 
 CLIP_L = {"openai/clip-vit-large-patch14": 1.7}  # GB
@@ -65,6 +66,8 @@ class RewardBase:
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         cls.name = cls.name or cls.__name__
+        if "__call__" in vars(cls):
+            cls.__call__ = _any_images(cls.__call__)
 
     @classmethod
     def check_options(cls, *_: Any, **options: Any) -> None:
@@ -112,9 +115,24 @@ class RewardBase:
         """What is recorded of it: its name and `settings`."""
         return {"name": self.name, **self.settings}
 
-    def __call__(self, images: Any, prompts: Sequence[str], metadata: Metadata) -> Scores:
-        """images [B,3,H,W] in [0,1] with their B prompts and metadata -> Scores of B."""
+    def __call__(
+        self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None
+    ) -> Scores:
+        """images [B,3,H,W] in [0,1] with their B prompts and metadata -> Scores of B. A subclass
+        gets them so; its caller may give PIL images, one image with its prompt, and no metadata."""
         raise NotImplementedError
+
+
+def _any_images(call: Callable[..., Scores]) -> Callable[..., Scores]:
+    """`__call__` of a reward, for images and prompts as a caller may give them."""
+
+    @wraps(call)
+    def wrapped(self: Any, images: Any, prompts: Any, metadata: Metadata | None = None) -> Scores:
+        prompts = [prompts] if isinstance(prompts, str) else prompts
+        metadata = [{}] * len(prompts) if metadata is None else metadata
+        return call(self, stacked(images), prompts, metadata)
+
+    return wrapped
 
 
 # What is read off a class, function or object that is no RewardBase.

@@ -7,9 +7,11 @@ import fakes
 import pytest
 import torch
 from PIL import Image
+from test_ocr import FakeEngine
 
 import flowalign
 from flowalign import config, rewards
+from flowalign.rewards.ocr import OCR
 from flowalign.system.images import to_uint8
 
 SHADES = torch.tensor([0.2, 0.6, 1.0])[:, None, None, None].expand(3, 3, 8, 8) * torch.tensor(
@@ -45,6 +47,22 @@ def test_images_of_any_kind_are_scored_alike(tmp_path: Path) -> None:
         flowalign.score(pictures(), PROMPTS[:2], "fakes:redness")
 
 
+def test_a_reward_is_called_with_pil_images_and_without_metadata() -> None:
+    clip: Any = rewards.build("pickscore", model="tiny")
+    expected = clip(SHADES, PROMPTS, [{}] * 3).value
+    assert torch.isfinite(expected).all()
+    for images in (pictures(), tuple(pictures()), list(SHADES)):
+        assert (clip(images, PROMPTS).value - expected).abs().max() < 1e-2
+    alone = clip(pictures()[0], PROMPTS[0]).value
+    torch.testing.assert_close(alone, expected[:1], rtol=0, atol=1e-2)
+    ocr: Any = OCR(FakeEngine("CAT"))
+    assert ocr(pictures()[0], 'a "cat"').value.tolist() == [1.0]
+    with pytest.raises(ValueError, match="sizes"):
+        clip([*pictures(), Image.new("RGB", (4, 4))], [*PROMPTS, "d"])
+    with pytest.raises(TypeError, match="list of PIL images"):
+        clip(["0.png"], ["a"])
+
+
 def test_metadata_stand_beside_the_prompt() -> None:
     def asked(images: Any, prompts: Any, metadata: Any) -> Any:
         return rewards.score(fakes.redness, images, prompts).of([row["x"] for row in metadata])
@@ -63,8 +81,12 @@ def test_models_are_evaluated_and_a_mapping_is_trained(random_model: str) -> Non
     fakes.AcceleratorState._reset_state(reset_partial_state=True)
     data = fakes.settings(random_model, Path("run"), "train.updates=1").model_dump(mode="json")
     data["tasks"][0]["prompts"] = [*fakes.PROMPTS]
-    run = flowalign.train(data)
-    assert len(run.metrics) == 1 and run.adapter.is_dir() and run.plot().width > 100
+    rows: list[dict[str, float]] = []
+    run = flowalign.train(data, on_update=rows.append)
+    assert [row["loss"] for row in rows] == [row["loss"] for row in run.metrics]
+    assert (
+        [row["update"] for row in rows] == [1] and run.adapter.is_dir() and run.plot().width > 100
+    )
     fakes.AcceleratorState._reset_state(reset_partial_state=True)
     typed = config.parse(data | {"tasks": config.read("run/config.yaml")["tasks"], "output": "two"})
     assert flowalign.train(typed).metrics[0]["loss"] == run.metrics[0]["loss"]

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from flowalign import rewards as registry
 from flowalign.commands import run
+from flowalign.commands.build import OnMetrics
 from flowalign.commands.init import SD35, family_folder
 from flowalign.commands.watch import read_tables
 from flowalign.config import EvalStage, Job, Stage, load, parse, read
@@ -131,11 +132,19 @@ def evaluate(
     return train(data)
 
 
-def train(config: Stage | Mapping[str, Any] | str | Path, *, resume: bool = False) -> Run:
+def train(
+    config: Stage | Mapping[str, Any] | str | Path,
+    *,
+    resume: bool = False,
+    on_update: OnMetrics | None = None,
+) -> Run:
     """Run a config: a typed one (`flowalign.config.NftStage(...)`), a mapping, or a YAML file.
 
     Prompt sets may be lists. Raises ConfigError for what `flowalign train` refuses, TrainingError
-    or EvaluationError where a run has to stop. resume: go on from the last checkpoint.
+    or EvaluationError where a run has to stop. resume: go on from the last checkpoint. on_update:
+    `on_update(metrics)` is called by the main process with each row of metrics.jsonl as it is
+    written, a dict with `update`: after every update and every held-out evaluation of training. An
+    exception in it ends the run.
     """
     home = Path()
     if isinstance(config, str | Path):
@@ -147,7 +156,7 @@ def train(config: Stage | Mapping[str, Any] | str | Path, *, resume: bool = Fals
     if isinstance(config, EvalStage):
         return Run(run_evaluation(config))
     assert isinstance(config, Job)
-    run.run_job(config, home, resume)
+    run.run_job(config, home, resume, on_update=on_update)
     return Run(Path(config.output))
 
 

@@ -14,7 +14,7 @@ import torch
 
 from flowalign.backbone import ModelError
 from flowalign.commands import recipe, watch
-from flowalign.commands.build import wire
+from flowalign.commands.build import OnMetrics, wire
 from flowalign.commands.card import write_card
 from flowalign.config import ConfigError, Job, TrainingStage, to_yaml
 from flowalign.eval.evaluation import evaluate
@@ -42,11 +42,16 @@ def exit_status() -> processes.ExitStatus:
 
 
 def run_job(
-    given: Job, home: Path, resume: bool, began: float | None = None, any_world: bool = False
+    given: Job,
+    home: Path,
+    resume: bool,
+    began: float | None = None,
+    any_world: bool = False,
+    on_update: OnMetrics | None = None,
 ) -> Path:
     """Whatever `flowalign train` can run. home: the folder of the config file. resume, any_world:
     `--resume` and `--allow-world-change`; a recipe always resumes. began: as a Clock has it; None =
-    now."""
+    now. on_update: as for `train`."""
     began = time.monotonic() if began is None else began
     if isinstance(given, TrainingStage):
         processes.state(given)
@@ -54,7 +59,7 @@ def run_job(
         if resume and not checkpoints(folder):
             log.warning("--resume: no checkpoint in %s/checkpoints: from the first update", folder)
         clock = Clock(began, given.train.max_minutes)
-        return train(given, resume=resume, any_world=any_world, clock=clock)
+        return train(given, resume, any_world=any_world, clock=clock, on_update=on_update)
 
     config = given.recipe
     assert config
@@ -62,7 +67,7 @@ def run_job(
 
     def train_stage(stage: TrainingStage) -> Path:
         clock = Clock(began, limit, name) if limit else Clock(began, stage.train.max_minutes)
-        return train(stage, resume=True, any_world=any_world, clock=clock)
+        return train(stage, True, any_world=any_world, clock=clock, on_update=on_update)
 
     record = config is given
     folder = recipe.run(config, home, train_stage, evaluate, record=record, any_world=any_world)
@@ -73,15 +78,17 @@ def run_job(
 
 def train(
     config: TrainingStage,
-    *,
     resume: bool = False,
+    *,
     any_world: bool = False,
     clock: Clock | None = None,
+    on_update: OnMetrics | None = None,
 ) -> Path:
     """Train one stage to its end; returns the folder of the resulting adapter. resume: go on from
     the newest sound checkpoint; any_world: which another number of processes may have written.
 
-    clock: how long it may take; None = train.max_minutes from the first update on. Raises
+    clock: how long it may take; None = train.max_minutes from the first update on. on_update: is
+    called with each row of metrics. Raises
     ConfigError before any model is loaded, TrainingError if the run has to stop, Interrupted if it
     is asked to.
     """
@@ -101,7 +108,7 @@ def train(
         log.info("not evaluated, without `validation` and `reward`: %s%s", unscored, last)
     with lock.holding(folder, main), deterministic(config.train.deterministic):
         with phase("loading the models"):
-            loop, report, _ = wire(config, clock, inputs)
+            loop, report, _ = wire(config, clock, inputs, on_update)
         if main:
             files.remove_leftovers(folder)
         if not (resume and loop.resume()):
