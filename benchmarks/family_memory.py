@@ -3,20 +3,25 @@
 
 Prints a Markdown table, a row a stage: peak GiB and hours of the whole stage with each variant of
 configs/variants, on one GPU of a kind. "no": it does not fit. Prompt sets that are not here are
-taken to be long enough.
+taken to be long enough. --weekend: a row for each weekend.yaml, hours of its teacher, student and
+table, as `flowalign doctor` adds them.
 """
 
 from __future__ import annotations
 
 import argparse
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 
+from flowalign.commands import recipe
 from flowalign.commands.doctor.estimate import predict
 from flowalign.commands.doctor.pace import GPUS, Pace, times
-from flowalign.commands.doctor.predictions import GIB, usable
-from flowalign.config import EvalStage, Stage, TrainingStage, load
+from flowalign.commands.doctor.predictions import GIB, Device, forecasts, usable
+from flowalign.config import EvalStage, Stage, TrainingStage, load, read
 
 FAMILIES = ("flux", "flux2", "qwen_image", "z_image", "sana")
+PLAIN = ("sd35_medium",)  # whose variants have no suffix
 STAGES = ("teacher_pickscore_nft", "student_flow_opd", "eval")
 VARIANTS = {  # bytes of the GPU, and its kind
     "1x24gb_nf4": (24e9, "4090"),
@@ -37,12 +42,37 @@ def cell(path: Path, variant: str) -> str:
     return f"{estimate.peak / GIB:.1f}, {hours:,.{0 if hours >= 10 else 1}f} h"
 
 
+def weekend(family: str) -> str:
+    """The row of a family's weekend recipe."""
+    path = Path("configs", family, "weekend.yaml")
+    stages, _ = recipe.examine(load(path, stage=Stage), path.parent)
+    with redirect_stdout(StringIO()):  # notes about downloads
+        listed = forecasts(stages, Device(1))
+    cells = [f"`{family}`"]
+    for name, (size, kind) in VARIANTS.items():
+        file = name if family not in PLAIN else name.partition("_")[0]
+        keys, pace = read(f"configs/variants/{file}.yaml"), Pace.of_gpu(GPUS[kind], "bfloat16")
+        found = [f.estimate.after(keys.get(f.stage.stage, {})) for f in listed if f.estimate]
+        peak = max(estimate.peak for estimate in found)
+        hours = [times(estimate, pace).hours for estimate in found]
+        text = f"{' + '.join(f'{h:.1f}' for h in hours)} = {sum(hours):.1f} h"
+        fits = peak <= usable(size, "cuda")
+        cells.append(f"`{file}`: {peak / GIB:.1f}, {text}" if fits else f"no ({peak / GIB:.0f})")
+    return f"| {' | '.join(cells)} |"
+
+
 def main() -> None:
     """Print the table of these families and stages."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--families", nargs="+", default=FAMILIES, choices=FAMILIES)
+    parser.add_argument("--families", nargs="+", default=FAMILIES, choices=(*FAMILIES, *PLAIN))
     parser.add_argument("--stages", nargs="+", default=STAGES, choices=STAGES)
+    parser.add_argument("--weekend", action="store_true")
     args = parser.parse_args()
+    if args.weekend:
+        print("| family | 4090 | L40S | H100 |\n" + "|---" * 4 + "|")
+        for family in args.families:
+            print(weekend(family), flush=True)
+        return
     heads = [f"`{variant}`, {kind}" for variant, (_, kind) in VARIANTS.items()]
     print("| config | " + " | ".join(heads) + " |\n" + "|---" * (1 + len(heads)) + "|")
     for family in args.families:

@@ -11,7 +11,7 @@ import torch
 
 from flowalign import rewards
 from flowalign.commands import recipe
-from flowalign.commands.doctor import live, plan, predictions, reward
+from flowalign.commands.doctor import budget, live, plan, predictions, reward
 from flowalign.commands.doctor.findings import fault, healthy, note, ok, show
 from flowalign.commands.doctor.pace import GPUS
 from flowalign.commands.doctor.predictions import Forecast, is_here
@@ -65,6 +65,8 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--allow-world-change", action="store_true", help=help)
     help = f"plan for this GPU: {', '.join(GPUS)}; others by --memory and --tflops"
     parser.add_argument("--gpu", type=str.lower, choices=list(GPUS), metavar="NAME", help=help)
+    help = "propose cuts, with which the config is predicted to run for so long at most"
+    parser.add_argument("--hours", type=float, metavar="H", help=help)
     help = "GPUs of the run (default 1)"
     parser.add_argument("--gpus", "--processes", type=int, default=1, dest="gpus", help=help)
     parser.add_argument("--memory", type=float, metavar="GIB", help="plan for such a GPU")
@@ -116,6 +118,13 @@ def examine(args: argparse.Namespace) -> int:
         show(last)
         sound &= healthy([*findings, *last])
     predictions.show_total(forecasts)
+    last = list(budget.findings(forecasts, args.hours))
+    show(last)
+    sound &= healthy(last)
+    if args.hours and not healthy(last):
+        *cuts, line = budget.propose(root, forecasts, args.hours)
+        show(cuts)
+        print(line)
     print("no fault was found" if sound else "faults were found")
     return 2 if problems else 0 if sound else 1
 

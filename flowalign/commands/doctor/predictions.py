@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import partial, reduce
 from pathlib import Path
 
 import torch
@@ -48,7 +48,7 @@ class Forecast:
     estimate: Estimate | None = None
     unknown: str = ""  # why there is no estimate
     times: Times | None = None  # None: no rate is known, or `conclude` was not called
-    source: str = ""  # of the rates
+    pace: Pace | None = None  # that they were computed with
 
     def conclude(self, measured: Pace | None) -> Iterator[Finding]:
         """Print the table of the stage; findings about memory and time. measured: the rates here,
@@ -69,17 +69,27 @@ class Forecast:
             yield note(f"time: not included: {', '.join(self.times.unknown)}")
 
     def time(self, measured: Pace | None = None) -> None:
-        """Set times and source, by the rate that is asked for, measured or in the table."""
+        """Set pace and times, by the rate that is asked for, measured or in the table."""
         gpu, tflops = self._gpu(), self.device.tflops
-        pace = None
         if tflops:
-            pace = Pace.constant(tflops * 1e12, f"{tflops:g} TFLOP/s, --tflops")
+            self.pace = Pace.constant(tflops * 1e12, f"{tflops:g} TFLOP/s, --tflops")
         elif measured and not self.device.gpu:
-            pace = measured
+            self.pace = measured
         elif gpu:
-            pace = Pace.of_gpu(gpu, self.stage.model.dtype)
-        if self.estimate and pace:
-            self.times, self.source = times(self.estimate, pace), pace.source
+            self.pace = Pace.of_gpu(gpu, self.stage.model.dtype)
+        if self.estimate and self.pace:
+            self.times = times(self.estimate, self.pace)
+
+    @property
+    def hours(self) -> float:
+        """Of the stage, as far as they are known."""
+        return self.times.hours if self.times else 0.0
+
+    def after(self, changes: Sequence[str]) -> Forecast:
+        """The forecast after these changes of the config, at the same pace."""
+        assert self.estimate and self.pace
+        after = reduce(Estimate.after, changes, self.estimate)
+        return replace(self, stage=after.config, estimate=after, times=times(after, self.pace))
 
     def _gpu(self) -> Gpu | None:
         """The GPU of the table that is planned for: the one that is asked for or here; where torch
@@ -258,7 +268,7 @@ def show_total(listed: Sequence[Forecast]) -> None:
         peak = f"{f.estimate.peak / GIB:.1f}" if f.estimate else "-"
         if t := f.times:
             numbers = [str(t.updates), f"{t.update:.3g}", str(t.evaluations)]
-            table.add_row(f.name, peak, *numbers, _hours(t.hours), _hours(t.gpu_hours))
+            table.add_row(f.name, peak, *numbers, shown_hours(t.hours), shown_hours(t.gpu_hours))
         else:
             why = "not predicted" if f.stage.samples else "minutes, no GPU"
             table.add_row(f.name, peak, "-", "-", "-", why, "-")
@@ -266,12 +276,13 @@ def show_total(listed: Sequence[Forecast]) -> None:
     if len(listed) > 1:
         table.add_section()
         sums = sum(t.hours for t in timed), sum(t.gpu_hours for t in timed)
-        table.add_row("sum", "", "", "", "", *map(_hours, sums))
+        table.add_row("sum", "", "", "", "", *map(shown_hours, sums))
     console = Console(highlight=False, width=max(100, Console().width))
     console.print(table)
-    for source in dict.fromkeys(f.source for f in listed if f.times):
+    for source in dict.fromkeys(f.pace.source for f in listed if f.times and f.pace):
         console.print(f"on {listed[0].device.gpus} x {source}", soft_wrap=True)
 
 
-def _hours(hours: float) -> str:
+def shown_hours(hours: float) -> str:
+    """Hours as the tables have them."""
     return f"{hours:.2f}" if hours < 10 else f"{hours:.0f}"

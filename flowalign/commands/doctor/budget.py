@@ -1,0 +1,155 @@
+"""`flowalign doctor --hours`: a smaller run that is predicted to end in time.
+
+What is cut first costs least of what is learnt, as far as that was measured (CUTS).
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from operator import attrgetter
+from typing import Any, NamedTuple
+
+from flowalign.commands.doctor.estimate import evaluated_images
+from flowalign.commands.doctor.findings import Finding, fault, note, ok
+from flowalign.commands.doctor.predictions import Forecast, shown_hours
+from flowalign.config import ConfigError, RecipeStage, Stage, TrainingStage
+
+LONG = 100  # hours above which a run is noted
+
+
+class Cut(NamedTuple):
+    """A key that is lowered, to `floor` at least, and why it comes at its place. taught: the floor
+    of a student of teachers; None = the same, 0 = it is not cut."""
+
+    key: str
+    floor: Any
+    why: str
+    taught: int | None = None
+
+
+CUTS = (
+    Cut("benchmarks.*.images", 1, "images of one prompt resemble each other (log)"),
+    Cut("benchmarks.*.limit", 128, "standard errors grow: at most .044 of a share"),
+    Cut("evaluation.prompts", 64, "the best update is chosen less surely: errors of at most .063"),
+    Cut("student.states.select", "high_noise", "one such state was level with all (study)"),
+    Cut("student.states.count", 1, "one high-noise state was level with three (study)"),
+    Cut("train.updates", 100, "half of a run brought three quarters of its gain (log)"),
+    Cut("rollout.window", "[0,4]", "4 of 10 steps were enough (log); all were not compared", 0),
+    Cut("rollout.prompts", 16, "32 gained .014 over 16, and 4 learnt nothing (log)", taught=128),
+    Cut("rollout.copies", 8, "groups of 8 learn (results); larger ones were not compared"),
+    Cut("{stage}.states", 4, "4 levels for 8 cost .06, .02 and nothing on three tasks (log)"),
+    Cut("train.updates", 30, "the tiny model's teachers learn most in 30 (results)"),
+    Cut("rollout.steps", 6, "not measured: the reward sees other images than the users do"),
+)
+"""In their order. log, study, results: pages of docs. All was measured on the tiny model alone."""
+
+
+Step = tuple[Cut, Sequence[Any], Forecast, Forecast]
+"""A cut, the values that it can write from the floor up, and the forecasts without it and with its
+floor."""
+
+
+def findings(forecasts: Sequence[Forecast], limit: float | None) -> Iterator[Finding]:
+    """What is to be said of the hours of all stages. limit: hours that are given."""
+    total = sum(forecast.hours for forecast in forecasts)
+    if limit and not any(forecast.times for forecast in forecasts):
+        yield fault("time: --hours needs a rate, which is not known here: add --gpu or --tflops")
+    elif limit:
+        yield (fault if total > limit else ok)(f"time: {shown_hours(total)} h of {limit:g}")
+    elif total > LONG:
+        yield note(f"time: {shown_hours(total)} h. --hours 24 proposes a smaller run")
+
+
+def propose(config: Stage, forecasts: Sequence[Forecast], limit: float) -> Iterator[Finding | str]:
+    """The cuts after which all stages together take at most so many hours, as far as CUTS go, and
+    last, as text, the arguments of `flowalign train --config FILE` that make them.
+
+    Every stage gets the same share; what short stages leave goes to the longer ones.
+    """
+    timed = sorted((f for f in forecasts if f.times), key=lambda forecast: forecast.hours)
+    chains = [list(_chain(forecast)) for forecast in timed]
+    least = [
+        [f, *(step[-1] for step in chain)][-1].hours for f, chain in zip(timed, chains, strict=True)
+    ]
+    rest, lines = limit, []
+    for number, forecast in enumerate(timed):
+        share = min(rest / (len(timed) - number), rest - sum(least[number + 1 :]))
+        after, keys = forecast, {}
+        for cut, texts, after in _fitted(chains[number], share):
+            head = f"{forecast.name}: {' '.join(texts)}: {shown_hours(after.hours)} h"
+            yield note(f"  {head}. {cut.why}")
+            keys |= {text.partition("=")[0]: text for text in texts}  # a later value replaces
+        rest, words = rest - after.hours, list(keys.values())
+        if isinstance(config, RecipeStage) and words:  # `set` comes after everything else
+            words = [*config.stages[forecast.name].get("set", []), *words]
+            words = [f"stages.{forecast.name}.set={json.dumps(words)}"]
+        lines += words
+    if rest < 0:
+        yield note(f"  {shown_hours(limit - rest)} h are the least: take a larger GPU or more time")
+    yield shlex.join(lines)
+
+
+def _chain(forecast: Forecast) -> Iterator[Step]:
+    """The cuts that save time, each at its floor and on top of those before."""
+    for cut in CUTS:
+        with suppress(ConfigError, LookupError):  # another key needs more; there is no value
+            values = _values(cut, forecast)
+            after = forecast.after(_texts(cut, forecast, values[0]))
+            if after.hours < forecast.hours:
+                yield cut, values, forecast, after
+                forecast = after
+
+
+def _fitted(chain: Sequence[Step], limit: float) -> Iterator[tuple[Cut, list[str], Forecast]]:
+    """(cut, changes, the forecast with them) until a stage takes at most `limit` hours: all at
+    their floors but the last, which goes no further than it must."""
+    for cut, values, before, after in chain:
+        if before.hours <= limit:
+            return
+        index, high, above, low = 0, len(values), before.hours, after.hours
+        while 0 < (guess := int((limit - low) / (above - low) * high)) < high:
+            tried = before.after(_texts(cut, before, values[guess]))
+            if tried.hours <= limit:  # hours are about linear in every key
+                index, after = guess, tried
+                break
+            high, above = guess, tried.hours
+        yield cut, _texts(cut, before, values[index]), after
+
+
+def _values(cut: Cut, forecast: Forecast) -> Sequence[Any]:
+    """What a cut can write to a stage, from the floor up."""
+    stage, now = forecast.stage, list(_now(cut, forecast).values())
+    taught = isinstance(stage, TrainingStage) and not stage.learns_from_rewards
+    floor = cut.taught if taught and cut.taught is not None else cut.floor
+    if isinstance(floor, str) or not floor:
+        return [floor] if floor and now[0] in ("all", None) else []
+    unit = 1  # of what all processes and optimizer steps share
+    if isinstance(stage, TrainingStage) and cut.key in ("rollout.prompts", "rollout.copies"):
+        unit = stage.optimizer.updates_per_rollout * forecast.device.gpus
+    every = max(evaluated_images(stage).values(), default=0)  # for None
+    largest = max((value or every for value in now), default=0)
+    return range(-(-floor // unit) * unit, largest, unit)
+
+
+def _texts(cut: Cut, forecast: Forecast, value: Any) -> list[str]:
+    """The changes that write a value where there is a larger one."""
+    now = _now(cut, forecast)
+    return [f"{key}={value}" for key, v in now.items() if not isinstance(v, int) or v > value]
+
+
+def _now(cut: Cut, forecast: Forecast) -> dict[str, Any]:
+    """{key of a stage that a cut means: its value}. The first rows of a .jsonl may be of one tag,
+    as those of GenEval are, so that `limit` is for sets of texts."""
+    stage = forecast.stage
+    head, star, leaf = cut.key.format(stage=stage.stage).partition(".*.")
+    with suppress(AttributeError):
+        found = attrgetter(head)(stage)
+        if not star:
+            return {head: found}
+        marks = {f"{head}.{i}.{leaf}": mark for i, mark in enumerate(found)}
+        whole = ".jsonl" if leaf == "limit" else "/"
+        return {key: getattr(m, leaf) for key, m in marks.items() if not m.prompts.endswith(whole)}
+    return {}

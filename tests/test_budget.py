@@ -1,0 +1,129 @@
+"""`flowalign doctor --hours`: what it proposes fits, by the doctor's own prediction."""
+
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import fakes
+import pytest
+from accelerate.state import AcceleratorState
+
+from flowalign import config
+from flowalign.commands.cli import main
+from flowalign.commands.doctor import budget
+from flowalign.commands.doctor.predictions import Device, Forecast
+from flowalign.config.safe_yaml import dump_yaml
+
+ROOT = Path(__file__).parent.parent
+ORDER = [cut.key for cut in budget.CUTS]
+RATE = 1e-6  # TFLOP/s: a slow machine, so that a small run takes many hours
+
+
+@pytest.fixture(autouse=True)
+def _fresh_state() -> None:
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def big(model: str, folder: Path, kind: str) -> dict[str, Any]:
+    """A run of many images, that every cut of its kind shortens."""
+    more = ["rollout.prompts=512", "rollout.copies=16", "rollout.steps=8", "train.updates=400"]
+    run = {
+        "grpo": fakes.settings,
+        "nft": lambda *given: fakes.forward(*given, "nft.states=6"),
+        "opd": fakes.distillation,
+    }[kind](model, folder / "run", *more)
+    return run.model_dump(mode="json", exclude_unset=True)
+
+
+def doctor(path: Path, capsys: pytest.CaptureFixture[str], *given: str) -> tuple[int, list[str]]:
+    """Its exit status, and what it printed."""
+    rate = ["--no-model", "--tflops", str(RATE), "--memory", "80"]
+    status = main(["doctor", "--config", str(path), *rate, *given])
+    AcceleratorState._reset_state(reset_partial_state=True)
+    return status, capsys.readouterr().out.splitlines()
+
+
+def hours(lines: list[str]) -> float:
+    (text,) = re.findall(r" time: ([0-9.]+) h", "\n".join(lines))
+    return float(text)
+
+
+def cuts(lines: list[str]) -> list[str]:
+    """The arguments that it printed."""
+    return shlex.split(lines[-2])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["grpo", "nft", "opd"])
+def test_a_run_is_cut_in_the_order_of_the_table_until_it_fits(
+    random_model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
+) -> None:
+    path = tmp_path / "big.yaml"
+    path.write_text(dump_yaml(big(random_model, tmp_path, kind)))
+    status, lines = doctor(path, capsys)
+    whole = hours(lines)
+    assert status == 0 and whole > budget.LONG  # a note
+    for share in (0.5, 0.05, 0.004):
+        status, lines = doctor(path, capsys, "--hours", str(share * whole))
+        assert status == 1
+        keys = [text.partition("=")[0].replace(f"{kind}.", "{stage}.") for text in cuts(lines)]
+        assert len(set(keys)) == len(keys) and keys == sorted(keys, key=ORDER.index)
+        status, after = doctor(path, capsys, "--hours", str(share * whole), *cuts(lines))
+        least = 0 if keys[-1] in ("rollout.window", "student.states.select") else 0.7
+        assert status == 0 and least * share * whole < hours(after) <= share * whole
+    assert len(keys) > 2
+    status, lines = doctor(path, capsys, "--hours", str(1e-6 * whole))
+    assert status == 1 and any("the least" in line for line in lines)
+
+
+@pytest.mark.slow
+def test_the_stages_of_a_recipe_share_the_hours(
+    random_model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    nft = big(random_model, tmp_path, "nft")
+    model = nft.pop("model")
+    short = {**nft, "train": {"updates": 2}}
+    (task,) = nft["tasks"]
+    marks = [{"name": "red", "prompts": task["prompts"], "reward": task["reward"]}]
+    table = {"stage": "eval", "models": {"one": "stage:long"}, "benchmarks": marks}
+    stages = {"long": {**nft, "set": ["train.updates=300"]}, "short": short, "table": table}
+    data = {"stage": "recipe", "output": str(tmp_path / "all"), "model": model, "stages": stages}
+    path, variant = tmp_path / "recipe.yaml", tmp_path / "variant.yaml"
+    path.write_text(dump_yaml(data))
+    variant.write_text("nft: {rollout: {prompts: 256}}")
+    given = ["--variant", str(variant)]
+    whole = hours(doctor(path, capsys, *given)[1])
+    given += ["--hours", str(whole / 10)]
+    status, lines = doctor(path, capsys, *given)
+    assert status == 1
+    (text,) = cuts(lines)  # the others are short
+    assert text.startswith('stages.long.set=["train.updates=300", ')
+    status, lines = doctor(path, capsys, *given, text)
+    assert status == 0 and hours(lines) <= whole / 10
+
+
+def test_a_rate_that_is_not_known_is_a_fault(
+    random_model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(config.to_yaml(fakes.settings(random_model, tmp_path / "run")))
+    assert main(["doctor", "--config", str(path), "--no-model", "--hours", "1"]) == 1
+    assert "--tflops" in capsys.readouterr().out
+
+
+def test_the_first_rows_of_a_set_that_may_be_sorted_do_not_stand_for_it(
+    random_model: str, tmp_path: Path
+) -> None:
+    path = fakes.evaluation(random_model, tmp_path, ["a"], {"name": "plain"}, {"name": "tagged"})
+    stage = config.load(path, ["benchmarks.1.prompts=tagged.jsonl"], stage=config.EvalStage)
+    forecast = Forecast("table", stage, Device(1))
+    images, limit = (cut for cut in budget.CUTS if cut.key.startswith("benchmarks"))
+    assert budget._now(limit, forecast) == {"benchmarks.0.limit": None}
+    assert budget._now(images, forecast).keys() == {"benchmarks.0.images", "benchmarks.1.images"}
+
+
+def test_the_page_of_the_doctor_has_the_order_of_the_cuts() -> None:
+    page = (ROOT / "docs" / "doctor.md").read_text()
+    rows = [line.split("`")[1] for line in page.split("## Hours")[1].splitlines() if "| `" in line]
+    assert rows[: len(ORDER)] == [key.format(stage="STAGE") for key in ORDER]
