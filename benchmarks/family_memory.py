@@ -18,7 +18,7 @@ from flowalign.commands import recipe
 from flowalign.commands.doctor.estimate import predict
 from flowalign.commands.doctor.pace import GPUS, Pace, times
 from flowalign.commands.doctor.predictions import GIB, Device, forecasts, usable
-from flowalign.config import EvalStage, Stage, TrainingStage, load, read
+from flowalign.config import EvalStage, Stage, TrainingStage, load
 
 FAMILIES = ("flux", "flux2", "qwen_image", "z_image", "sana")
 PLAIN = ("sd35_medium",)  # whose variants have no suffix
@@ -42,23 +42,20 @@ def cell(path: Path, variant: str) -> str:
     return f"{estimate.peak / GIB:.1f}, {hours:,.{0 if hours >= 10 else 1}f} h"
 
 
-def weekend(family: str) -> str:
-    """The row of a family's weekend recipe."""
-    path = Path("configs", family, "weekend.yaml")
-    stages, _ = recipe.examine(load(path, stage=Stage), path.parent)
+def weekend(family: str, variant: str) -> str:
+    """Peak and hours of the teacher, the student and the table of a family's weekend recipe."""
+    path, (size, kind) = Path("configs", family, "weekend.yaml"), VARIANTS[variant]
+    name = variant.partition("_")[0] if family in PLAIN else variant
+    config = load(path, variant=f"configs/variants/{name}.yaml", stage=Stage)
     with redirect_stdout(StringIO()):  # notes about downloads
-        listed = forecasts(stages, Device(1))
-    cells = [f"`{family}`"]
-    for name, (size, kind) in VARIANTS.items():
-        file = name if family not in PLAIN else name.partition("_")[0]
-        keys, pace = read(f"configs/variants/{file}.yaml"), Pace.of_gpu(GPUS[kind], "bfloat16")
-        found = [f.estimate.after(keys.get(f.stage.stage, {})) for f in listed if f.estimate]
-        peak = max(estimate.peak for estimate in found)
-        hours = [times(estimate, pace).hours for estimate in found]
-        text = f"{' + '.join(f'{h:.1f}' for h in hours)} = {sum(hours):.1f} h"
-        fits = peak <= usable(size, "cuda")
-        cells.append(f"`{file}`: {peak / GIB:.1f}, {text}" if fits else f"no ({peak / GIB:.0f})")
-    return f"| {' | '.join(cells)} |"
+        listed = forecasts(recipe.examine(config, path.parent)[0], Device(1, kind))
+    for forecast in listed:
+        forecast.time()
+    peak = max(forecast.estimate.peak for forecast in listed if forecast.estimate)
+    if peak > usable(size, "cuda"):
+        return f"no ({peak / GIB:.0f})"
+    hours = [forecast.hours for forecast in listed]
+    return f"{peak / GIB:.1f}, {' + '.join(f'{h:.1f}' for h in hours)} = {sum(hours):.1f} h"
 
 
 def main() -> None:
@@ -68,14 +65,13 @@ def main() -> None:
     parser.add_argument("--stages", nargs="+", default=STAGES, choices=STAGES)
     parser.add_argument("--weekend", action="store_true")
     args = parser.parse_args()
-    if args.weekend:
-        print("| family | 4090 | L40S | H100 |\n" + "|---" * 4 + "|")
-        for family in args.families:
-            print(weekend(family), flush=True)
-        return
     heads = [f"`{variant}`, {kind}" for variant, (_, kind) in VARIANTS.items()]
     print("| config | " + " | ".join(heads) + " |\n" + "|---" * (1 + len(heads)) + "|")
     for family in args.families:
+        if args.weekend:
+            cells = " | ".join(weekend(family, variant) for variant in VARIANTS)
+            print(f"| `{family}` | {cells} |", flush=True)
+            continue
         for name in args.stages:
             path = Path("configs", family, f"{name}.yaml")
             cells = " | ".join(cell(path, variant) for variant in VARIANTS)

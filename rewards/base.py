@@ -115,9 +115,7 @@ class RewardBase:
         """What is recorded of it: its name and `settings`."""
         return {"name": self.name, **self.settings}
 
-    def __call__(
-        self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None
-    ) -> Scores:
+    def __call__(self, images: Any, prompts: Sequence[str], metadata: Metadata) -> Scores:
         """images [B,3,H,W] in [0,1] with their B prompts and metadata -> Scores of B. A subclass
         gets them so; its caller may give PIL images, one image with its prompt, and no metadata."""
         raise NotImplementedError

@@ -18,7 +18,6 @@ from flowalign.eval.suite import Benchmark
 from flowalign.rewards import RewardBase
 from flowalign.system.signals import Clock
 from flowalign.teachers.bank import Bank, Member
-from flowalign.training import metrics
 from flowalign.training.algorithm import STUDENT, Parts, algorithm_class
 from flowalign.training.data import PromptSampler, subset
 from flowalign.training.loop import Loop
@@ -30,21 +29,16 @@ from flowalign.training.report.progress import Progress
 from flowalign.training.run import processes
 from flowalign.types import EvalReport, Reward
 
-OnMetrics = Callable[[dict[str, float]], object]
 log = logging.getLogger("flowalign")
 
 # The parts of a run ------------------------------------------------------------------------------
 
 
 def wire(
-    config: TrainingStage,
-    clock: Clock | None = None,
-    inputs: Inputs | None = None,
-    on_update: OnMetrics | None = None,
+    config: TrainingStage, clock: Clock | None = None, inputs: Inputs | None = None
 ) -> tuple[Loop, Progress, dict[str, RewardBase]]:
     """Build every part of a run from its config -> the loop, its display, its rewards. inputs: what
-    `preflight.check_world` has opened; None = nothing yet. on_update: is called with each row of
-    metrics, beside the display."""
+    `preflight.check_world` has opened; None = nothing yet."""
     inputs = inputs or Inputs(config.model)
 
     accelerator = processes.start(config)
@@ -59,12 +53,6 @@ def wire(
         raise ConfigError(problems)
     backbone = student(config, accelerator.device, inputs)
     progress = Progress(config, accelerator.is_main_process)
-
-    def show(update: int, values: Mapping[str, float]) -> None:
-        progress.update(update, values)
-        if on_update:
-            on_update({metrics.UPDATE: update, **values})
-
     parts = algorithm_parts(config, backbone, accelerator, built, inputs)
     benchmarks = held_out(config, built, inputs) if config.evaluates else []
     monitor = None
@@ -79,7 +67,7 @@ def wire(
         PromptSampler.of(config, inputs.prompts),
         algorithm_class(config)(parts),
         evaluator(parts, benchmarks),
-        show,
+        progress.update,
         clock,
         monitor,
     )

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from flowalign import rewards as registry
 from flowalign.commands import run
-from flowalign.commands.build import OnMetrics
 from flowalign.commands.init import SD35, family_folder
 from flowalign.commands.watch import read_tables
 from flowalign.config import EvalStage, Job, Stage, load, parse, read
@@ -27,6 +26,7 @@ from flowalign.system.images import stacked
 from flowalign.training.data import load_prompts
 from flowalign.training.report import page
 from flowalign.training.report.pictures import gallery, image_files
+from flowalign.training.report.progress import OnMetrics
 from flowalign.types import Scores
 
 Prompts = str | Path | Sequence[str | Mapping[str, Any]]
@@ -133,11 +133,9 @@ def evaluate(
 
 
 def train(
-    config: Stage | Mapping[str, Any] | str | Path,
-    *,
-    resume: bool = False,
+    config: Stage | Mapping[str, Any] | str | Path, *, resume: bool = False,
     on_update: OnMetrics | None = None,
-) -> Run:
+) -> Run:  # fmt: skip
     """Run a config: a typed one (`flowalign.config.NftStage(...)`), a mapping, or a YAML file.
 
     Prompt sets may be lists. Raises ConfigError for what `flowalign train` refuses, TrainingError

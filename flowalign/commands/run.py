@@ -14,7 +14,7 @@ import torch
 
 from flowalign.backbone import ModelError
 from flowalign.commands import recipe, watch
-from flowalign.commands.build import OnMetrics, wire
+from flowalign.commands.build import wire
 from flowalign.commands.card import write_card
 from flowalign.config import ConfigError, Job, TrainingStage, to_yaml
 from flowalign.eval.evaluation import evaluate
@@ -25,6 +25,7 @@ from flowalign.training.algorithm import TrainingError
 from flowalign.training.preflight import against_card, check_world, overruled, span
 from flowalign.training.report import results
 from flowalign.training.report.pictures import metrics_plot
+from flowalign.training.report.progress import OnMetrics
 from flowalign.training.run import lock, processes
 from flowalign.training.run.ranks import phase
 from flowalign.training.run.resume import checkpoints
@@ -42,13 +43,9 @@ def exit_status() -> processes.ExitStatus:
 
 
 def run_job(
-    given: Job,
-    home: Path,
-    resume: bool,
-    began: float | None = None,
-    any_world: bool = False,
+    given: Job, home: Path, resume: bool, began: float | None = None, any_world: bool = False,
     on_update: OnMetrics | None = None,
-) -> Path:
+) -> Path:  # fmt: skip
     """Whatever `flowalign train` can run. home: the folder of the config file. resume, any_world:
     `--resume` and `--allow-world-change`; a recipe always resumes. began: as a Clock has it; None =
     now. on_update: as for `train`."""
@@ -108,7 +105,8 @@ def train(
         log.info("not evaluated, without `validation` and `reward`: %s%s", unscored, last)
     with lock.holding(folder, main), deterministic(config.train.deterministic):
         with phase("loading the models"):
-            loop, report, _ = wire(config, clock, inputs, on_update)
+            loop, report, _ = wire(config, clock, inputs)
+            report.on_update = on_update
         if main:
             files.remove_leftovers(folder)
         if not (resume and loop.resume()):

@@ -1,6 +1,7 @@
 """`flowalign doctor --hours`: a smaller run that is predicted to end in time.
 
-What is cut first costs least of what is learnt, as far as that was measured (CUTS).
+What is cut first costs least of what is learnt, as far as that was measured (CUTS): on the tiny
+model alone. Reasons name pages of docs.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from operator import attrgetter
 from typing import Any, NamedTuple
 
 from flowalign.commands.doctor.estimate import evaluated_images
-from flowalign.commands.doctor.findings import Finding, fault, note, ok
+from flowalign.commands.doctor.findings import fault, note, ok, show
 from flowalign.commands.doctor.predictions import Forecast, shown_hours
 from flowalign.config import ConfigError, RecipeStage, Stage, TrainingStage
 
@@ -44,43 +45,38 @@ CUTS = (
     Cut("train.updates", 30, "the tiny model's teachers learn most in 30 (results)"),
     Cut("rollout.steps", 6, "not measured: the reward sees other images than the users do"),
 )
-"""In their order. log, study, results: pages of docs. All was measured on the tiny model alone."""
 
 
-Step = tuple[Cut, Sequence[Any], Forecast, Forecast]
-"""A cut, the values that it can write from the floor up, and the forecasts without it and with its
-floor."""
+def conclude(config: Stage, listed: Sequence[Forecast], limit: float | None) -> bool:
+    """Print what is to be said of the hours of all stages, and cuts where they are more than
+    `limit`; whether there is no fault."""
+    total = sum(forecast.hours for forecast in listed)
+    text = f"time: {shown_hours(total)} h"
+    if limit is None:
+        show([note(f"{text}. --hours 24 proposes a smaller run")] if total > LONG else [])
+    elif not any(forecast.times for forecast in listed):
+        show([fault("time: --hours needs a rate, not known here: add --gpu or --tflops")])
+    else:
+        show([(ok if total <= limit else fault)(f"{text} of {limit:g}")])
+        if total > limit:
+            print(propose(config, listed, limit))
+    return limit is None or 0 < total <= limit
 
 
-def findings(forecasts: Sequence[Forecast], limit: float | None) -> Iterator[Finding]:
-    """What is to be said of the hours of all stages. limit: hours that are given."""
-    total = sum(forecast.hours for forecast in forecasts)
-    if limit and not any(forecast.times for forecast in forecasts):
-        yield fault("time: --hours needs a rate, which is not known here: add --gpu or --tflops")
-    elif limit:
-        yield (fault if total > limit else ok)(f"time: {shown_hours(total)} h of {limit:g}")
-    elif total > LONG:
-        yield note(f"time: {shown_hours(total)} h. --hours 24 proposes a smaller run")
-
-
-def propose(config: Stage, forecasts: Sequence[Forecast], limit: float) -> Iterator[Finding | str]:
-    """The cuts after which all stages together take at most so many hours, as far as CUTS go, and
-    last, as text, the arguments of `flowalign train --config FILE` that make them.
-
-    Every stage gets the same share; what short stages leave goes to the longer ones.
-    """
-    timed = sorted((f for f in forecasts if f.times), key=lambda forecast: forecast.hours)
+def propose(config: Stage, listed: Sequence[Forecast], limit: float) -> str:
+    """The arguments of `flowalign train` after which all stages take at most so many hours, as far
+    as CUTS go, which are printed. Short stages leave their share to longer ones."""
+    timed = sorted((f for f in listed if f.times), key=lambda forecast: forecast.hours)
     chains = [list(_chain(forecast)) for forecast in timed]
-    least = [
-        [f, *(step[-1] for step in chain)][-1].hours for f, chain in zip(timed, chains, strict=True)
-    ]
+    pairs = zip(timed, chains, strict=True)
+    least = [min([f.hours, *(after.hours for *_, after in chain)]) for f, chain in pairs]
     rest, lines = limit, []
     for number, forecast in enumerate(timed):
         share = min(rest / (len(timed) - number), rest - sum(least[number + 1 :]))
         after, keys = forecast, {}
         for cut, texts, after in _fitted(chains[number], share):
-            head = f"{forecast.name}: {' '.join(texts)}: {shown_hours(after.hours)} h"
-            yield note(f"  {head}. {cut.why}")
+            head = f"  {forecast.name}: {' '.join(texts)}: {shown_hours(after.hours)} h"
+            show([note(f"{head}. {cut.why}")])
             keys |= {text.partition("=")[0]: text for text in texts}  # a later value replaces
         rest, words = rest - after.hours, list(keys.values())
         if isinstance(config, RecipeStage) and words:  # `set` comes after everything else
@@ -88,28 +84,30 @@ def propose(config: Stage, forecasts: Sequence[Forecast], limit: float) -> Itera
             words = [f"stages.{forecast.name}.set={json.dumps(words)}"]
         lines += words
     if rest < 0:
-        yield note(f"  {shown_hours(limit - rest)} h are the least: take a larger GPU or more time")
-    yield shlex.join(lines)
+        show([note(f"  {shown_hours(limit - rest)} h are the least: use a larger GPU")])
+    return shlex.join(lines)
 
 
-def _chain(forecast: Forecast) -> Iterator[Step]:
-    """The cuts that save time, each at its floor and on top of those before."""
+def _chain(forecast: Forecast) -> Iterator[tuple[Cut, Forecast, Forecast]]:
+    """(cut, the forecasts before and after it) of the cuts that save time, all at their floors."""
     for cut in CUTS:
         with suppress(ConfigError, LookupError):  # another key needs more; there is no value
-            values = _values(cut, forecast)
-            after = forecast.after(_texts(cut, forecast, values[0]))
+            after = forecast.after(_texts(cut, forecast, _values(cut, forecast)[0]))
             if after.hours < forecast.hours:
-                yield cut, values, forecast, after
+                yield cut, forecast, after
                 forecast = after
 
 
-def _fitted(chain: Sequence[Step], limit: float) -> Iterator[tuple[Cut, list[str], Forecast]]:
-    """(cut, changes, the forecast with them) until a stage takes at most `limit` hours: all at
-    their floors but the last, which goes no further than it must."""
-    for cut, values, before, after in chain:
+def _fitted(
+    chain: Sequence[tuple[Cut, Forecast, Forecast]], limit: float
+) -> Iterator[tuple[Cut, list[str], Forecast]]:
+    """(cut, changes, the forecast with them) until a stage takes at most `limit` hours. The last
+    cut goes no further than it must."""
+    for cut, before, after in chain:
         if before.hours <= limit:
             return
-        index, high, above, low = 0, len(values), before.hours, after.hours
+        values, low, above = _values(cut, before), after.hours, before.hours
+        index, high = 0, len(values)
         while 0 < (guess := int((limit - low) / (above - low) * high)) < high:
             tried = before.after(_texts(cut, before, values[guess]))
             if tried.hours <= limit:  # hours are about linear in every key
@@ -122,7 +120,7 @@ def _fitted(chain: Sequence[Step], limit: float) -> Iterator[tuple[Cut, list[str
 def _values(cut: Cut, forecast: Forecast) -> Sequence[Any]:
     """What a cut can write to a stage, from the floor up."""
     stage, now = forecast.stage, list(_now(cut, forecast).values())
-    taught = isinstance(stage, TrainingStage) and not stage.learns_from_rewards
+    taught = stage.trains and not stage.learns_from_rewards
     floor = cut.taught if taught and cut.taught is not None else cut.floor
     if isinstance(floor, str) or not floor:
         return [floor] if floor and now[0] in ("all", None) else []

@@ -118,13 +118,7 @@ def examine(args: argparse.Namespace) -> int:
         show(last)
         sound &= healthy([*findings, *last])
     predictions.show_total(forecasts)
-    last = list(budget.findings(forecasts, args.hours))
-    show(last)
-    sound &= healthy(last)
-    if args.hours and not healthy(last):
-        *cuts, line = budget.propose(root, forecasts, args.hours)
-        show(cuts)
-        print(line)
+    sound &= budget.conclude(root, forecasts, args.hours)
     print("no fault was found" if sound else "faults were found")
     return 2 if problems else 0 if sound else 1
 

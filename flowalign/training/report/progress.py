@@ -7,7 +7,7 @@ import sys
 import time
 import warnings
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from flowalign.training.report.status import Heartbeat
 
 WINDOW = 20  # updates whose mean speed predicts the rest
 CLOCK = "%Y-%m-%d %H:%M:%S"  # of every line of a log
+OnMetrics = Callable[[dict[str, float]], object]
 FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 SHOWN = {
     metrics.LOSS: "loss {:.3g}",  # where it is all there is
@@ -37,13 +38,15 @@ SHOWN = {
 
 
 class Progress:
-    """Shows the updates of a run, and tells status.json; silent on all processes but the main one.
+    """Shows the updates of a run, and tells status.json and on_update, if that is set; silent on
+    all processes but the main one.
 
     In a log that is no terminal an update is one plain line: time, figures, speed, time left.
     """
 
     def __init__(self, config: TrainingStage, main: bool) -> None:
         self.main, self.total, self.folder = main, config.train.updates, Path(config.output)
+        self.on_update: OnMetrics | None = None
         every = config.evaluation.every if config.evaluation else 0
         # (time, update), with evaluations, checkpoints and pictures: of the last updates
         self.marks: deque[tuple[float, int]] = deque(maxlen=max(WINDOW, every) + 1)
@@ -102,6 +105,8 @@ class Progress:
             figures = "  ".join(filter(None, (f"update {update}/{self.total}", line, speed, left)))
             # not through rich: FORCE_COLOR would put colours into a log
             print(time.strftime(CLOCK), figures, file=sys.stderr, flush=True)
+        if self.on_update:
+            self.on_update({metrics.UPDATE: update, **values})
 
 
 def duration(seconds: float, exact: bool = False) -> str:
