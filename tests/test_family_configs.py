@@ -10,9 +10,10 @@ from test_sd35_configs import ROOT, data, stages
 from flowalign.backbone import loading
 from flowalign.backbone.loading import card_of
 from flowalign.backbone.structure import PUBLIC
+from flowalign.commands import recipe
 from flowalign.commands.doctor import plan
 from flowalign.commands.doctor.estimate import predict
-from flowalign.commands.doctor.predictions import usable
+from flowalign.commands.doctor.predictions import Device, forecasts, usable
 from flowalign.config import (
     ConfigError,
     EvalStage,
@@ -128,6 +129,25 @@ def test_the_doctor_passes_it_in_shapes_and_finds_what_is_planted(family: str, n
         other = load(path, ["evaluation.guidance=2", "evaluation.steps=1"])
         faults = [f.text for f in plan.examine(other) if f.level == "fault"]
         assert [text.split(":")[0] for text in faults] == ["guidance", "schedule"]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", [*FAMILIES, "sd35_medium"])
+def test_a_teacher_a_student_and_the_table_take_a_weekend(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the variant that the head names, on the GPU that it is for."""
+    monkeypatch.chdir(tmp_path)  # no prompt set is here: they are taken to be long enough
+    path = ROOT / "configs" / family / "weekend.yaml"
+    variant = path.read_text().splitlines()[0].rpartition(" ")[2]
+    gpu, size = ("l40s", 48e9) if family == "qwen_image" else ("4090", 24e9)
+    whole = load(path, variant=ROOT / variant, stage=Stage)
+    found, _ = recipe.examine(whole, path.parent)
+    listed = forecasts(found, Device(1, gpu))
+    for forecast in listed:
+        forecast.time()
+        assert forecast.estimate and forecast.estimate.peak < usable(size, "cuda")
+    assert 12 < sum(forecast.hours for forecast in listed) <= 24
 
 
 FOLDERS = sorted({path.parent for path in (ROOT / "configs").glob("*/eval*.yaml")})

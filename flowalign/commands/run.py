@@ -56,7 +56,7 @@ def run_job(
         if resume and not checkpoints(folder):
             log.warning("--resume: no checkpoint in %s/checkpoints: from the first update", folder)
         clock = Clock(began, given.train.max_minutes)
-        return train(given, resume, any_world=any_world, clock=clock, on_update=on_update)
+        return train(given, resume=resume, any_world=any_world, clock=clock, on_update=on_update)
 
     config = given.recipe
     assert config
@@ -64,7 +64,7 @@ def run_job(
 
     def train_stage(stage: TrainingStage) -> Path:
         clock = Clock(began, limit, name) if limit else Clock(began, stage.train.max_minutes)
-        return train(stage, True, any_world=any_world, clock=clock, on_update=on_update)
+        return train(stage, resume=True, any_world=any_world, clock=clock, on_update=on_update)
 
     record = config is given
     folder = recipe.run(config, home, train_stage, evaluate, record=record, any_world=any_world)
@@ -75,8 +75,8 @@ def run_job(
 
 def train(
     config: TrainingStage,
-    resume: bool = False,
     *,
+    resume: bool = False,
     any_world: bool = False,
     clock: Clock | None = None,
     on_update: OnMetrics | None = None,

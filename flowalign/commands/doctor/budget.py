@@ -48,8 +48,7 @@ CUTS = (
 
 
 def conclude(config: Stage, listed: Sequence[Forecast], limit: float | None) -> bool:
-    """Print what is to be said of the hours of all stages, and cuts where they are more than
-    `limit`; whether there is no fault."""
+    """Print the hours of all stages, and cuts if they exceed `limit`; False for a fault."""
     total = sum(forecast.hours for forecast in listed)
     text = f"time: {shown_hours(total)} h"
     if limit is None:
