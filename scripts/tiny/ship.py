@@ -38,6 +38,7 @@ draws nothing else.
 
 ```python
 import flowalign
+
 flowalign.load("tiny")('a red sign that says "CAT"', num_inference_steps=10).images[0]
 ```
 
