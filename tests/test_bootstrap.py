@@ -86,7 +86,7 @@ def test_a_prompt_that_a_set_holds_several_times_is_one_prompt():
         for images in (first, second)
     ]
     assert rows_of(Tagged(), listed[0]) == rows_of(Tagged(), first)
-    assert difference(Tagged(), *listed) == difference(Tagged(), first, second)
+    assert difference(Tagged(), listed[0], listed[1]) == difference(Tagged(), first, second)
 
 
 def test_a_prompt_with_two_tags_counts_in_both():

@@ -33,12 +33,12 @@ def sample(pipe: StableDiffusion3Pipeline, texts: list[str], guidance: float, se
     generator, images = torch.Generator().manual_seed(seed), []
     for start in range(0, len(texts), AT_ONCE):
         part = texts[start : start + AT_ONCE]
-        images.append(
-            pipe(
-                part, height=64, width=64, num_inference_steps=10, guidance_scale=guidance,
-                max_sequence_length=parts.T5_LENGTH, generator=generator, output_type="pt",
-            ).images
+        (drawn,) = pipe(
+            part, height=64, width=64, num_inference_steps=10, guidance_scale=guidance,
+            max_sequence_length=parts.T5_LENGTH, generator=generator, output_type="pt",
+            return_dict=False,
         )  # fmt: skip
+        images.append(drawn)
     return torch.cat(images)
 
 

@@ -42,20 +42,20 @@ class Muon(torch.optim.Optimizer):
     def step(self) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """One update of every matrix that has a gradient."""
         for group in self.param_groups:
-            shapes: dict[torch.Size, list[nn.Parameter]] = defaultdict(list)
+            shapes: dict[torch.Size, list[tuple[nn.Parameter, torch.Tensor]]] = defaultdict(list)
             for p in group["params"]:
                 if p.grad is not None:
-                    shapes[p.shape].append(p)
+                    shapes[p.shape].append((p, p.grad))
             for shape, same in shapes.items():
                 updates = []
-                for p in same:
+                for p, grad in same:
                     state = self.state[p]
                     if not state:
                         state["momentum"] = torch.zeros_like(p)
-                    state["momentum"].lerp_(p.grad, 1 - group["momentum"])
-                    updates.append(p.grad.lerp(state["momentum"], group["momentum"]))
+                    state["momentum"].lerp_(grad, 1 - group["momentum"])
+                    updates.append(grad.lerp(state["momentum"], group["momentum"]))
                 size = 0.2 * max(shape) ** 0.5
-                for p, update in zip(same, orthogonal(torch.stack(updates)), strict=True):
+                for (p, _), update in zip(same, orthogonal(torch.stack(updates)), strict=True):
                     p.mul_(1 - group["lr"] * group["weight_decay"])
                     p.add_(update, alpha=-group["lr"] * size)
 

@@ -9,6 +9,7 @@ words. Every GenEval prompt forbids each surplus shape by its own metadata (`exc
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from functools import cache
 from itertools import permutations, product
 from typing import Any
@@ -89,7 +90,7 @@ def geneval_prompts(tag: str) -> list[Metadata]:
     return [{"tag": tag} | row for row in rows]
 
 
-def facts(row: Metadata) -> frozenset[tuple[Any, ...]]:
+def facts(row: Mapping[str, Any]) -> frozenset[tuple[Any, ...]]:
     """What a scene of shapes must show, so that two wordings of the same are equal."""
     found: set[tuple[Any, ...]] = set()
     for clause in row["include"]:
