@@ -20,6 +20,7 @@ AVERAGE, FIDELITY = "average", "fidelity"  # columns of a table besides the benc
 # GenEval's, in the order of its paper; others follow
 TAGS = ("single_object", "two_object", "counting", "colors", "position", "color_attr")
 FIELDS = ("index", "copy", "prompt", "metadata", "reason")  # of an image; the rest are its scores
+WEIGHT = "weight"  # the part that says how often an image counts in the means of its benchmark
 
 DRAWS = 2000  # of a bootstrap
 CONFIDENCE = 0.95  # of the intervals
@@ -51,7 +52,7 @@ def rows_of(benchmark: Named, images: Images) -> list[EvalRow]:
     Errors and intervals are over prompts, because the images of one prompt resemble each other.
     If the reward has a headline and every prompt a tag (GenEval), `headline_rows` follow.
     """
-    parts = {key for image in images for key in image} - {*FIELDS, "value"}
+    parts = {key for image in images for key in image} - {*FIELDS, "value", WEIGHT}
     parts |= {benchmark.headline} if benchmark.headline else set()
     rows = [part_row(benchmark.name, "reward", images, "value")]
     rows += [part_row(benchmark.name, part, images, part) for part in sorted(parts)]
@@ -185,12 +186,16 @@ def _prompt_scores(images: Images, part: str) -> PromptScores:
     numbers = {key: number for number, key in enumerate(dict.fromkeys(keys))}
     prompt, count = np.array([numbers[key] for key in keys], np.int64), len(numbers)
     values = np.array([image.get(part, math.nan) for image in images], np.float64)
-    skills = [image["metadata"].get("skills") for image in images]  # of GenEval 2's questions
-    asked = [names.count(part) or 1 if isinstance(names, list) else 1 for names in skills]
-    weights = np.where(np.isfinite(values), asked, 0)
+    weights = np.where(np.isfinite(values), [_weight(image, part) for image in images], 0)
     strata = np.unique([tag for tag, _ in numbers], return_inverse=True)[1]
     sums = np.bincount(prompt, np.nan_to_num(values) * weights, count).astype(np.float64)
     return PromptScores(sums, np.bincount(prompt, weights, count).astype(np.float64), strata)
+
+
+def _weight(image: Mapping[str, Any], part: str) -> float:
+    """How often an image counts in a mean: once a word (OCR), once a question of the skill."""
+    skills = image["metadata"].get("skills")
+    return image.get(WEIGHT) or (skills.count(part) if isinstance(skills, list) else 0) or 1
 
 
 def part_row(benchmark: str, metric: str, images: Images, part: str) -> EvalRow:

@@ -6,6 +6,7 @@ latent C x h x w (16x64x64 at 512 px), text length L, text width D, pooled width
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -152,6 +153,15 @@ class Scores:
         """Scores whose valid mask is read off the values: NaN and infinity are failures."""
         value = torch.as_tensor(value, dtype=torch.float32)
         return Scores(value=value, valid=torch.isfinite(value), parts=parts)
+
+    @staticmethod
+    def of_rows(rows: Sequence[Mapping[str, float]], reasons: Mapping[int, str]) -> Scores:
+        """From the numbers of each image: its `value`, and parts, of which it may lack some."""
+        columns = {
+            name: torch.tensor([row.get(name, math.nan) for row in rows], dtype=torch.float32)
+            for name in dict.fromkeys(name for row in rows for name in row)
+        }
+        return replace(Scores.of(columns.pop("value"), **columns), reasons=reasons)
 
     @property
     def failures(self) -> dict[int, str]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from statistics import fmean
@@ -230,7 +229,6 @@ class GenEval2(RewardBase):
                 reasons[row], scores = f"{type(errors[0]).__name__}: {errors[0]}", {}
             am, gm = soft_tifa([score for _, score in pairs]) if scores else (math.nan, math.nan)
             atoms = f"atoms_{meta.get('atom_count', len(pairs)):02}"
-            rows.append({"am": am, "gm": gm, atoms: gm} | {k: fmean(v) for k, v in scores.items()})
-        names = sorted({"am", "gm"}.union(*rows))
-        parts = {name: torch.tensor([row.get(name, math.nan) for row in rows]) for name in names}
-        return replace(Scores.of(parts["gm"], **parts), reasons=reasons)
+            skills = {skill: fmean(own) for skill, own in scores.items()}
+            rows.append({"value": gm, "am": am, "gm": gm, atoms: gm} | skills)
+        return Scores.of_rows(rows, reasons)

@@ -2,27 +2,39 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from difflib import get_close_matches
 from importlib.metadata import version
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, Literal, Protocol
+from statistics import fmean
+from typing import Annotated, Any, Literal, Protocol
 
 import numpy as np
 import torch
 import yaml
+from pydantic import Field
 from rapidfuzz.distance import Levenshtein
 from torch import Tensor
 
 from flowalign.rewards.base import Cost, RewardBase
 from flowalign.rewards.options import Count, check_call
+from flowalign.rewards.service.wire import Retries, Seconds, TokenEnv
+from flowalign.rewards.vlm import VLM
 from flowalign.system.images import to_uint8
 from flowalign.system.packages import require
 from flowalign.types import Metadata, Scores
 
 Line = tuple[str, float]
+NOTHING = "No text recognized"
+QUESTION = (
+    "Which text does the image show? Reply with that text only, and do not repeat what you have "
+    f"said. If there is none, reply '{NOTHING}'."
+)
 
 
 def target_of(prompt: str) -> str:
@@ -69,7 +81,40 @@ def strict_reward(target: str, lines: Sequence[Line] | None) -> float:
     return 1 - Levenshtein.distance(wanted, read) / max(len(wanted), len(read))
 
 
-RULES = {"published": text_reward, "strict": strict_reward}
+RULES = {"published": text_reward, "strict": strict_reward}  # of one text
+
+# What LongText-Bench removes: all but Chinese, Latin and French letters, digits and white space.
+OTHERS = re.compile(r"[^\u4e00-\u9fa5a-zA-Z0-9\sàâäéèêëîïôöùûüçÀÂÄÉÈÊËÎÏÔÖÙÛÜÇ]")
+WORDS: Mapping[str, Callable[[str], list[str]]] = {  # rules of several texts: what they count
+    "cvtg2k": lambda text: text.lower().split(),
+    "longtext": lambda text: OTHERS.sub("", text).lower().split(),
+    "longtext_zh": lambda text: list("".join(OTHERS.sub("", text).split())),
+}
+
+
+def word_scores(rule: str, texts: Sequence[str], lines: Sequence[Line] | None) -> dict[str, float]:
+    """A benchmark's numbers of one image: `value`, the share of the words of `texts` that are read.
+
+    "cvtg2k": a word is right if it is read, however often it is asked for. `ned`: the mean over the
+    words of 1 - Levenshtein / longer length, against the word that difflib finds closest.
+    "longtext", "longtext_zh": of words, of characters; each that is read is right once.
+    weight: the number of words, since the benchmarks' means are over words.
+    Sources: NJU-PCALab/TextCrafter, unified_metrics_eval.py; X-Omni, textbench/summary_scores.py.
+    Raises ValueError where `texts` have no words.
+    """
+    wanted = WORDS[rule](" ".join(texts))
+    read = WORDS[rule]("\n".join(text for text, confidence in lines or () if confidence > 0))
+    if not wanted:
+        raise ValueError(f"the target texts {texts!r} have no words")
+    if rule != "cvtg2k":
+        right = (Counter(wanted) & Counter(read)).total()
+        return {"value": right / len(wanted), "weight": len(wanted)}
+    closest = [get_close_matches(word, read or [""], n=1, cutoff=0)[0] for word in wanted]
+    ned = fmean(
+        1 - Levenshtein.distance(word, near) / (max(len(word), len(near)) + 1e-5)
+        for word, near in zip(wanted, closest, strict=True)
+    )
+    return {"value": fmean(word in read for word in wanted), "ned": ned, "weight": len(wanted)}
 
 
 # Engines: numbers from different ones are not comparable ------------------------------------------
@@ -246,9 +291,50 @@ def _model_name(folder: str) -> str:
         raise ValueError(f"{folder!r} has no inference.yml of PaddleOCR: {error!r}") from error
 
 
+class VLMEngine:
+    """A vision-language model behind an endpoint, as LongText-Bench reads. Images are sent as they
+    are. question: asks for the text alone. The others are options of reward `vlm`."""
+
+    def __init__(
+        self,
+        url: str,
+        model: Annotated[str, Field(min_length=1)],
+        question: str = QUESTION,
+        *,
+        max_tokens: Count = 1024,
+        concurrency: Count = 8,
+        timeout: Seconds = 120.0,
+        retries: Retries = 3,
+        token_env: TokenEnv = None,
+    ) -> None:
+        sending = {"concurrency": concurrency, "timeout": timeout, "retries": retries}
+        self.judge = VLM(url, model, image_size=None, token_env=token_env, **sending)
+        self.question, self.max_tokens = question, max_tokens
+        self.name = f"OpenAI chat completions, {model}, {max_tokens} tokens, {question!r}"
+
+    check_options = VLM.check_options
+
+    def read(self, image: np.ndarray) -> list[Line]:
+        """image uint8 RGB [H,W,3] -> (line, 1). Raises what the endpoint's failure is."""
+        return self.read_many([image])[0]
+
+    def read_many(self, images: Sequence[np.ndarray]) -> list[list[Line]]:
+        """The lines of each image, by `concurrency` requests at a time."""
+        pixels = torch.from_numpy(np.stack(images)).permute(0, 3, 1, 2) / 255
+        asked = [(row, self.question) for row in range(len(images))]
+        read = lambda choice: choice["message"]["content"].strip().splitlines()  # noqa: E731
+        pages = self.judge.ask(pixels, asked, "text", read, max_tokens=self.max_tokens)
+        for page in pages:
+            if isinstance(page, Exception):
+                raise page
+        said = [[line for line in page if NOTHING not in line] for page in pages]  # type: ignore
+        return [[(line, 1.0) for line in lines] for lines in said]
+
+
 ENGINES: dict[str, Callable[..., Engine]] = {
     "rapidocr": RapidOCREngine,
     "paddleocr": PaddleOCREngine,
+    "vlm": VLMEngine,
 }
 
 
@@ -269,27 +355,29 @@ def _bgr(image: np.ndarray, upscale: int) -> np.ndarray:
 class OCR(RewardBase):
     """Reward in [0,1]: the text that an engine reads off the image, against the target text.
 
-    engine: "rapidocr", "paddleocr" (with that engine's options), or an Engine object.
+    engine: "rapidocr", "paddleocr", "vlm" (with that engine's options), or an Engine object.
     workers: images read at once, each by an engine of its own (an Engine object reads alone).
     batch_size: images handed over in one call, to an engine that takes several (PaddleOCR).
-    rule: "published" (`text_reward`) or "strict" (`strict_reward`).
-    The target is `target` of the image's metadata, else what the prompt puts in quotes. An image
-    without text scores 0. A failing engine and a prompt without a target raise: see
-    `flowalign.rewards.score`.
-    parts: "exact", 1 where the text equals the target but for case and spaces, else 0.
+    rule: "published" (`text_reward`), "strict" (`strict_reward`), or of several texts "cvtg2k",
+        "longtext", "longtext_zh" (`word_scores`).
+    The target is `target` of the image's metadata (for several texts a list, or LongText-Bench's
+    `text`), else what the prompt puts in quotes. An image without text scores 0. A failing engine
+    and a prompt without a target raise: see `flowalign.rewards.score`.
+    parts: "exact", 1 where the text equals the target but for case and spaces, else 0; of several
+    texts those of `word_scores`, and again under the number of regions or the length.
     `engine.name` says what read: engine, models, settings. workers, batch_size change no result.
     """
 
     name = "ocr"
     choice = ("engine", "rapidocr")
-    choices = {"rapidocr": "Apache-2.0", "paddleocr": "Apache-2.0"}
+    choices = {"rapidocr": "Apache-2.0", "paddleocr": "Apache-2.0", "vlm": ""}
     cost = Cost(seconds=0.306)  # docs/rewards/ocr.md. PaddleOCR downloads a few MB
     resizes = frozenset({"limit_side_len", "limit_type", "rec_width", "upscale"})
 
     def __init__(
         self,
         engine: str | Engine = "rapidocr",
-        rule: Literal["published", "strict"] = "published",
+        rule: Literal["published", "strict", "cvtg2k", "longtext", "longtext_zh"] = "published",
         workers: Count = 1,
         batch_size: Count = 16,
         **engine_options: Any,
@@ -299,7 +387,7 @@ class OCR(RewardBase):
         else:
             self.engines = [engine]
         self.engine = self.engines[0]
-        self.rule, self.settings = RULES[rule], {"engine": self.engine.name, "rule": rule}
+        self.rule, self.settings = rule, {"engine": self.engine.name, "rule": rule}
         self.batch_size = batch_size if hasattr(self.engine, "read_many") else 1  # else no gain
 
     @classmethod
@@ -314,8 +402,8 @@ class OCR(RewardBase):
 
     @classmethod
     def image_cost(cls, *, workers: int = 1, **options: Any) -> Cost | None:
-        """`cost`, shared by the workers."""
-        cost = super().image_cost(**options)
+        """`cost`, shared by the workers; that of a model behind an endpoint is not known."""
+        cost = None if options.get("engine") == "vlm" else super().image_cost(**options)
         return cost and replace(cost, seconds=cost.seconds / workers)
 
     @classmethod
@@ -333,21 +421,26 @@ class OCR(RewardBase):
         """Raise ValueError for the first prompt that has no target text."""
         for number, (prompt, meta) in enumerate(zip(prompts, metadata, strict=True), 1):
             try:
-                _target(prompt, meta)
+                _texts(options.get("rule", "published"), prompt, meta)
             except ValueError as error:
                 raise ValueError(f"number {number} of {len(prompts)}: {error}") from None
 
     def __call__(self, images: Tensor, prompts: Sequence[str], metadata: Metadata) -> Scores:
         """images [B,3,H,W] in [0,1] -> Scores of B, on the CPU; reasons say what was read."""
-        targets = [_target(prompt, meta) for prompt, meta in zip(prompts, metadata, strict=True)]
-        texts = self._read([to_uint8(image) for image in images])
-        values, exact, reasons = [], [], {}
-        for row, (target, lines) in enumerate(zip(targets, texts, strict=True)):
-            wanted, read = _compared(target, lines)
-            values.append(self.rule(target, lines))
-            exact.append(float(wanted == read))
+        targets = [_texts(self.rule, *each) for each in zip(prompts, metadata, strict=True)]
+        pages = self._read([to_uint8(image) for image in images])
+        rows, reasons = [], {}
+        for row, (texts, lines, meta) in enumerate(zip(targets, pages, metadata, strict=True)):
+            if self.rule in RULES:
+                wanted, read = _compared(texts[0], lines)
+                value = RULES[self.rule](texts[0], lines)
+                rows.append({"value": value, "exact": float(wanted == read)})
+            else:
+                wanted, read = " ".join(texts), " ".join(text for text, _ in lines)
+                scores = word_scores(self.rule, texts, lines)
+                rows.append(scores | _named(self.rule, texts, meta, scores))
             reasons[row] = f"read {repr(read) if read else 'nothing'} for {wanted!r}"
-        return replace(Scores.of(values, exact=torch.tensor(exact)), reasons=reasons)
+        return Scores.of_rows(rows, reasons)
 
     def _read(self, pictures: Sequence[np.ndarray]) -> list[list[Line]]:
         """The lines of each picture; every worker has an engine of its own."""
@@ -368,14 +461,32 @@ class OCR(RewardBase):
             return [lines for chunk in pool.map(read, chunks) for lines in chunk]
 
 
-def _target(prompt: str, metadata: Mapping[str, Any]) -> str:
+def _texts(rule: str, prompt: str, metadata: Mapping[str, Any]) -> list[str]:
     """What an image of this prompt has to say; ValueError where there is no such text."""
-    if "target" not in metadata:
-        return target_of(prompt)
-    target = metadata["target"]
-    if not isinstance(target, str) or not normalize(target):
-        raise ValueError(f"prompt {prompt!r} has in its metadata a `target` {target!r}, no text.")
-    return target
+    keys = ("target", "text") if rule in WORDS else ("target",)
+    key = next((key for key in keys if key in metadata), None)
+    found = [target_of(prompt), *prompt.split('"')[3:-1:2]] if key is None else metadata[key]
+    if key is None and rule in RULES:
+        found = found[0]
+    texts = [found] if isinstance(found, str) else found
+    is_list = isinstance(texts, list) and all(isinstance(text, str) for text in texts)
+    said = " ".join(texts) if is_list else ""
+    if not (WORDS[rule](said) if rule in WORDS else normalize(said) and len(texts) == 1):
+        where = f"in its metadata a `{key}`" if key else "between quotes"
+        want = "words" if rule in WORDS else "one text"
+        raise ValueError(f"prompt {prompt!r} has {where} {found!r}; rule {rule!r} wants {want}.")
+    return texts
+
+
+def _named(
+    rule: str, texts: Sequence[str], metadata: Mapping[str, Any], scores: Mapping[str, float]
+) -> dict[str, float]:
+    """The scores again, under the number of regions (CVTG-2K) or the length (LongText-Bench)."""
+    if rule == "cvtg2k":
+        name = f"regions_{metadata.get('regions', len(texts))}"
+        return {name: scores["value"], f"{name}_ned": scores["ned"]}
+    length = metadata.get("length")
+    return {f"length_{length}": scores["value"]} if length in ("short", "long") else {}
 
 
 def _compared(target: str, lines: Sequence[Line] | None) -> tuple[str, str]:

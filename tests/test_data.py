@@ -45,7 +45,7 @@ def test_a_malformed_set_is_refused(tmp_path: Path) -> None:
         ("a.jsonl", '["x"]', "line 1"),
         ("a.jsonl", '{"prompt": "x"}\n{"text": "y"}', "line 2.*prompt"),
         ("a.jsonl", '{"prompt": " "}', "line 1"),
-        ("a.yaml", "x", "a .txt, .jsonl or .csv"),
+        ("a.yaml", "x", "a .txt, .jsonl, .csv or .json"),
         ("a.csv", "item_id,caption\n1,x\n", "caption"),
         ("a.csv", "", "`prompt`"),
         ("a.csv", "prompt\n", "holds no prompts"),

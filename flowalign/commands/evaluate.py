@@ -33,7 +33,7 @@ def parser() -> argparse.ArgumentParser:
         help="folders or files of images with their prompts; no model is loaded, and --model says "
         "whose benchmarks are meant")  # fmt: skip
     add("--benchmarks", nargs="+", metavar="NAME",
-        help="default: all of the list but geneval2, or those that --images has")  # fmt: skip
+        help="default: those of the family's eval.yaml, or those that --images has")  # fmt: skip
     add("--protocol", choices=PROTOCOLS, help="sample, or say how --images were sampled, as there")
     add("--limit", type=int, help="only the first so many prompts of each")
     add("--out", type=Path, required=True, help="folder of the results; the config is kept there")
@@ -79,7 +79,7 @@ def settings(args: Namespace) -> dict[str, Any]:
     )
     data: dict[str, Any] = {**draft.data(), "output": str(args.out)}
     shipped = {benchmark["name"]: benchmark for benchmark in data["benchmarks"]}
-    known = shipped | {"geneval2": geneval2(args.model)}
+    known = shipped | more_benchmarks(args.model, shipped["ocr"])
     if unknown := [name for name in args.benchmarks or () if name not in known]:
         raise ValueError(f"--benchmarks: no {unknown[0]!r}; there are {', '.join(known)}.")
     chosen = [known[name] for name in args.benchmarks or shipped]
@@ -123,11 +123,27 @@ def _asks_for(benchmark: Mapping[str, Any], prompts: Collection[str]) -> bool:
         return False
 
 
-def geneval2(model: str) -> dict[str, Any]:
-    """GenEval 2, which no shipped config has: its judge is larger than most models."""
-    reward = {"name": "geneval2", "options": {"model": "tiny"} if model == "tiny" else {}}
-    prompts = "tiny/geneval_test" if model == "tiny" else "data/geneval2_test.jsonl"
-    return {"name": "geneval2", "prompts": prompts, "reward": reward}
+def more_benchmarks(model: str, ocr: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Those that no shipped config has, since their judges are large or their texts long. ocr: the
+    family's benchmark of that name: its engine, and on the tiny world its prompts, are theirs."""
+    tiny, reading = model == "tiny", ocr["reward"]["options"]
+    judge = {"model": "tiny"} if tiny else {}
+
+    def made(name: str, file: str, images: int, reward: str, options: Any) -> dict[str, Any]:
+        scenes = ocr["prompts"] if reward == "ocr" else "tiny/geneval_test"
+        reward_options = {"name": reward, "options": options}
+        prompts = scenes if tiny else f"data/{file}"
+        return {"name": name, "prompts": prompts, "images": images, "reward": reward_options}
+
+    benchmarks = [
+        made("geneval2", "geneval2_test.jsonl", 1, "geneval2", judge),
+        made("cvtg2k", "cvtg2k", 1, "ocr", reading | {"rule": "cvtg2k"}),
+        made("longtext", "longtext_en.jsonl", 4, "ocr", reading | {"rule": "longtext"}),
+        made("longtext_zh", "longtext_zh.jsonl", 4, "ocr", reading | {"rule": "longtext_zh"}),
+    ]
+    if tiny:
+        del benchmarks[-1]  # its signs are not Chinese
+    return {benchmark["name"]: benchmark for benchmark in benchmarks}
 
 
 def show(argv: Sequence[str]) -> int:
@@ -143,7 +159,8 @@ def show(argv: Sequence[str]) -> int:
     model = parser.parse_args(argv).model
     rows = []
     shipped = read((family_folder(model) or SD35) / "eval.yaml")["benchmarks"]
-    for benchmark in [*shipped, geneval2(model)]:
+    (ocr,) = (benchmark for benchmark in shipped if benchmark["name"] == "ocr")
+    for benchmark in [*shipped, *more_benchmarks(model, ocr).values()]:
         try:
             there = f"{len(load_prompts(benchmark['prompts'], ''))} there"
         except (PromptError, OSError):

@@ -34,8 +34,9 @@ def load_prompts(source: str | Path, task: str) -> PromptBatch:
     `.txt`: one a line. `.jsonl`: an object a line, its key `prompt`; the other keys are metadata.
     `.csv`: a header with the column `prompt` (or `text`); the other columns are metadata, and rows
     of one `item_id` are one prompt (DPG-Bench's dpg_bench.csv has a row a question).
-    A folder: one prompt a `.txt`, whose name becomes the metadata `item_id` (DPG-Bench's prompts/),
-    or GenEval's folder of images: one prompt a NUMBER/metadata.jsonl.
+    `.json`: a file of CVTG-2K. A folder: one prompt a `.txt`, whose name becomes the metadata
+    `item_id` (DPG-Bench's prompts/), CVTG-2K's of SET/REGIONS.json, or GenEval's folder of images:
+    one prompt a NUMBER/metadata.jsonl.
     `tiny/NAME` is a set that ships with the package. Blank lines are skipped, repeats are kept.
     Raises PromptError for a set that is missing, empty or malformed.
     """
@@ -45,7 +46,7 @@ def load_prompts(source: str | Path, task: str) -> PromptBatch:
     elif path.suffix in READERS:
         rows = READERS[path.suffix](path, _text(path))
     else:
-        raise PromptError(f"{path}: want a .txt, .jsonl or .csv file, or a folder of .txt files.")
+        raise PromptError(f"{path}: want a .txt, .jsonl, .csv or .json file, or a folder of them.")
     if not rows:
         raise PromptError(f"{path} holds no prompts. Write one a line.")
     prompts, metadata = map(list, zip(*rows, strict=True))
@@ -127,23 +128,36 @@ def _lines(text: str) -> list[tuple[int, str]]:
     return [(number, line.strip()) for number, line in lines if line.strip()]
 
 
+def _json_row(text: str, where: str) -> Row:
+    try:
+        row = json.loads(text)
+        # as metadata is written later: no NaN, no lone surrogate, no great depth
+        json.dumps(row, allow_nan=False, ensure_ascii=False).encode()
+        prompt = row.pop("prompt")
+        if not (isinstance(prompt, str) and prompt.strip()):
+            raise ValueError(f"the prompt is {repr(prompt)[:80]}")
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise PromptError(
+            f'{where}: want {{"prompt": "..."}}, an object of JSON '
+            f"({type(error).__name__}: {str(error)[:200]})."
+        ) from None
+    return prompt, row
+
+
 def _read_jsonl(path: Path, text: str) -> list[Row]:
-    rows: list[Row] = []
-    for number, line in _lines(text):
-        try:
-            row = json.loads(line)
-            # as metadata is written later: no NaN, no lone surrogate, no great depth
-            json.dumps(row, allow_nan=False, ensure_ascii=False).encode()
-            prompt = row.pop("prompt")
-            if not (isinstance(prompt, str) and prompt.strip()):
-                raise ValueError(f"the prompt is {repr(prompt)[:80]}")
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-            raise PromptError(
-                f'{path}, line {number}: want {{"prompt": "..."}}, an object of JSON '
-                f"({type(error).__name__}: {str(error)[:200]})."
-            ) from None
-        rows.append((prompt, row))
-    return rows
+    return [_json_row(line, f"{path}, line {number}") for number, line in _lines(text)]
+
+
+def _read_cvtg(path: Path, text: str) -> list[Row]:
+    """A file of CVTG-2K, REGIONS.json. The texts are what its script takes for them: all between
+    two single quotes, apostrophes included."""
+    try:
+        items = [json.dumps(item) for item in json.loads(text)["data_list"]]
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise PromptError(f"{path}: want a `data_list` of JSON ({error!r:.200}).") from None
+    rows = [_json_row(item, f"{path}, prompt {number}") for number, item in enumerate(items, 1)]
+    regions = {"regions": int(path.stem)} if path.stem.isdecimal() else {}
+    return [(p, {**row, **regions, "target": re.findall("'(.*?)'", p)}) for p, row in rows]
 
 
 def _read_csv(path: Path, text: str) -> list[Row]:
@@ -174,6 +188,8 @@ def _read_folder(path: Path) -> list[Row]:
     if numbered := [file for file in path.glob("*/metadata.jsonl") if file.parent.name.isdecimal()]:
         numbered.sort(key=lambda file: int(file.parent.name))
         return [row for file in numbered for row in _read_jsonl(file, _text(file))]
+    if regions := sorted(path.glob("*/[0-9].json")):
+        return [row for file in regions for row in _read_cvtg(file, _text(file))]
     rows: list[Row] = []
     for file in sorted(file for file in path.glob("*.txt") if file.is_file()):
         lines = _lines(_text(file))
@@ -190,6 +206,7 @@ READERS: Mapping[str, Callable[[Path, str], list[Row]]] = {
     ".txt": lambda path, text: [(line, {}) for _, line in _lines(text)],
     ".jsonl": _read_jsonl,
     ".csv": _read_csv,
+    ".json": _read_cvtg,
 }
 
 

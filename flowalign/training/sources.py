@@ -72,5 +72,6 @@ def commands(source: str | Path) -> list[str]:
         writers += [(file.name, f"flowalign data generate {kind}") for file in files]
     for name, official in SOURCES.items():
         files = {text for file in official.files for text in (file.name, file.validation) if text}
+        files |= {str(folder) for file in files for folder in Path(file).parents} - {"."}
         writers += [(file, f"flowalign data fetch {name}") for file in sorted(files)]
     return [command for name, command in writers if Path(source).match(name)]

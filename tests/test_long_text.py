@@ -1,0 +1,228 @@
+"""Several texts in one image: CVTG-2K and LongText-Bench, on recorded answers and end to end."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from test_vlm import asked, serve  # noqa: F401
+
+from flowalign.commands.evaluate import main as evaluate
+from flowalign.eval.stats import rows_of
+from flowalign.rewards import build, check, check_prompts, describe, score
+from flowalign.rewards.ocr import OCR, Line
+from flowalign.training.data import PromptError, load_prompts
+from flowalign.training.sources import SOURCES, commands
+from flowalign.types import EvalRow, Metadata, PromptBatch
+
+GOLDEN = json.loads((Path(__file__).parent / "golden" / "long_text.json").read_text("utf-8"))
+CVTG, LONG = GOLDEN["cvtg2k"]["images"], GOLDEN["longtext"]["images"]
+
+
+class Bench(NamedTuple):
+    name: str = "text"
+    headline: str | None = None
+
+
+class Recorded:
+    """Reads the recorded lines; the brightness of an image is its number."""
+
+    name = "recorded"
+
+    def __init__(self, lines: list[list[str]]) -> None:
+        self.lines = lines
+
+    def read(self, image: np.ndarray) -> list[Line]:
+        return [(text, 0.9) for text in self.lines[int(image[0, 0, 0])]]
+
+
+def rows(rule: str, lines: list[list[str]], prompts: list[str], metadata: Metadata) -> Any:
+    """The images of an evaluation as a results file holds them, and the benchmark's rows."""
+    images = torch.arange(float(len(lines)))[:, None, None, None].expand(-1, 3, 4, 4) / 255
+    reward = build("ocr", engine=Recorded(lines), rule=rule)
+    scores = score(reward, images, prompts, metadata)
+    found = [
+        {"index": i, "prompt": prompt, "metadata": metadata[i], "value": float(scores.value[i])}
+        | {name: float(part[i]) for name, part in scores.parts.items()}
+        for i, prompt in enumerate(prompts)
+    ]
+    return found, {row.metric: row for row in rows_of(Bench(), found)}
+
+
+def cvtg(folder: Path, cases: list[dict[str, Any]]) -> PromptBatch:
+    """The cases as CVTG-2K publishes them: a file for each number of regions."""
+    (folder / "CVTG").mkdir(parents=True)
+    for area in range(2, 6):
+        lines = [
+            {"index": i, "prompt": c["prompt"], "carrier_list": ["sign"] * area}
+            for i, c in enumerate(cases)
+            if c["area"] == area
+        ]
+        (folder / "CVTG" / f"{area}.json").write_text(json.dumps({"data_list": lines}))
+    return load_prompts(folder, "cvtg2k")
+
+
+def means(found: dict[str, EvalRow], *names: str) -> list[float]:
+    return [found[name].mean for name in names]
+
+
+# The arithmetic ----------------------------------------------------------------------------------
+
+
+def test_cvtg2k_counts_words_as_the_official_script_does(tmp_path: Path) -> None:
+    batch = cvtg(tmp_path / "cvtg2k", CVTG)
+    by_prompt = {case["prompt"]: case for case in CVTG}
+    cases = [by_prompt[prompt] for prompt in batch.prompts]
+    lines = [case["lines"] for case in cases]
+    images, found = rows("cvtg2k", lines, batch.prompts, batch.metadata)
+    for image, case in zip(images, cases, strict=True):
+        assert image["value"] == pytest.approx(case["correct"] / case["total"], abs=1e-6)
+        assert image["ned"] == pytest.approx(sum(case["ned"]) / case["total"], abs=1e-6)
+        assert image["weight"] == case["total"]
+    overall, areas = GOLDEN["cvtg2k"]["overall"], GOLDEN["cvtg2k"]["areas"]
+    assert means(found, "reward", "ned") == pytest.approx(
+        [overall["word_accuracy"], overall["ned"]], abs=1e-6
+    )
+    for area, numbers in areas.items():
+        assert means(found, f"regions_{area}", f"regions_{area}_ned") == pytest.approx(
+            [numbers["word_accuracy"], numbers["ned"]], abs=1e-6
+        )
+    plain = sum(image["value"] for image in images) / len(images)
+    assert found["reward"].mean != pytest.approx(plain, abs=1e-3)  # words count, not images
+
+
+@pytest.mark.parametrize(("mode", "rule"), [("en", "longtext"), ("zh", "longtext_zh")])
+def test_longtext_counts_words_or_characters_as_officially(mode: str, rule: str) -> None:
+    cases = [case for case in LONG if case["mode"] == mode]
+    lengths = ["short" if i % 3 else "long" for i in range(len(cases))]
+    metadata = [{"text": c["text"], "length": n} for c, n in zip(cases, lengths, strict=True)]
+    prompts = [f"prompt {i}" for i in range(len(cases))]
+    images, found = rows(rule, [case["lines"] for case in cases], prompts, metadata)
+    for image, case in zip(images, cases, strict=True):
+        assert image["value"] == pytest.approx(case["match"] / case["gt"], abs=1e-6)
+    assert found["reward"].mean == pytest.approx(GOLDEN["longtext"]["overall"][mode], abs=1e-6)
+    short = [case for case, length in zip(cases, lengths, strict=True) if length == "short"]
+    expected = sum(case["match"] for case in short) / sum(case["gt"] for case in short)
+    assert found["length_short"].mean == pytest.approx(expected, abs=1e-6)
+
+
+def test_an_unread_image_scores_0_and_a_failed_one_nothing() -> None:
+    class Broken(Recorded):
+        def read(self, image: np.ndarray) -> list[Line]:
+            if image.max() == 1:
+                raise RuntimeError("engine died")
+            return super().read(image)
+
+    images = torch.tensor([0.0, 1 / 255])[:, None, None, None].expand(2, 3, 4, 4)
+    reward = OCR(Broken([[], []]), rule="cvtg2k")
+    scores = score(reward, images, ["a"] * 2, [{"target": ["Bus", "Stop"]}] * 2)
+    assert scores.value[0] == 0 and scores.parts["ned"][0] == pytest.approx(0, abs=1e-4)
+    assert math.isnan(scores.value[1]) and "engine died" in scores.reasons[1]
+
+
+def test_texts_come_from_the_metadata_or_from_all_double_quotes() -> None:
+    prompts = ['a "Bus" and a "Stop"', "no quotes", "no quotes"]
+    metadata: Metadata = [{}, {"target": "Bus Stop"}, {"text": ["Bus", "Stop"]}]
+    lines = [["stop", "BUS"]] * 3
+    for rule in ("longtext", "cvtg2k"):
+        images, found = rows(rule, lines, prompts, metadata)
+        assert [image["value"] for image in images] == [1, 1, 1]
+    assert (found["regions_1"].n, found["regions_2"].n) == (1, 2)
+    assert describe(OCR(Recorded([]), rule="longtext"))["rule"] == "longtext"
+
+
+@pytest.mark.parametrize(
+    ("rule", "metadata", "key"),
+    [
+        ("cvtg2k", {}, "quotes"),
+        ("cvtg2k", {"target": []}, "`target`"),
+        ("cvtg2k", {"target": ["a", 1]}, "`target`"),
+        ("longtext", {"text": "..."}, "`text`"),
+        ("longtext", {"target": ["?!", "..."]}, "`target`"),  # nothing that the rule keeps
+        ("longtext_zh", {"text": {"a": 1}}, "`text`"),
+        ("published", {"target": ["a", "b"]}, "`target`"),  # that rule is of one text
+        ("strict", {"target": ["a", "b"]}, "`target`"),
+    ],
+)
+def test_prompts_without_texts_are_refused(rule: str, metadata: dict[str, Any], key: str) -> None:
+    with pytest.raises(ValueError, match=key):
+        check_prompts("ocr", {"rule": rule}, ["a sign"], [metadata])
+
+
+# A vision-language model reads -------------------------------------------------------------------
+
+
+def test_an_endpoint_reads_as_an_engine(serve) -> None:  # noqa: F811
+    judge = serve(lambda request: "Bus\nStop")
+    reward = build("ocr", engine="vlm", rule="longtext", url=judge.url, model="qwen", retries=0)
+    metadata = [{"text": ["bus stop"]}] * 3
+    scores = score(reward, torch.rand(3, 3, 24, 40), ["a"] * 3, metadata)
+    assert scores.value.tolist() == [1, 1, 1]
+    assert asked(judge.requests[0])[1].shape == (24, 40, 3)  # the image as it is
+    assert judge.requests[0]["max_tokens"] == 1024 and "qwen" in describe(reward)["engine"]
+    judge.reply = lambda request: "No text recognized."
+    assert score(reward, torch.rand(1, 3, 8, 8), ["a"], metadata[:1]).value.tolist() == [0]
+    judge.reply = lambda request: (500, b"no")
+    assert score(reward, torch.rand(1, 3, 8, 8), ["a"], metadata[:1]).valid.tolist() == [False]
+
+
+def test_wrong_options_are_refused_before_anything_is_asked() -> None:
+    for options, key in (
+        ({"rule": "words"}, "`rule`"),
+        ({"engine": "vlm"}, "`url`"),
+        ({"engine": "vlm", "model": "m", "url": "localhost"}, "`url`"),
+        ({"engine": "vlm", "model": "m", "url": "http://h/v1", "max_tokens": 0}, "`max_tokens`"),
+    ):
+        with pytest.raises(ValueError) as caught:
+            check("ocr", options)
+        assert key in str(caught.value), options
+
+
+# The files ---------------------------------------------------------------------------------------
+
+
+def test_a_folder_of_cvtg2k_is_one_set_with_its_texts(tmp_path: Path) -> None:
+    batch = cvtg(tmp_path / "cvtg2k", CVTG)
+    assert len(batch) == len(CVTG)
+    areas = [len(metadata["carrier_list"]) for metadata in batch.metadata]
+    assert areas == sorted(areas)
+    assert all(isinstance(metadata["target"], list) for metadata in batch.metadata)
+    check_prompts("ocr", {"rule": "cvtg2k"}, batch.prompts, batch.metadata)
+    one = load_prompts(tmp_path / "cvtg2k" / "CVTG" / "2.json", "t")
+    assert one.prompts == batch.prompts[: len(one)]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["[]", "{", '{"data_list": []}', '{"data_list": [{"index": 0}]}', '{"data_list": ["a"]}', "1",
+     '{"data_list": {"prompt": "a"}}', '{"data_list": [{"prompt": 5}]}'],
+)  # fmt: skip
+def test_a_json_of_another_form_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "2.json").write_text(text)
+    with pytest.raises(PromptError, match=r"2\.json"):
+        load_prompts(tmp_path / "2.json", "t")
+
+
+def test_the_sets_are_fetched_and_not_shipped() -> None:
+    assert commands("data/cvtg2k") == ["flowalign data fetch cvtg2k"]
+    assert commands("data/longtext_en.jsonl") == ["flowalign data fetch longtext"]
+    for name in ("cvtg2k", "longtext"):
+        assert "Apache-2.0" in SOURCES[name].licence
+
+
+# The tiny world ----------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_they_are_benchmarks_of_the_tiny_world(tmp_path: Path, capsys) -> None:
+    assert evaluate(["list"]) == 0
+    assert "| cvtg2k | tiny/ocr_test |" in capsys.readouterr().out
+    given = ["--benchmarks", "cvtg2k", "longtext", "--limit", "4", "sampling.steps=2"]
+    assert evaluate([*given, "--out", str(tmp_path)]) == 0
+    about = json.loads((tmp_path / "results.json").read_text())["benchmarks"]
+    assert {about[name]["rule"] for name in ("cvtg2k", "longtext")} == {"cvtg2k", "longtext"}
+    table = (tmp_path / "table.md").read_text()
+    assert "regions_1" in table and "ned" in table
