@@ -193,9 +193,11 @@ def _prompt_scores(images: Images, part: str) -> PromptScores:
 
 
 def _weight(image: Mapping[str, Any], part: str) -> float:
-    """How often an image counts in a mean: once a word (OCR), once a question of the skill."""
+    """How often an image counts in a mean: once a word, or a question of the skill `a - b` or `a`."""
     skills = image["metadata"].get("skills")
-    return image.get(WEIGHT) or (skills.count(part) if isinstance(skills, list) else 0) or 1
+    names = map(str, skills) if isinstance(skills, list) else ()
+    asked = sum(part in (name, name.split("-")[0].strip()) for name in names)
+    return image.get(WEIGHT) or asked or 1
 
 
 def part_row(benchmark: str, metric: str, images: Images, part: str) -> EvalRow:

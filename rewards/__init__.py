@@ -51,6 +51,7 @@ REWARDS: dict[str, str] = {
     "clipscore": "flowalign.rewards.preference:ClipScore",
     "deqa": "flowalign.rewards.served:DeQA",
     "diversity": "flowalign.rewards.preference:Diversity",
+    "dpg": "flowalign.rewards.dpg:DPG",
     "gated": "flowalign.rewards.combine:Gated",
     "geneval": "flowalign.rewards.geneval:GenEval",
     "geneval2": "flowalign.rewards.geneval2:GenEval2",

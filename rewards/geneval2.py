@@ -7,7 +7,7 @@ first token of each accepted spelling of the answer; an image is worth the mean 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import product
 from pathlib import Path
 from statistics import fmean
@@ -33,6 +33,7 @@ from flowalign.types import Detections, Metadata, Scores
 
 MODEL = "Qwen/Qwen3-VL-8B-Instruct"  # the benchmark's own judge
 WORDS = ("one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
+YES, NO = ["Yes", "yes", " yes", " Yes"], ["No", "no", " no", " No"]
 SKILLS = {"object", "attribute", "count", "position", "verb"}
 Table = Mapping[Any, float]  # {token: its probability}; that of others counts as 0
 
@@ -40,7 +41,7 @@ Table = Mapping[Any, float]  # {token: its probability}; that of others counts a
 def spellings(question: str, answer: str) -> list[str]:
     """The accepted spellings of an answer. ValueError for a number other than one to ten."""
     if not question.startswith("How many"):
-        return ["Yes", "yes", " yes", " Yes"]
+        return YES
     if answer not in WORDS:
         raise ValueError(f"{question!r} has the answer {answer!r}, which is none of {WORDS}")
     texts = answer, answer.capitalize(), str(WORDS.index(answer) + 1)
@@ -107,22 +108,31 @@ class Local:
         commit = getattr(self.network.config, "_commit_hash", None)
         self.settings = {"engine": "transformers, full softmax", "model": model, "revision": commit}
 
-    @torch.no_grad()
     def ask(self, images: Tensor, asked: Sequence[tuple[int, str]]) -> list[Table]:
         """How probable tokens begin the answers. asked: row of images [B,3,H,W], question."""
+        tokens = set(self.first.values())
+        return [{i: float(each[i]) for i in tokens} for each in self._probabilities(images, asked)]
+
+    def decide(self, images: Tensor, asked: Sequence[tuple[int, str]]) -> list[str]:
+        """ "yes" or "no": the likelier one to begin the answer, in any of its spellings."""
+        encode = self.processor.tokenizer.encode
+        yes, no = ([encode(t, add_special_tokens=False)[0] for t in texts] for texts in (YES, NO))
+        found = self._probabilities(images, asked)
+        return ["yes" if each[yes].sum() > each[no].sum() else "no" for each in found]
+
+    @torch.no_grad()
+    def _probabilities(self, images: Tensor, asked: Sequence[tuple[int, str]]) -> Iterator[Tensor]:
+        """Of every token, to be the first of an answer: [V], on the CPU."""
         form = {"add_generation_prompt": True, "tokenize": True, "return_dict": True}
         more = {"max_new_tokens": 1, "do_sample": False}
         more |= {"output_logits": True, "return_dict_in_generate": True}
-        tables = []
         with self.placement:
             for row, text in asked:
                 image = {"type": "image", "image": Image.fromarray(to_uint8(images[row]))}
                 chat = [{"role": "user", "content": [image, {"type": "text", "text": text}]}]
                 inputs = self.processor.apply_chat_template(chat, return_tensors="pt", **form)
                 answer = self.network.generate(**inputs.to(self.placement.device), **more)
-                probabilities = answer.logits[0][0].float().softmax(-1).cpu()
-                tables.append({token: float(probabilities[token]) for token in self.first.values()})
-        return tables
+                yield answer.logits[0][0].float().softmax(-1).cpu()
 
 
 class Served:
@@ -151,7 +161,36 @@ class Served:
         return table
 
 
-class GenEval2(RewardBase):
+class AskedReward(RewardBase):
+    """A vision-language model answers questions that a prompt's metadata has. source: the set that
+    `flowalign data fetch` writes; questions: what reads one of its lines, or raises an error."""
+
+    choice = ("model", MODEL)
+    choices = {**RewardBase.choices, MODEL: "Apache-2.0"}
+    downloads = None  # 17.5 GB, or the tokenizer of an endpoint's model
+    source: str
+    questions: Callable[[Mapping[str, Any]], Any]
+
+    @classmethod
+    def check_options(cls, *_: Any, **options: Any) -> None:
+        """Raise ValueError for an endpoint that reward `vlm` would refuse."""
+        if (endpoint := options.get("endpoint")) is not None:
+            check_call(f"`endpoint` of reward {cls.name!r}", VLM, {"model": MODEL, **endpoint})
+
+    @classmethod
+    def check_prompts(cls, prompts: Sequence[str], metadata: Metadata, **options: Any) -> None:
+        """Raise ValueError for the first prompt whose metadata is not of the judge's form."""
+        if cls.chosen(**options) == "tiny":
+            return GenEval.check_prompts(prompts, metadata)
+        for prompt, meta in zip(prompts, metadata, strict=True):
+            try:
+                cls.questions(meta)
+            except Exception as error:  # whatever JSON can cause
+                text = f"prompt {shown(repr(prompt))}: {error!r:.300}; want a line of the file that"
+                raise ValueError(f"{text} `flowalign data fetch {cls.source}` writes.") from None
+
+
+class GenEval2(AskedReward):
     """Soft-TIFA of an image whose metadata is a line of GenEval 2; with the model `tiny`, which is
     the tiny world's detector, a line of GenEval. Options: docs/rewards/geneval2.md.
 
@@ -159,12 +198,10 @@ class GenEval2(RewardBase):
     number of atoms. An image is invalid if one of its questions has no answer.
     """
 
-    name = "geneval2"
+    name = source = "geneval2"
     licence = "its prompts: CC BY-NC 4.0"
-    choice = ("model", MODEL)
-    choices = {**RewardBase.choices, MODEL: "Apache-2.0"}
-    downloads = None  # 17.5 GB, or the tokenizer of an endpoint's model
     headline = "gm"
+    questions = staticmethod(questions)
 
     def __init__(
         self,
@@ -183,24 +220,6 @@ class GenEval2(RewardBase):
             self.judge = Local(model, revision, device, offload)
         self.detector: Any = None if self.judge else build_detector("tiny")
         self.settings = self.judge.settings if self.judge else {"engine": self.detector.name}
-
-    @classmethod
-    def check_options(cls, *_: Any, **options: Any) -> None:
-        """Raise ValueError for an endpoint that reward `vlm` would refuse."""
-        if (endpoint := options.get("endpoint")) is not None:
-            check_call("`endpoint` of reward 'geneval2'", VLM, {"model": MODEL, **endpoint})
-
-    @classmethod
-    def check_prompts(cls, prompts: Sequence[str], metadata: Metadata, **options: Any) -> None:
-        """Raise ValueError for the first prompt whose metadata is not of the judge's form."""
-        if cls.chosen(**options) == "tiny":
-            return GenEval.check_prompts(prompts, metadata)
-        for prompt, meta in zip(prompts, metadata, strict=True):
-            try:
-                questions(meta)
-            except Exception as error:  # whatever JSON can cause
-                text = f"prompt {shown(repr(prompt))}: {error!r:.300}; want a line of the file that"
-                raise ValueError(f"{text} `flowalign data fetch geneval2` writes.") from None
 
     def connect(self) -> None:
         """Ask an endpoint a question. Raises ValueError if it gives no log-probabilities."""

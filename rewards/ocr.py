@@ -12,29 +12,23 @@ from importlib.metadata import version
 from pathlib import Path
 from queue import SimpleQueue
 from statistics import fmean
-from typing import Annotated, Any, Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
 import yaml
-from pydantic import Field
 from rapidfuzz.distance import Levenshtein
 from torch import Tensor
 
 from flowalign.rewards.base import Cost, RewardBase
 from flowalign.rewards.options import Count, check_call
-from flowalign.rewards.service.wire import Retries, Seconds, TokenEnv
 from flowalign.rewards.vlm import VLM
 from flowalign.system.images import to_uint8
 from flowalign.system.packages import require
 from flowalign.types import Metadata, Scores
 
 Line = tuple[str, float]
-NOTHING = "No text recognized"
-QUESTION = (
-    "Which text does the image show? Reply with that text only, and do not repeat what you have "
-    f"said. If there is none, reply '{NOTHING}'."
-)
+QUESTION = "Which text does the image show? Reply with that text only, and do not repeat any of it."
 
 
 def target_of(prompt: str) -> str:
@@ -92,29 +86,31 @@ WORDS: Mapping[str, Callable[[str], list[str]]] = {  # rules of several texts: w
 }
 
 
-def word_scores(rule: str, texts: Sequence[str], lines: Sequence[Line] | None) -> dict[str, float]:
-    """A benchmark's numbers of one image: `value`, the share of the words of `texts` that are read.
+def word_scores(
+    rule: str, texts: Sequence[str], lines: Sequence[Line] | None, metadata: Mapping[str, Any]
+) -> dict[str, float]:
+    """A benchmark's numbers of one image. value: the share of the words of `texts` that are read.
 
-    "cvtg2k": a word is right if it is read, however often it is asked for. `ned`: the mean over the
-    words of 1 - Levenshtein / longer length, against the word that difflib finds closest.
-    "longtext", "longtext_zh": of words, of characters; each that is read is right once.
-    weight: the number of words, since the benchmarks' means are over words.
+    "cvtg2k": a word is right if it is read, however often it is asked for; `ned` is the mean over
+    words of 1 - Levenshtein / longer length to the closest word, as difflib finds it.
+    "longtext", "longtext_zh" (characters): each that is read is right once. Numbers again by
+    regions or length. weight: the number of words, over which the benchmarks' means are.
     Sources: NJU-PCALab/TextCrafter, unified_metrics_eval.py; X-Omni, textbench/summary_scores.py.
-    Raises ValueError where `texts` have no words.
     """
     wanted = WORDS[rule](" ".join(texts))
     read = WORDS[rule]("\n".join(text for text, confidence in lines or () if confidence > 0))
-    if not wanted:
-        raise ValueError(f"the target texts {texts!r} have no words")
     if rule != "cvtg2k":
-        right = (Counter(wanted) & Counter(read)).total()
-        return {"value": right / len(wanted), "weight": len(wanted)}
-    closest = [get_close_matches(word, read or [""], n=1, cutoff=0)[0] for word in wanted]
-    ned = fmean(
-        1 - Levenshtein.distance(word, near) / (max(len(word), len(near)) + 1e-5)
-        for word, near in zip(wanted, closest, strict=True)
-    )
-    return {"value": fmean(word in read for word in wanted), "ned": ned, "weight": len(wanted)}
+        value, length = (
+            (Counter(wanted) & Counter(read)).total() / len(wanted),
+            metadata.get("length"),
+        )
+        named = {f"length_{length}": value} if length in ("short", "long") else {}
+        return {"value": value, **named, "weight": len(wanted)}
+    close = [(word, get_close_matches(word, read or [""], 1, cutoff=0)[0]) for word in wanted]
+    ned = fmean(1 - Levenshtein.distance(*p) / (max(map(len, p)) + 1e-5) for p in close)
+    value, regions = fmean(word in read for word in wanted), metadata.get("regions", len(texts))
+    named = {f"regions_{regions}": value, f"regions_{regions}_ned": ned}
+    return {"value": value, "ned": ned, **named, "weight": len(wanted)}
 
 
 # Engines: numbers from different ones are not comparable ------------------------------------------
@@ -292,43 +288,27 @@ def _model_name(folder: str) -> str:
 
 
 class VLMEngine:
-    """A vision-language model behind an endpoint, as LongText-Bench reads. Images are sent as they
-    are. question: asks for the text alone. The others are options of reward `vlm`."""
+    """A vision-language model at an endpoint (options of reward `vlm`), as LongText-Bench reads."""
 
     def __init__(
-        self,
-        url: str,
-        model: Annotated[str, Field(min_length=1)],
-        question: str = QUESTION,
-        *,
-        max_tokens: Count = 1024,
-        concurrency: Count = 8,
-        timeout: Seconds = 120.0,
-        retries: Retries = 3,
-        token_env: TokenEnv = None,
+        self, endpoint: Mapping[str, Any], question: str = QUESTION, max_tokens: Count = 1024
     ) -> None:
-        sending = {"concurrency": concurrency, "timeout": timeout, "retries": retries}
-        self.judge = VLM(url, model, image_size=None, token_env=token_env, **sending)
+        self.judge = VLM(**{**endpoint, "image_size": None})
         self.question, self.max_tokens = question, max_tokens
-        self.name = f"OpenAI chat completions, {model}, {max_tokens} tokens, {question!r}"
+        self.name = f"OpenAI chat completions, {self.judge.model}, {max_tokens} tokens, {question}"
 
-    check_options = VLM.check_options
+    @staticmethod
+    def check_options(endpoint: Mapping[str, Any], **others: Any) -> None:
+        """Raise ValueError for an endpoint that reward `vlm` would refuse."""
+        check_call("`endpoint` of OCR engine 'vlm'", VLM, endpoint)
 
     def read(self, image: np.ndarray) -> list[Line]:
-        """image uint8 RGB [H,W,3] -> (line, 1). Raises what the endpoint's failure is."""
-        return self.read_many([image])[0]
-
-    def read_many(self, images: Sequence[np.ndarray]) -> list[list[Line]]:
-        """The lines of each image, by `concurrency` requests at a time."""
-        pixels = torch.from_numpy(np.stack(images)).permute(0, 3, 1, 2) / 255
-        asked = [(row, self.question) for row in range(len(images))]
-        read = lambda choice: choice["message"]["content"].strip().splitlines()  # noqa: E731
-        pages = self.judge.ask(pixels, asked, "text", read, max_tokens=self.max_tokens)
-        for page in pages:
-            if isinstance(page, Exception):
-                raise page
-        said = [[line for line in page if NOTHING not in line] for page in pages]  # type: ignore
-        return [[(line, 1.0) for line in lines] for lines in said]
+        """image uint8 RGB [H,W,3] -> (line, 1), or the endpoint's failure as an exception."""
+        pixels = torch.from_numpy(image).permute(2, 0, 1)[None] / 255
+        (said,) = self.judge.say(pixels, [(0, self.question)], self.max_tokens)
+        if isinstance(said, Exception):
+            raise said
+        return [(line, 1.0) for line in said.splitlines()]
 
 
 ENGINES: dict[str, Callable[..., Engine]] = {
@@ -364,7 +344,7 @@ class OCR(RewardBase):
     `text`), else what the prompt puts in quotes. An image without text scores 0. A failing engine
     and a prompt without a target raise: see `flowalign.rewards.score`.
     parts: "exact", 1 where the text equals the target but for case and spaces, else 0; of several
-    texts those of `word_scores`, and again under the number of regions or the length.
+    texts those of `word_scores`.
     `engine.name` says what read: engine, models, settings. workers, batch_size change no result.
     """
 
@@ -437,8 +417,7 @@ class OCR(RewardBase):
                 rows.append({"value": value, "exact": float(wanted == read)})
             else:
                 wanted, read = " ".join(texts), " ".join(text for text, _ in lines)
-                scores = word_scores(self.rule, texts, lines)
-                rows.append(scores | _named(self.rule, texts, meta, scores))
+                rows.append(word_scores(self.rule, texts, lines, meta))
             reasons[row] = f"read {repr(read) if read else 'nothing'} for {wanted!r}"
         return Scores.of_rows(rows, reasons)
 
@@ -463,11 +442,9 @@ class OCR(RewardBase):
 
 def _texts(rule: str, prompt: str, metadata: Mapping[str, Any]) -> list[str]:
     """What an image of this prompt has to say; ValueError where there is no such text."""
-    keys = ("target", "text") if rule in WORDS else ("target",)
-    key = next((key for key in keys if key in metadata), None)
-    found = [target_of(prompt), *prompt.split('"')[3:-1:2]] if key is None else metadata[key]
-    if key is None and rule in RULES:
-        found = found[0]
+    key = next((key for key in ("target", "text")[: 1 + (rule in WORDS)] if key in metadata), "")
+    quoted = [] if key else [target_of(prompt), *prompt.split('"')[3:-1:2]]
+    found = metadata[key] if key else quoted if rule in WORDS else quoted[:1]
     texts = [found] if isinstance(found, str) else found
     is_list = isinstance(texts, list) and all(isinstance(text, str) for text in texts)
     said = " ".join(texts) if is_list else ""
@@ -476,17 +453,6 @@ def _texts(rule: str, prompt: str, metadata: Mapping[str, Any]) -> list[str]:
         want = "words" if rule in WORDS else "one text"
         raise ValueError(f"prompt {prompt!r} has {where} {found!r}; rule {rule!r} wants {want}.")
     return texts
-
-
-def _named(
-    rule: str, texts: Sequence[str], metadata: Mapping[str, Any], scores: Mapping[str, float]
-) -> dict[str, float]:
-    """The scores again, under the number of regions (CVTG-2K) or the length (LongText-Bench)."""
-    if rule == "cvtg2k":
-        name = f"regions_{metadata.get('regions', len(texts))}"
-        return {name: scores["value"], f"{name}_ned": scores["ned"]}
-    length = metadata.get("length")
-    return {f"length_{length}": scores["value"]} if length in ("short", "long") else {}
 
 
 def _compared(target: str, lines: Sequence[Line] | None) -> tuple[str, str]:

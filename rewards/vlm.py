@@ -33,6 +33,7 @@ from flowalign.system.images import to_uint8
 from flowalign.types import Metadata, Scores
 
 MAX_BYTES = 2**20  # of an answer
+CONTENT = "text choices[0].message.content"
 Read = TypeVar("Read")
 
 
@@ -145,13 +146,17 @@ class VLM(RewardBase):
     def __call__(self, images: Tensor, prompts: Sequence[str], metadata: Metadata) -> Scores:
         """images [B,3,H,W] in [0,1], B prompts -> Scores of B, on the CPU; failed ones say why."""
         asked = [(i, self.template.text.replace("{prompt}", p)) for i, p in enumerate(prompts)]
-        wanted = "text choices[0].message.content"
         read = lambda choice: self.template.read(choice["message"]["content"])  # noqa: E731
-        scores = self.ask(images, asked, wanted, read, max_tokens=self.max_tokens)
+        scores = self.ask(images, asked, CONTENT, read, max_tokens=self.max_tokens)
         errors = {row: score for row, score in enumerate(scores) if isinstance(score, Exception)}
         reasons = {row: f"{type(error).__name__}: {error}" for row, error in errors.items()}
         raw = torch.tensor([math.nan if row in errors else s for row, s in enumerate(scores)])
         return Scores(raw / self.template.scale, torch.isfinite(raw), {"raw": raw}, reasons)
+
+    def say(self, images: Tensor, asked: Sequence[tuple[int, str]], max_tokens: int) -> list[Any]:
+        """The texts of the answers; otherwise as `ask`."""
+        read = lambda choice: choice["message"]["content"].strip()  # noqa: E731
+        return self.ask(images, asked, CONTENT, read, max_tokens=max_tokens)
 
     def ask(
         self, images: Tensor, questions: Sequence[tuple[int, str]], wanted: str,

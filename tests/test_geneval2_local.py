@@ -146,3 +146,28 @@ def test_it_is_a_benchmark(model: str, tmp_path: Path, monkeypatch: pytest.Monke
     assert about["engine"].startswith("transformers") and about["model"] == model
     rows = results["models"]["base"]["images"]["geneval2"]
     assert all(0 < row["gm"] <= row["am"] < 1 and row["gm"] == row["atoms_03"] for row in rows)
+
+
+@needs_torchvision
+def test_a_local_judge_of_dpg_says_yes_where_yes_is_likelier_than_no(model: str) -> None:
+    reward = build("dpg", model=model)
+    encode = reward.judge.processor.tokenizer.encode  # type: ignore[attr-defined]
+    texts = [f"Is the {thing} there?" for thing in ("dog", "cat", "red car", "tall tree", "sign")]
+    rows = [[str(i), "0", "entity - whole (x)", text] for i, text in enumerate(texts, 1)]
+    meta = {"questions": rows, "skills": ["entity - whole"] * len(rows)}
+    images = torch.randint(0, 256, (2, 3, 64, 64), generator=torch.Generator().manual_seed(2)) / 255
+    scores = score(reward, images, ["a", "b"], [meta, meta])
+    for row in range(2):
+        picture = Image.fromarray((images[row] * 255).round().byte().permute(1, 2, 0).numpy())
+        answers = []
+        for text in texts:
+            softmax = probabilities(reward, picture, f"{text} Answer yes or no.")
+            yes, no = (
+                sum(
+                    float(softmax[encode(form)[0]])
+                    for form in (w, w.title(), f" {w}", f" {w.title()}")
+                )
+                for w in ("yes", "no")
+            )
+            answers.append(yes > no)
+        assert float(scores.value[row]) == pytest.approx(sum(answers) / len(answers))

@@ -126,24 +126,21 @@ def _asks_for(benchmark: Mapping[str, Any], prompts: Collection[str]) -> bool:
 def more_benchmarks(model: str, ocr: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Those that no shipped config has, since their judges are large or their texts long. ocr: the
     family's benchmark of that name: its engine, and on the tiny world its prompts, are theirs."""
-    tiny, reading = model == "tiny", ocr["reward"]["options"]
-    judge = {"model": "tiny"} if tiny else {}
+    from flowalign.rewards.ocr import WORDS
 
-    def made(name: str, file: str, images: int, reward: str, options: Any) -> dict[str, Any]:
-        scenes = ocr["prompts"] if reward == "ocr" else "tiny/geneval_test"
-        reward_options = {"name": reward, "options": options}
-        prompts = scenes if tiny else f"data/{file}"
-        return {"name": name, "prompts": prompts, "images": images, "reward": reward_options}
-
-    benchmarks = [
-        made("geneval2", "geneval2_test.jsonl", 1, "geneval2", judge),
-        made("cvtg2k", "cvtg2k", 1, "ocr", reading | {"rule": "cvtg2k"}),
-        made("longtext", "longtext_en.jsonl", 4, "ocr", reading | {"rule": "longtext"}),
-        made("longtext_zh", "longtext_zh.jsonl", 4, "ocr", reading | {"rule": "longtext_zh"}),
-    ]
-    if tiny:
-        del benchmarks[-1]  # its signs are not Chinese
-    return {benchmark["name"]: benchmark for benchmark in benchmarks}
+    found, judge = {}, {"model": "tiny"} if model == "tiny" else {}
+    for name, file, images in (
+        ("geneval2", "geneval2_test.jsonl", 1), ("dpg", "dpg_bench.csv", 4),
+        ("cvtg2k", "cvtg2k", 1), ("longtext", "longtext_en.jsonl", 4),
+        ("longtext_zh", "longtext_zh.jsonl", 4),
+    ):  # fmt: skip
+        world, reward = "tiny/geneval_test", {"name": name, "options": judge}
+        if name in WORDS:
+            options = ocr["reward"]["options"] | {"rule": name}
+            world, reward = ocr["prompts"], {"name": "ocr", "options": options}
+        prompts = world if judge else f"data/{file}"
+        found[name] = {"name": name, "prompts": prompts, "images": images, "reward": reward}
+    return found
 
 
 def show(argv: Sequence[str]) -> int:

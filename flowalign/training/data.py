@@ -21,6 +21,7 @@ from flowalign.training import sources
 from flowalign.types import PromptBatch
 
 Row = tuple[str, dict[str, Any]]  # a prompt, its metadata
+QUESTION = ("proposition_id", "dependency", "tuple", "question_natural_language")
 LONGEST = 100_000  # characters of a prompt; text encoders read some 2,000
 
 
@@ -161,9 +162,11 @@ def _read_cvtg(path: Path, text: str) -> list[Row]:
 
 
 def _read_csv(path: Path, text: str) -> list[Row]:
-    """A prompt a row; rows of one item_id are folded into one, with the columns that they share."""
+    """A prompt a row; rows of one item_id are folded into one, with the columns that they share and
+    their QUESTIONs."""
     reader = csv.DictReader(io.StringIO(text, newline=""), strict=True)
     items: dict[object, Row] = {}
+    asked: dict[object, dict[str, list[str]]] = {}  # DPG-Bench's questions, by their number
     try:
         header = list(reader.fieldnames or ())
         column = next((name for name in ("prompt", "text") if name in header), "")
@@ -173,6 +176,9 @@ def _read_csv(path: Path, text: str) -> list[Row]:
             if None in row or None in row.values() or not row[column].strip():
                 raise csv.Error(f"want a cell for each column, and a prompt in `{column}`")
             prompt, item = row.pop(column).strip(), row.get("item_id", reader.line_num)
+            if set(QUESTION) <= row.keys():
+                cells = [row.pop(name) for name in QUESTION]
+                asked.setdefault(item, {})[cells[0]] = cells
             first, shared = items.setdefault(item, (prompt, row))
             if first != prompt:
                 raise csv.Error(f"the item {item!r} had another prompt before")
@@ -180,6 +186,11 @@ def _read_csv(path: Path, text: str) -> list[Row]:
             items[item] = prompt, shared
     except csv.Error as error:
         raise PromptError(f"{path}, line {reader.line_num}: {str(error)[:300]}.") from None
+    for item, rows in asked.items():
+        skills = [cells[2].split("(")[0].strip() for cells in rows.values()]
+        items[item][1].update(questions=[*rows.values()], skills=skills)
+    if asked:  # which the official script skips
+        items[next(iter(asked))][1]["first_row"] = True
     return list(items.values())
 
 

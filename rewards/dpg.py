@@ -1,0 +1,143 @@
+"""DPG-Bench as a reward (arXiv 2403.05135; TencentQQGYLab/ELLA, dpg_bench/compute_dpg_bench.py)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from statistics import fmean
+from typing import Annotated, Any, Literal
+
+from PIL import Image
+from pydantic import AfterValidator
+from torch import Tensor
+
+from flowalign.rewards.geneval import build_detector
+from flowalign.rewards.geneval2 import MODEL, AskedReward, Local, detected
+from flowalign.rewards.options import Device, check_model
+from flowalign.rewards.vlm import VLM
+from flowalign.system.devices import resolve
+from flowalign.system.escape import shown
+from flowalign.system.images import to_uint8
+from flowalign.system.packages import require
+from flowalign.types import Metadata, Scores
+
+Judge = Annotated[str, AfterValidator(lambda m: m if m in ("tiny", "mplug") else check_model(m))]
+Question = tuple[list[int], str, str]  # its parents, which make sense of it; category; text
+
+
+def questions(metadata: Mapping[str, Any]) -> dict[int, Question]:
+    """{number: question} of a prompt of dpg_bench.csv. Raises an error for what is none."""
+    found, pairs = {}, zip(metadata["questions"], metadata["skills"], strict=True)
+    for (number, needs, _, text), skill in pairs:
+        parents = [int(n) for n in needs.split(",") if int(n)]
+        found[int(number)] = parents, skill.strip(), text.strip()
+    if not found:
+        raise ValueError("no questions")
+    return found
+
+
+def gated(yes: Mapping[int, float], asked: Mapping[int, Question], rule: str) -> list[float]:
+    """The scores of an image's questions: 0 for a child of a question whose score is 0.
+
+    "official": in one pass, so a parent that stands after its child does not pass on the no of its
+    own parent; KeyError if a parent is missing. "corrected": in any order.
+    """
+    official, scores = rule == "official", dict(yes)
+    for _ in range(1 if official else len(scores)):
+        for number, (parents, _, _) in asked.items():
+            if any((scores[n] if official else scores.get(n, 1)) == 0 for n in parents):
+                scores[number] = 0.0
+    return list(scores.values())
+
+
+class DPG(AskedReward):
+    """DPG-Bench's score of an image whose metadata is a prompt of dpg_bench.csv; with the model
+    `tiny`, which is the tiny world's detector, a line of GenEval. Options: docs/rewards/dpg.md.
+
+    value: the mean of `gated`. parts: the share of yes in each category, and in the category before
+    its dash; by rule "official" of a prompt's last image alone.
+    """
+
+    name, source = "dpg", "dpg_bench"
+    choices = {**AskedReward.choices, "mplug": "MIT (its code)"}
+    questions = staticmethod(questions)
+
+    def __init__(
+        self,
+        model: Judge = MODEL,
+        *,
+        endpoint: Mapping[str, Any] | None = None,
+        rule: Literal["corrected", "official"] = "corrected",
+        revision: str = "main",
+        device: Device = None,
+        offload: bool = False,
+    ) -> None:
+        self.rule, self.groupwise = rule, rule == "official"  # to know a prompt's last image
+        if endpoint is not None:
+            self.judge: Any = VLM(**{"model": model, **endpoint, "image_size": None})
+            about = {"engine": "OpenAI chat completions", "model": self.judge.model}
+        elif model == "mplug":
+            package = require("dpg_evaluator", "the model mplug of reward dpg needs")
+            self.judge, about = package.MPLUG(device=str(resolve(device))), {"engine": "mplug"}
+        elif model == "tiny":
+            self.judge = build_detector("tiny")
+            about = {"engine": self.judge.name}
+        else:
+            self.judge = Local(model, revision, device, offload)
+            about = {**self.judge.settings, "engine": "transformers, yes against no"}
+        self.settings = {**about, "rule": rule}
+
+    @classmethod
+    def packages(cls, *_: Any, **options: Any) -> tuple[str, ...]:
+        """What mPLUG is in."""
+        return ("dpg_evaluator",) if cls.chosen(**options) == "mplug" else ()
+
+    def __call__(self, images: Tensor, prompts: Sequence[str], metadata: Metadata) -> Scores:
+        """images [B,3,H,W] in [0,1] -> Scores of B, on the CPU; failed ones say why."""
+        last = {prompt: row for row, prompt in enumerate(prompts)}
+        rows, reasons = [], {}
+        for row, (prompt, meta) in enumerate(zip(prompts, metadata, strict=True)):
+            asked, answers = self._ask(images[row : row + 1], meta)
+            try:
+                yes = dict(zip(asked, map(self._is_yes, answers), strict=True))
+                scores = {"value": fmean(gated(yes, asked, self.rule))}
+            except Exception as error:
+                rows.append({"value": math.nan})
+                reasons[row] = f"{type(error).__name__}: {error}"
+                continue
+            if self.rule == "corrected" or last[prompt] == row:
+                names = {
+                    n: {skill, skill.split("-")[0].strip()} for n, (_, skill, _) in asked.items()
+                }
+                for name in set().union(*names.values()):
+                    scores[name] = fmean(yes[n] for n, own in names.items() if name in own)
+            rows.append(scores)
+        return Scores.of_rows(rows, reasons)
+
+    def _ask(self, image: Tensor, metadata: Mapping[str, Any]) -> tuple[dict[int, Question], Any]:
+        """The questions about an image [1,3,H,W], and the answers."""
+        if "include" in metadata:  # GenEval's: the questions after one for an object need it
+            pairs, asked, thing = detected(metadata, self.judge(image)[0]), {}, 0
+            for number, (skill, _) in enumerate(pairs):
+                thing = number if skill == "object" else thing
+                asked[number] = ([thing] if thing != number else [], skill, "")
+            return asked, ["yes" if score > 0.5 else "no" for _, score in pairs]
+        asked = questions(metadata)
+        if self.rule == "official" and metadata.get("first_row"):  # of the file; they skip it
+            del asked[next(iter(asked))]
+        texts = [text for _, _, text in asked.values()]
+        wanted = [(0, f"{text} Answer yes or no.") for text in texts]
+        if isinstance(self.judge, VLM):
+            return asked, self.judge.say(image, wanted, max_tokens=8)
+        if isinstance(self.judge, Local):
+            return asked, self.judge.decide(image, wanted)
+        picture = Image.fromarray(to_uint8(image[0]))
+        return asked, [self.judge.vqa(picture, text) for text in texts]  # mPLUG: as officially
+
+    def _is_yes(self, answer: str | Exception) -> float:
+        if isinstance(answer, Exception):
+            raise answer
+        said = answer.strip().rstrip(".").lower()
+        if self.rule == "corrected" and said not in ("yes", "no"):
+            raise ValueError(f"{shown(repr(answer), 160)} is neither yes nor no")
+        return float(said == "yes")

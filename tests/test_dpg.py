@@ -1,0 +1,213 @@
+"""DPG-Bench: the official arithmetic on recorded answers, its judges, the tiny world."""
+
+import json
+import math
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from test_vlm import asked, serve  # noqa: F401
+
+from flowalign.backbone.tiny.scenes import rendered
+from flowalign.commands.evaluate import main as evaluate
+from flowalign.eval.stats import rows_of
+from flowalign.rewards import build, check, check_prompts, describe, missing_packages, score
+from flowalign.rewards.dpg import gated
+from flowalign.training.data import load_prompts
+from flowalign.types import EvalRow, PromptBatch
+
+GOLDEN = json.loads((Path(__file__).parent / "golden" / "dpg.json").read_text())
+
+
+class Bench(NamedTuple):
+    name: str = "dpg"
+    headline: str | None = None
+
+
+class Recorded:
+    """In the place of mPLUG: the recorded answers; the brightness of an image is its number."""
+
+    def __init__(self, device: str) -> None:
+        self.asked: list[str] = []
+
+    def vqa(self, image: Any, question: str) -> str:
+        self.asked.append(question)
+        return GOLDEN["answers"][question][image.getpixel((0, 0))[0]]
+
+
+@pytest.fixture
+def batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PromptBatch:
+    """The recorded prompts, each four times, for a judge that gives the recorded answers."""
+    monkeypatch.setitem(sys.modules, "dpg_evaluator", SimpleNamespace(MPLUG=Recorded))
+    (tmp_path / "dpg.csv").write_text(GOLDEN["csv"])
+    prompts = load_prompts(tmp_path / "dpg.csv", "dpg")
+    return prompts.select([row for row in range(len(prompts)) for _ in range(4)])
+
+
+def judged(batch: PromptBatch, rule: str) -> tuple[list[dict[str, Any]], dict[str, EvalRow]]:
+    images = torch.arange(4.0).repeat(len(batch) // 4)[:, None, None, None].expand(-1, 3, 4, 4)
+    reward = build("dpg", model="mplug", rule=rule)
+    scores = score(reward, images / 255, batch.prompts, batch.metadata)
+    found = [
+        {"index": row // 4, "copy": row % 4, "prompt": prompt, "metadata": batch.metadata[row]}
+        | {"value": float(scores.value[row])}
+        | {name: float(part[row]) for name, part in scores.parts.items()}
+        for row, prompt in enumerate(batch.prompts)
+    ]
+    return found, {row.metric: row for row in rows_of(Bench(), found)}
+
+
+# The arithmetic ----------------------------------------------------------------------------------
+
+
+def test_the_official_rule_gives_the_official_numbers(batch: PromptBatch) -> None:
+    images, rows = judged(batch, "official")
+    expected = [math.nan] * 4 + [v for crops in GOLDEN["images"].values() for v in crops]
+    found = [image["value"] for image in images]
+    assert found == pytest.approx(expected, abs=1e-6, nan_ok=True)
+    assert rows["reward"].mean == pytest.approx(GOLDEN["score"], abs=1e-6)
+    assert (rows["reward"].n, rows["reward"].total) == (4 * 13, 4 * 14)  # one prompt fell out
+    for name, number in {**GOLDEN["l1"], **GOLDEN["l2"]}.items():
+        assert rows[name].mean == pytest.approx(number, abs=1e-6), name
+
+
+def by_hand(batch: PromptBatch) -> tuple[list[float], dict[str, float]]:
+    """Per image the mean over questions whose ancestors are all yes; per category all answers."""
+    values, answers = [], {}
+    for row, metadata in enumerate(batch.metadata):
+        yes, needs = {}, {}
+        for number, dependency, about, text in metadata["questions"]:
+            yes[int(number)] = GOLDEN["answers"][text][row % 4] == "yes"
+            needs[int(number)] = {int(n) for n in dependency.split(",")} - {0}
+            answers.setdefault(about.split("(")[0].strip(), []).append(yes[int(number)])
+
+        def holds(number: int, seen: frozenset[int] = frozenset()) -> bool:
+            over = needs[number] - seen  # noqa: B023
+            return yes[number] and all(holds(n, seen | {number}) for n in over)  # noqa: B023
+
+        values.append(sum(map(holds, yes)) / len(yes))
+    return values, {name: sum(found) / len(found) for name, found in answers.items()}
+
+
+def test_the_corrected_rule_has_no_quirk(batch: PromptBatch, monkeypatch) -> None:
+    """All rows, all four images, and parents before children in whatever order they stand."""
+    for question, answers in GOLDEN["answers"].items():  # it refuses what is neither
+        plain = ["no" if answer == "maybe" else answer for answer in answers]
+        monkeypatch.setitem(GOLDEN["answers"], question, plain)
+    values, categories = by_hand(batch)
+    images, rows = judged(batch, "corrected")
+    assert [image["value"] for image in images] == pytest.approx(values, abs=1e-6)
+    assert rows["reward"].mean == pytest.approx(sum(values) / len(values), abs=1e-6)
+    for name, number in categories.items():
+        assert rows[name].mean == pytest.approx(number, abs=1e-6), name
+    official = judged(batch, "official")[1]
+    assert official["entity"].mean != pytest.approx(rows["entity"].mean, abs=1e-3)
+    assert rows["reward"].n == official["reward"].n + 4
+
+
+def test_a_no_reaches_the_children_of_children_in_any_order() -> None:
+    def after(parents: dict[int, list[int]], rule: str) -> list[float]:
+        yes = {number: float(number != 3) for number in parents}
+        return gated(yes, {number: (needs, "", "") for number, needs in parents.items()}, rule)
+
+    chain: dict[int, list[int]] = {1: [2], 2: [3], 3: []}
+    assert after(chain, "corrected") == [0, 0, 0]
+    assert after(chain, "official") == [1, 0, 0]
+    orphan = {1: [9], 2: []}  # 9 is no question
+    assert after(orphan, "corrected") == [1, 1]
+    with pytest.raises(KeyError, match="9"):
+        after(orphan, "official")
+    assert after({1: [2], 2: [1]}, "corrected") == [1, 1]
+
+
+# The judges --------------------------------------------------------------------------------------
+
+LINE = {
+    "item_id": "a",
+    "questions": [["1", "0", "entity - whole (cup)", "Is there a cup?"],
+                  ["2", "1", "attribute - color (cup, red)", "Is the cup red?"]],
+    "skills": ["entity - whole", "attribute - color"],
+}  # fmt: skip
+
+
+def test_an_endpoint_is_asked_every_question_and_its_yes_is_read(serve) -> None:  # noqa: F811
+    judge = serve(lambda request: "Yes." if "there" in asked(request)[0] else " no\n")
+    endpoint = {"url": judge.url, "model": "judge", "concurrency": 1, "retries": 0}
+    reward = build("dpg", endpoint=endpoint)
+    scores = score(reward, torch.rand(1, 3, 24, 40), ["a"], [LINE])
+    assert scores.value.tolist() == [0.5]
+    assert {name: float(part) for name, part in scores.parts.items()} == {
+        "entity": 1, "entity - whole": 1, "attribute": 0, "attribute - color": 0,
+    }  # fmt: skip
+    assert [asked(request)[0] for request in judge.requests] == [
+        "Is there a cup? Answer yes or no.", "Is the cup red? Answer yes or no.",
+    ]  # fmt: skip
+    assert asked(judge.requests[0])[1].shape == (24, 40, 3)
+    said = describe(reward)
+    assert (said["model"], said["rule"]) == ("judge", "corrected")
+    judge.reply = lambda request: "It depends"
+    unclear = score(reward, torch.rand(1, 3, 8, 8), ["a"], [LINE])
+    assert not unclear.valid[0] and "It depends" in unclear.reasons[0]
+    strict = build("dpg", endpoint=endpoint, rule="official")  # what is no yes is a no there
+    assert score(strict, torch.rand(1, 3, 8, 8), ["a"], [LINE]).value.tolist() == [0]
+    judge.reply = lambda request: (500, b"no")
+    for each in (reward, strict):
+        assert not score(each, torch.rand(1, 3, 8, 8), ["a"], [LINE]).valid[0]
+
+
+def test_wrong_options_and_prompts_are_refused_before_anything_is_loaded() -> None:
+    for options, key in (
+        ({"rule": "sane"}, "`rule`"),
+        ({"model": "no/such/model/here"}, "`model`"),
+        ({"endpoint": {"url": "localhost"}}, "`url`"),
+        ({"endpoint": {}}, "`url`"),
+    ):
+        with pytest.raises(ValueError) as caught:
+            check("dpg", options)
+        assert key in str(caught.value), options
+    check_prompts("dpg", {}, ["a"], [LINE])
+    first, second = LINE["questions"]
+    for change in (
+        {"questions": []},
+        {"questions": [first], "skills": []},
+        {"questions": [first, ["x", *second[1:]]]},
+        {"questions": [first, ["2", "one", *second[2:]]]},
+        {"questions": [first, second[:3]]},
+        {"questions": [first, [*second[:3], 5]]},
+        {"questions": "no"},
+        {"skills": [1, 2]},
+    ):
+        with pytest.raises(ValueError, match="flowalign data fetch dpg_bench"):
+            check_prompts("dpg", {}, ["a"], [LINE | change])
+    with pytest.raises(ValueError, match="flowalign data fetch dpg_bench"):
+        check_prompts("dpg", {}, ["a"], [{"item_id": "7"}])  # the folder of prompts
+    with pytest.raises(ValueError, match="include"):
+        check_prompts("dpg", {"model": "tiny"}, ["a"], [LINE])
+    assert missing_packages("dpg", {"model": "mplug"}) == ["dpg_evaluator"]
+
+
+# The tiny world ----------------------------------------------------------------------------------
+
+
+def test_the_tiny_judge_sees_what_its_world_draws() -> None:
+    red = {"include": [{"class": "star", "count": 1, "color": "red"}]}
+    blue = {"include": [{"class": "star", "count": 1, "color": "blue"}]}
+    other = {"include": [{"class": "circle", "count": 1, "color": "red"}]}
+    images = rendered([red] * 3, seed=0)
+    scores = score(build("dpg", model="tiny"), images, ["a"] * 3, [red, blue, other])
+    assert scores.value.tolist() == pytest.approx([1, 2 / 3, 0])
+    assert scores.parts["attribute"].tolist() == [1, 0, 0]
+
+
+@pytest.mark.slow
+def test_it_is_a_benchmark_of_the_tiny_world(tmp_path: Path, capsys) -> None:
+    assert evaluate(["list"]) == 0
+    assert "| dpg | tiny/geneval_test |" in capsys.readouterr().out
+    given = ["--benchmarks", "dpg", "--limit", "2", "sampling.steps=2", "--out", str(tmp_path)]
+    assert evaluate([*given, "benchmarks.0.reward.options.rule=official"]) == 0
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert results["benchmarks"]["dpg"]["rule"] == "official"
+    assert "object" in (tmp_path / "table.md").read_text()
