@@ -193,7 +193,7 @@ def _prompt_scores(images: Images, part: str) -> PromptScores:
 
 
 def _weight(image: Mapping[str, Any], part: str) -> float:
-    """How often an image counts in a mean: once a word, or a question of the skill `a - b` or `a`."""
+    """How often an image counts in a mean: once a word, or a question of skill `a - b` or `a`."""
     skills = image["metadata"].get("skills")
     names = map(str, skills) if isinstance(skills, list) else ()
     asked = sum(part in (name, name.split("-")[0].strip()) for name in names)

@@ -206,7 +206,7 @@ def test_the_tiny_judge_sees_what_its_world_draws() -> None:
 def test_it_is_a_benchmark_of_the_tiny_world(tmp_path: Path, capsys) -> None:
     assert evaluate(["list"]) == 0
     assert "| dpg | tiny/geneval_test |" in capsys.readouterr().out
-    given = ["--benchmarks", "dpg", "--limit", "2", "sampling.steps=2", "--out", str(tmp_path)]
+    given = ["--benchmarks", "dpg", "--limit", "2", "--out", str(tmp_path), "sampling.steps=2"]
     assert evaluate([*given, "benchmarks.0.reward.options.rule=official"]) == 0
     results = json.loads((tmp_path / "results.json").read_text())
     assert results["benchmarks"]["dpg"]["rule"] == "official"
