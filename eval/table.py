@@ -30,7 +30,7 @@ from flowalign.eval.store import Store
 from flowalign.eval.suite import Benchmark, Judged
 from flowalign.rewards import as_reward
 from flowalign.rewards.geneval2 import SKILLS
-from flowalign.rewards.ocr import normalize, target_of
+from flowalign.rewards.ocr import WORDS, normalize, target_of
 from flowalign.system import escape
 from flowalign.system.escape import escaped
 from flowalign.training.report.page import Panel
@@ -117,7 +117,9 @@ def tally(model: str, other: str, benchmark: Benchmark, gaps: Sequence[float]) -
 def all_rows(benchmark: Benchmark, images: Images) -> list[EvalRow]:
     """`rows_of`, and the number of an OCR benchmark by the length of its texts, if these differ."""
     groups: dict[int, list[Mapping[str, Any]]] = {}
-    for image in images if as_reward(benchmark.reward).name == "ocr" else ():
+    reward = as_reward(benchmark.reward)
+    one_text = reward.name == "ocr" and reward.settings.get("rule") not in WORDS
+    for image in images if one_text else ():
         text = normalize(image["metadata"].get("target") or target_of(image["prompt"]))
         groups.setdefault(max(4, 2 ** (len(text) - 1).bit_length()), []).append(image)
     rows, part = rows_of(benchmark, images), part_of(benchmark)
@@ -135,7 +137,11 @@ def breakdowns(benchmark: Benchmark, rows: Sequence[EvalRow]) -> dict[str, list[
     if as_reward(benchmark.reward).name == "geneval2":
         listed["GM by number of atoms"] = [r for r in rows if r.metric.startswith("atoms_")]
         listed["AM by skill"] = [row for row in rows if row.metric in SKILLS]
-    listed["by length of the text"] = [row for row in rows if row.metric.endswith(" letters")]
+    if as_reward(benchmark.reward).name == "dpg":
+        listed["by category"] = [r for r in rows if r.metric != "reward" and "-" not in r.metric]
+    by_length = (" letters", "_short", "_long")
+    listed["by length of the text"] = [row for row in rows if row.metric.endswith(by_length)]
+    listed["by number of texts"] = [row for row in rows if row.metric[:-1] == "regions_"]
     return {title: chosen for title, chosen in listed.items() if chosen}
 
 

@@ -210,4 +210,5 @@ def test_it_is_a_benchmark_of_the_tiny_world(tmp_path: Path, capsys) -> None:
     assert evaluate([*given, "benchmarks.0.reward.options.rule=official"]) == 0
     results = json.loads((tmp_path / "results.json").read_text())
     assert results["benchmarks"]["dpg"]["rule"] == "official"
+    assert "by category" in (tmp_path / "report.html").read_text()
     assert "object" in (tmp_path / "table.md").read_text()

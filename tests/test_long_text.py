@@ -226,3 +226,4 @@ def test_they_are_benchmarks_of_the_tiny_world(tmp_path: Path, capsys) -> None:
     assert {about[name]["rule"] for name in ("cvtg2k", "longtext")} == {"cvtg2k", "longtext"}
     table = (tmp_path / "table.md").read_text()
     assert "regions_1" in table and "ned" in table
+    assert "by number of texts" in (tmp_path / "report.html").read_text()
