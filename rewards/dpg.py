@@ -85,6 +85,7 @@ class DPG(AskedReward):
         else:
             self.judge = Local(model, revision, device, offload)
             about = {**self.judge.settings, "engine": "transformers, yes against no"}
+        self.is_tiny = endpoint is None and model == "tiny"
         self.settings = {**about, "rule": rule}
 
     @classmethod
@@ -116,7 +117,7 @@ class DPG(AskedReward):
 
     def _ask(self, image: Tensor, metadata: Mapping[str, Any]) -> tuple[dict[int, Question], Any]:
         """The questions about an image [1,3,H,W], and the answers."""
-        if "include" in metadata:  # GenEval's: the questions after one for an object need it
+        if self.is_tiny:  # GenEval's metadata: the questions after one for an object need it
             pairs, asked, thing = detected(metadata, self.judge(image)[0]), {}, 0
             for number, (skill, _) in enumerate(pairs):
                 thing = number if skill == "object" else thing

@@ -318,6 +318,7 @@ SIGN = 'a sign that says "KITE"'
 ROW = {
     "prompt": SIGN, "tag": "single_object", "include": [{"class": "kite", "count": 1}],
     "atom_count": 1, "vqa_list": [["Is there a kite?", "Yes"]], "skills": ["object"],
+    "questions": [["1", "0", "entity - whole (kite)", "Is there a kite?"]],
 }  # fmt: skip
 
 
