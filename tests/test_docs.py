@@ -75,6 +75,8 @@ def test_every_link_leads_somewhere() -> None:
         file = (page.parent / name).resolve() if name else page
         if not file.exists():
             broken.append(f"{page.relative_to(ROOT)}:{line}: {target} does not exist")
+        elif page.name == "CHANGELOG.md" and name:  # the site shows it as a page of docs/
+            broken.append(f"CHANGELOG.md:{line}: {target}: no link is right in both places")
         elif anchor.startswith("flowalign."):
             continue  # mkdocstrings makes it, and the build checks it
         elif anchor and file in PAGES and anchor not in documents.anchors(file):
