@@ -4,7 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from flowalign.commands.evaluate import main
+from flowalign import rewards
+from flowalign.commands.evaluate import main, more_benchmarks
+from flowalign.config import BenchmarkConfig
 
 
 def test_it_lists_what_there_is_and_what_must_be_fetched(
@@ -34,6 +36,23 @@ def test_what_cannot_be_scored_is_refused_and_nothing_written(
     assert main(["--out", str(out), *given]) == 2
     assert key in capsys.readouterr().err
     assert not out.exists()
+
+
+def test_a_panel_of_preference_judges_shares_its_images(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    flags = ["--benchmarks", "panel", "--limit", "2", "sampling.steps=2"]
+    assert main(["--out", str(out), *flags]) == 0
+    table = (out / "table.md").read_text()
+    assert "| panel_pickscore | panel_clipscore |" in table
+    assert len(list((out / "images").glob("*/*/*.png"))) == 2
+
+
+@pytest.mark.parametrize("model", ["stabilityai/stable-diffusion-3.5-medium", "tiny"])
+def test_the_judges_of_a_panel_are_rewards_with_options_that_they_take(model: str) -> None:
+    ocr = {"prompts": "tiny/ocr_test", "reward": {"options": {}}}
+    panel = BenchmarkConfig(**more_benchmarks(model, ocr)["panel"])
+    for judge in panel.judges.values():
+        rewards.check(judge.name, judge.options)
 
 
 def test_the_config_that_it_keeps_is_the_same_evaluation(tmp_path: Path) -> None:

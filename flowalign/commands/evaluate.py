@@ -15,6 +15,7 @@ from flowalign.config.protocols import PROTOCOLS
 from flowalign.config.run import GivenImages
 from flowalign.eval import run
 
+PANEL = ("pickscore", "hpsv2", "imagereward", "aesthetic", "clipscore")  # judges of preference
 CONFIGURED = "--config"  # or --config=FILE
 
 
@@ -140,7 +141,10 @@ def more_benchmarks(model: str, ocr: Mapping[str, Any]) -> dict[str, dict[str, A
             world, reward = ocr["prompts"], {"name": "ocr", "options": options}
         prompts = world if judge else f"data/{file}"
         found[name] = {"name": name, "prompts": prompts, "images": images, "reward": reward}
-    return found
+    names = ("pickscore", "clipscore") if judge else PANEL
+    prompts = "tiny/preference_test" if judge else "data/drawbench.txt"
+    judges = {name: {"name": name, "options": judge or {"offload": True}} for name in names}
+    return found | {"panel": {"name": "panel", "prompts": prompts, "rewards": judges}}
 
 
 def show(argv: Sequence[str]) -> int:
@@ -162,10 +166,11 @@ def show(argv: Sequence[str]) -> int:
             there = f"{len(load_prompts(benchmark['prompts'], ''))} there"
         except (PromptError, OSError):
             there = " or ".join(commands(benchmark["prompts"])) or "missing"
-        reward = benchmark["reward"]
-        options = (f"{key}={value}" for key, value in reward.get("options", {}).items())
-        judge = " ".join([reward["name"], *options])
+        judges = []
+        for reward in benchmark.get("rewards", {"": benchmark.get("reward")}).values():
+            options = (f"{key}={value}" for key, value in reward.get("options", {}).items())
+            judges.append(" ".join([reward["name"], *options]))
         images = str(benchmark.get("images", 1))
-        rows.append([benchmark["name"], benchmark["prompts"], there, images, judge])
+        rows.append([benchmark["name"], benchmark["prompts"], there, images, ", ".join(judges)])
     print("\n".join(table(["benchmark", "prompts", "here", "images a prompt", "judge"], rows)))
     return 0
