@@ -7,6 +7,10 @@ writes before_after.png, flow_opd.png and report.png (needs chromium) to docs/. 
 is the metrics.png of a longer run of the first tiny world; of another run:
 
     python scripts/docs/pictures.py --student outputs/tiny/student_flow_opd
+
+beyond.png is drawn from benchmarks/beyond.yaml by
+
+    python scripts/docs/pictures.py --beyond outputs/tiny/beyond/table/results.json
 """
 
 from __future__ import annotations
@@ -20,6 +24,8 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from matplotlib.figure import Figure
 
 from flowalign.eval.stats import headline_rows
 from flowalign.training.data import spread, spread_text
@@ -86,6 +92,35 @@ def side_by_side(blocks: Sequence[Block]) -> Block:
     return Block("", [head for block in blocks for head in block.heads], rows)
 
 
+def curves(results: Mapping[str, Any], path: Path) -> None:
+    """Scores of the students of benchmarks/beyond.yaml against the scale of their labels."""
+    sweeps = {
+        "CFG scale of the labels": {1: "guidance_1", 1.5: "guidance_1_5", 2: "guidance_2",
+                                    3: "guidance_3", 4: "guidance_4"},
+        "extrapolation λ": {1: "guidance_1", 1.5: "lambda_1_5", 2: "lambda_2"},
+    }  # fmt: skip
+    figure = Figure(figsize=(8, 3.4), layout="constrained")
+    for axes, (label, models) in zip(
+        figure.subplots(1, 2, sharey=True), sweeps.items(), strict=True
+    ):
+        for task, name in TASKS.items():
+            benchmark = Named(task, results["benchmarks"][task]["headline"])
+            rows = [
+                headline_rows(benchmark, results["models"][model]["images"][task])[0]
+                for model in models.values()
+            ]
+            axes.errorbar(
+                [*models], [row.mean for row in rows], [row.stderr for row in rows],
+                marker="o", capsize=3, label=name,
+            )  # fmt: skip
+        far = [results["models"][model]["fidelity"]["mean"] for model in models.values()]
+        axes.plot([*models], far, "k--", marker="s", label="fidelity (lower is better)")
+        axes.set(xlabel=label, ylim=(0, 1))
+        axes.grid(alpha=0.3)
+    figure.axes[0].legend(fontsize=8, loc="center right")
+    figure.savefig(path, dpi=150)
+
+
 def screenshot(page: Path, path: Path, width: int, height: int) -> None:
     """The upper part of a page as Chromium shows it."""
     with tempfile.TemporaryDirectory() as folder:
@@ -98,11 +133,15 @@ def screenshot(page: Path, path: Path, width: int, height: int) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit status 2 if the demo did not run."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--demo", type=Path, default=Path("outputs/demo"))
     parser.add_argument("--student", type=Path, help="a run with metrics.jsonl")
     parser.add_argument("--docs", type=Path, default=DOCS, help="the folder to write to")
+    parser.add_argument("--beyond", type=Path, help="results.json of benchmarks/beyond.yaml")
     args = parser.parse_args(argv)
+    if args.beyond:
+        curves(json.loads(args.beyond.read_text()), args.docs / "beyond.png")
+        return 0
     if args.student:
         metrics_plot(args.student / "metrics.jsonl", args.docs / "flow_opd_metrics.png")
         return 0
