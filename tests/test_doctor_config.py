@@ -240,6 +240,13 @@ def test_a_mixture_of_scales_is_named(random_model, tmp_path, scale, level):
 def test_a_teacher_that_scores_less_than_the_students_start_is_named(random_model, tmp_path, by):
     """Whichever of the two is redder: as a teacher it is sound, as a student it is made worse."""
     ours = fakes.teachers(random_model, tmp_path)
+    redder = fakes.backbone(random_model)
+    redder.add_adapter("t", rank=3, alpha=4.0)
+    fakes.shake(
+        redder, "t", seed=7, scale=1.0
+    )  # its images differ from the others' in one direction
+    ours["even"] = str(tmp_path / "redder")
+    redder.save_adapter("t", tmp_path / "redder")
     held_out = tmp_path / "held_out.txt"
     held_out.write_text("\n".join(f"a sign of {i}" for i in range(24)))
     levels = {}  # of the teacher's findings, one a task

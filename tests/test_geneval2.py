@@ -223,4 +223,4 @@ def test_it_is_a_benchmark_of_the_tiny_world(tmp_path: Path, capsys) -> None:
     results = json.loads((tmp_path / "results.json").read_text())
     about = results["benchmarks"]["geneval2"]
     assert about["headline"] == "gm" and "detector" in about["engine"]
-    assert "atoms_02" in (tmp_path / "table.md").read_text()
+    assert "atoms_03" in (tmp_path / "table.md").read_text()

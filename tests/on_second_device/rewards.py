@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -105,6 +106,8 @@ def networks(thing: Any, depth: int = 12) -> Iterator[nn.Module]:
     elif isinstance(thing, dict) and depth:
         for value in thing.values():
             yield from networks(value, depth - 1)
+    elif isinstance(thing, MethodType) and depth:  # such as the encoder of `diversity`
+        yield from networks(thing.__self__, depth - 1)
     elif type(thing).__module__.startswith("flowalign") and depth:
         yield from networks(vars(thing), depth - 1)
 
