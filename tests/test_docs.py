@@ -25,7 +25,6 @@ from urllib.parse import unquote
 
 import documents
 import fake_hub
-import fakes
 import pytest
 import torch
 import yaml
