@@ -100,15 +100,14 @@ def word_scores(
     wanted = WORDS[rule](" ".join(texts))
     read = WORDS[rule]("\n".join(text for text, confidence in lines or () if confidence > 0))
     if rule != "cvtg2k":
-        value, length = (
-            (Counter(wanted) & Counter(read)).total() / len(wanted),
-            metadata.get("length"),
-        )
+        value = (Counter(wanted) & Counter(read)).total() / len(wanted)
+        length = metadata.get("length")
         named = {f"length_{length}": value} if length in ("short", "long") else {}
         return {"value": value, **named, "weight": len(wanted)}
     close = [(word, get_close_matches(word, read or [""], 1, cutoff=0)[0]) for word in wanted]
     ned = fmean(1 - Levenshtein.distance(*p) / (max(map(len, p)) + 1e-5) for p in close)
-    value, regions = fmean(word in read for word in wanted), metadata.get("regions", len(texts))
+    value = fmean(word in read for word in wanted)
+    regions = metadata.get("regions", len(texts))
     named = {f"regions_{regions}": value, f"regions_{regions}_ned": ned}
     return {"value": value, "ned": ned, **named, "weight": len(wanted)}
 
