@@ -50,6 +50,14 @@ def finished_run(random_model: str, tmp_path_factory: pytest.TempPathFactory) ->
 
 
 @pytest.fixture(scope="session")
+def finished_recipe(random_model: str, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A recipe that is over (test_recipe.FinishedRecipe). A test that damages it repairs it."""
+    import test_recipe
+
+    return test_recipe.finish(random_model, tmp_path_factory.mktemp("recipe"))
+
+
+@pytest.fixture(scope="session")
 def open_clip() -> Iterator[ModuleType]:
     """open_clip, from where scripts/setup.sh puts it if the environment has none.
 

@@ -33,7 +33,7 @@ SMALLEST = {
 }
 ELSEWHERE = {"gpu", "damage", "kill_test", "seeds"}  # have tests of their own
 RUINED = [  # of merges and evaluations: test_recipe, test_store; of one file: test_resume
-    pytest.param("kill_test --only grpo_1 --kills 2 --workers 1", marks=pytest.mark.slow),
+    pytest.param("kill_test --only grpo_1 --kills 2 --workers 1", marks=pytest.mark.long),
     pytest.param("kill_test", marks=pytest.mark.long),
     pytest.param("damage", marks=pytest.mark.long),
 ]

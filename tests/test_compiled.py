@@ -53,13 +53,8 @@ def test_compiled_rollout_labels_and_update_are_the_eager_ones(
     assert_same(eager, compiled, values=1e-5, gradients=1e-5)
 
 
-@pytest.mark.parametrize(
-    "backend",
-    [
-        pytest.param("aot_eager", marks=pytest.mark.slow),
-        pytest.param("inductor", marks=pytest.mark.long),
-    ],
-)
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.long
 def test_images_of_several_sizes(random_model: str, tmp_path: Path, backend: str) -> None:
     """Sizes take turns, and the graph of one must not be taken for the other."""
     sizes = ["model.sizes=[[32, 32], [32, 64]]", "train.updates=4"]

@@ -224,10 +224,10 @@ def test_a_run_logs_its_drift_and_shows_it(finished_run: fakes.FinishedRun) -> N
 
 @pytest.mark.slow
 def test_a_resumed_run_measures_the_same(random_model: str, tmp_path: Path) -> None:
-    given = ["train.updates=4", "train.checkpoint_every=2"]
+    given = ["train.updates=2", "train.checkpoint_every=1"]
     whole = fakes.wired(validated(random_model, tmp_path / "whole", *given))
     whole.run()
-    fakes.wired(validated(random_model, tmp_path / "run", *given, "train.updates=2")).run()
+    fakes.wired(validated(random_model, tmp_path / "run", *given, "train.updates=1")).run()
     again = fakes.wired(validated(random_model, tmp_path / "run", *given))
     assert again.resume()
     again.run()

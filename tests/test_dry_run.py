@@ -34,6 +34,7 @@ def recipe(random_model, tmp_path):
     return test_recipe.written(random_model, tmp_path)
 
 
+@pytest.mark.slow
 def test_every_stage_is_told_and_nothing_is_written(recipe, capsys, monkeypatch):
     monkeypatch.chdir(recipe.parent)
     loaded = []

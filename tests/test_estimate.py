@@ -123,13 +123,16 @@ def small(tmp_path_factory):
     return medium.write(folder, 1 / 12, layers=2), folder
 
 
-SMALL = ["opd", "opd, checkpointing", "opd, beyond its teachers", "grpo, batches of 2",
-         "nft, old policy and KL",
-         "nft, many noise levels", "awm, average and KL"]  # fmt: skip
+SMALL = {  # each kind of stage once, and the rest among the long tests
+    "opd": "long", "opd, checkpointing": "long", "opd, beyond its teachers": "slow",
+    "grpo, batches of 2": "slow", "nft, old policy and KL": "long",
+    "nft, many noise levels": "long", "awm, average and KL": "slow",
+}  # fmt: skip
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("case", SMALL)
+@pytest.mark.parametrize(
+    "case", [pytest.param(name, marks=getattr(pytest.mark, mark)) for name, mark in SMALL.items()]
+)
 def test_the_peak_is_within_a_tenth_of_the_measured_one(small, case):
     run = memory.settings(*small, case.split(",")[0], *memory.CASES[case], size=128)
     row = memory.compared(run, "cpu")

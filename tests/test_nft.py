@@ -248,10 +248,8 @@ def test_an_update_of_nan_moves_no_policy(random_model: str, tmp_path: Path) -> 
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
-@pytest.mark.parametrize(
-    "stage",
-    [pytest.param("nft", marks=pytest.mark.slow), pytest.param("awm", marks=pytest.mark.long)],
-)
+@pytest.mark.parametrize("stage", ["nft", "awm"])
+@pytest.mark.long
 def test_compiled_is_eager(random_model: str, tmp_path: Path, stage: str) -> None:
     loops = []
     for name in ("eager", "compiled"):

@@ -1,6 +1,9 @@
 """recipe.py: stages feed one another, are checked as a whole, resumed, and not run twice."""
 
+import io
 import weakref
+from contextlib import redirect_stdout
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +55,48 @@ def written(model: str, folder: Path, **stages: dict) -> Path:
     path = folder / "recipe.yaml"
     path.write_text(yaml.safe_dump(data, sort_keys=False))
     return path
+
+
+@dataclass(frozen=True)
+class FinishedRecipe:
+    """The recipe that `written` gives, after `flowalign train`. output: what it printed. alive: how
+    many models of earlier stages there were when a stage loaded its own."""
+
+    config: Path
+    output: str
+    alive: list[int]
+
+    @property
+    def folder(self) -> Path:
+        return self.config.parent / "out"
+
+
+def finish(model: str, folder: Path) -> FinishedRecipe:
+    """Run it. Tests get it as the fixture `finished_recipe`; one that damages it runs it again."""
+    path = written(model, folder)
+    raw = yaml.safe_load(path.read_text())
+    watched = ["train.updates=1", "evaluation={every: 1, prompts: 2}",
+               "train.trackers=[tensorboard]"]  # fmt: skip
+    for stage, tasks in {"first": 1, "student": 2}.items():
+        held_out = [f"tasks.{i}.validation={folder / 'prompts.txt'}" for i in range(tasks)]
+        raw["stages"][stage]["set"] = [*watched, *held_out]
+    path.write_text(yaml.safe_dump(raw, sort_keys=False))
+    parts: list[weakref.ref[Any]] = []
+    alive: list[int] = []
+    real = base.load_pipeline
+
+    def load(*args: Any, **options: Any) -> Any:
+        alive.append(sum(part() is not None for part in parts))
+        pipe = real(*args, **options)
+        models = (pipe.transformer, pipe.vae, pipe.text_encoder, pipe.text_encoder_3)
+        parts.extend(map(weakref.ref, models))
+        return pipe
+
+    with pytest.MonkeyPatch.context() as patched, redirect_stdout(io.StringIO()) as output:
+        patched.setattr(base, "load_pipeline", load)
+        fakes.AcceleratorState._reset_state(reset_partial_state=True)
+        assert train.main(["--config", str(path)]) == 0
+    return FinishedRecipe(path, output.getvalue(), alive)
 
 
 def planned(path: Path) -> dict[str, Stage]:
@@ -125,30 +170,36 @@ def test_what_is_wrong_in_any_stage_is_said_before_the_first_runs(
 
 
 @pytest.mark.slow
-def test_a_recipe_runs_once_and_notices_what_changed(
-    random_model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = written(random_model, tmp_path)
-    assert train.main(["--config", str(path)]) == 0
-    out = tmp_path / "out"
-    times = {file: file.stat().st_mtime_ns for file in out.rglob(ADAPTER)}
-    assert {file.parent.parent.name for file in times} == {"first", "second", "merge", "student"}
+def test_a_recipe_leaves_its_results_and_no_model(finished_recipe: FinishedRecipe) -> None:
+    """No stage has the transformer, text encoders or VAE of an earlier one in memory."""
+    out = finished_recipe.folder
+    adapters = [file.parent.parent.name for file in out.glob(f"*/adapter/{ADAPTER}")]
+    assert sorted(adapters) == ["first", "merge", "second", "student"]
     report = (out / "merge" / "report.md").read_text()
-    assert (
-        report.startswith("concat of 2 updates") and "| layer | rank | relative error |" in report
-    )
-    assert report.splitlines()[0] in capsys.readouterr().out
+    assert report.startswith("concat of 2 updates")
+    assert "| layer | rank | relative error |" in report
+    assert report.splitlines()[0] in finished_recipe.output
     assert "student" in (out / "table" / "table.md").read_text()
     weights = load_file(out / "student" / "adapter" / ADAPTER)
     assert weights.keys() == load_file(out / "merge" / "adapter" / ADAPTER).keys()
+    assert finished_recipe.alive == [0, 0, 0, 0]  # two teachers, the student, the table
+
+
+@pytest.mark.slow
+def test_a_recipe_runs_once_and_notices_what_changed(
+    finished_recipe: FinishedRecipe, random_model: str
+) -> None:
+    path, out = finished_recipe.config, finished_recipe.folder
+    times = {file: file.stat().st_mtime_ns for file in out.rglob(ADAPTER)}
     assert train.main(["--config", str(path)]) == 0
     assert {file: file.stat().st_mtime_ns for file in out.rglob(ADAPTER)} == times
-    written(
-        random_model, tmp_path, second={"use": "teacher.yaml", "seed": 8, "train": {"updates": 1}}
-    )
+    sound = path.read_text()
+    raw = yaml.safe_load(sound)
+    raw["stages"]["second"]["seed"] = 8
+    path.write_text(yaml.safe_dump(raw, sort_keys=False))
     (changed,) = problems(path)
     assert "out/second: finished with another seed. Delete" in changed
-    written(random_model, tmp_path)
+    path.write_text(sound)
     done = manifest.read_manifest(out / "merge", file="done.json")
     inputs = {**done.about["inputs"], str(out / "first" / "adapter"): "0" * 64}
     manifest.write_manifest(
@@ -156,24 +207,21 @@ def test_a_recipe_runs_once_and_notices_what_changed(
     )
     (stale,) = problems(path)
     assert "out/merge: finished with another adapters.0" in stale
+    manifest.write_manifest(out / "merge", done.about, done.files, file="done.json")
 
 
 @pytest.mark.parametrize("name", ["first/adapter/" + ADAPTER, "first/done.json", "merge/report.md"])
 @pytest.mark.slow
 def test_a_damaged_stage_is_run_again_and_the_others_stay(
-    random_model: str, tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
+    finished_recipe: FinishedRecipe, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    path = written(random_model, tmp_path)
-    raw = yaml.safe_load(path.read_text())
-    raw["stages"] = {stage: raw["stages"][stage] for stage in ("first", "second", "merge")}
-    path.write_text(yaml.safe_dump(raw, sort_keys=False))
-    assert train.main(["--config", str(path)]) == 0
-    out = tmp_path / "out"
+    out = finished_recipe.folder
     # read, not mapped: one of the files is about to be cut
     before = {file: load(file.read_bytes()) for file in out.rglob(f"adapter/{ADAPTER}")}
     sound = manifest.read_manifest(out / "second", file="done.json")
     (out / name).write_text("garbage")
-    assert train.main(["--config", str(path)]) == 0
+    fakes.AcceleratorState._reset_state(reset_partial_state=True)
+    assert train.main(["--config", str(finished_recipe.config)]) == 0
     (said,) = [r.getMessage() for r in caplog.records if "It is run again" in r.getMessage()]
     assert name.split("/")[0] in said and name.split("/")[-1] in said
     for file, weights in before.items():
@@ -217,36 +265,6 @@ def test_a_killed_stage_continues_from_its_checkpoint(
         for name in ("parts", "whole")
     )
     assert all((ours[key] == theirs[key]).all() for key in theirs)
-
-
-@pytest.mark.slow
-def test_a_stage_leaves_no_model_behind_when_the_next_one_loads(
-    random_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of teacher, student and table: not the transformer, nor the text encoders, nor the VAE."""
-    parts: list[list[weakref.ref[Any]]] = []
-    alive: list[int] = []
-    real = base.load_pipeline
-
-    def load(*args: Any, **options: Any) -> Any:
-        alive.append(sum(part() is not None for stage in parts for part in stage))
-        pipe = real(*args, **options)
-        models = (pipe.transformer, pipe.vae, pipe.text_encoder, pipe.text_encoder_3)
-        parts.append([weakref.ref(part) for part in models])
-        return pipe
-
-    monkeypatch.setattr(base, "load_pipeline", load)
-    fakes.AcceleratorState._reset_state(reset_partial_state=True)
-    path = written(random_model, tmp_path)
-    held_out = [f"tasks.{i}.validation={tmp_path / 'prompts.txt'}" for i in range(2)]
-    watched = ["train.updates=1", "evaluation={every: 1, prompts: 2}",
-               "train.trackers=[tensorboard]"]  # fmt: skip
-    raw = yaml.safe_load(path.read_text())
-    raw["stages"]["first"]["set"] = [*watched, held_out[0]]
-    raw["stages"]["student"]["set"] = [*watched, *held_out]
-    path.write_text(yaml.safe_dump(raw, sort_keys=False))
-    assert train.main(["--config", str(path)]) == 0
-    assert alive == [0, 0, 0, 0]  # two teachers, the student, the table
 
 
 def test_a_merge_alone_may_have_any_folder(random_model: str, tmp_path: Path) -> None:

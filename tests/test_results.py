@@ -48,12 +48,12 @@ def test_a_run_names_what_it_left(finished_run: fakes.FinishedRun) -> None:
 
 @pytest.mark.slow
 def test_a_recipe_an_evaluation_and_a_merge_name_theirs(
-    random_model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    finished_recipe: test_recipe.FinishedRecipe,
+    random_model: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    recipe = test_recipe.written(random_model, tmp_path)
-    fakes.AcceleratorState._reset_state(reset_partial_state=True)
-    assert cli.main(["train", "--config", str(recipe)]) == 0
-    found, out = places(capsys.readouterr().out), tmp_path / "out"
+    found, out = places(finished_recipe.output), finished_recipe.folder
     assert found["merge: adapter"] == out / "merge" / "adapter"
     assert found["table: report"] == out / "table" / "report.html"
     assert found["page"] == out / "watch.html"
