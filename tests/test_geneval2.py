@@ -224,3 +224,5 @@ def test_it_is_a_benchmark_of_the_tiny_world(tmp_path: Path, capsys) -> None:
     about = results["benchmarks"]["geneval2"]
     assert about["headline"] == "gm" and "detector" in about["engine"]
     assert "atoms_03" in (tmp_path / "table.md").read_text()
+    page = (tmp_path / "report.html").read_text()
+    assert "GM by number of atoms" in page and "AM by skill" in page
