@@ -77,22 +77,21 @@ class ImageSet:
         return ImageSet(benchmark.name, benchmark.prompts, benchmark.copies, (benchmark,))
 
 
-def build_sets(
+def image_sets(
     configs: Sequence[BenchmarkConfig],
     config_key: str,
-    device: torch.device,
     model: ModelConfig | None,
-    given: Mapping[str, GivenImages] | None = None,
-) -> list[ImageSet]:
-    """The image sets of benchmark configs, with their prompts, and with their rewards on a device.
+    given: Mapping[str, GivenImages],
+) -> tuple[list[ImageSet], list[str]]:
+    """The image sets of benchmark configs, with their prompts, and without judges; and what is
+    wrong: images that are missing, too many, broken or of several sizes, and prompts that a layout
+    cannot hold.
 
     config_key: of the list. model: whose sizes the images have; None = those of `given`, {model:
     images that another program made}.
-    Raises ConfigError for images that are missing, too many, broken or of several sizes, prompts
-    that a layout cannot hold and rewards that cannot be built.
     """
     problems, sets, by_prompt = [], [], {}
-    for name, source in (given or {}).items():
+    for name, source in given.items():
         try:
             by_prompt[name] = find_images(source.images)
         except ImagesError as error:
@@ -115,6 +114,19 @@ def build_sets(
             problems.append(f"{config_key}.{index}.layout: {error}")
         layout = config.layout
         sets.append(ImageSet(config.name, prompts, config.images, layout=layout, files=files))
+    return sets, problems
+
+
+def build_sets(
+    configs: Sequence[BenchmarkConfig],
+    config_key: str,
+    device: torch.device,
+    model: ModelConfig | None,
+    given: Mapping[str, GivenImages] | None = None,
+) -> list[ImageSet]:
+    """`image_sets`, with their rewards on a device. Raises ConfigError for what is wrong with them
+    and for rewards that cannot be built."""
+    sets, problems = image_sets(configs, config_key, model, given or {})
     if problems:
         raise ConfigError(problems)
     # only now: building a reward may load a large model

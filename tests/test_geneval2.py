@@ -5,6 +5,7 @@ import math
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import fakes
 import pytest
 import torch
 from test_vlm import asked, serve  # noqa: F401
@@ -138,6 +139,22 @@ def test_an_endpoint_without_log_probabilities_is_refused(serve, words: str, rep
     options = {"endpoint": endpoint(serve(lambda request: reply).url), "top_logprobs": 4}
     with pytest.raises(ValueError, match="`endpoint`.*(log-prob|logprobs)"):
         build_on(None, "geneval2", {"model": words, **options})
+
+
+def test_an_evaluation_by_such_an_endpoint_is_refused_in_a_sentence(
+    serve,  # noqa: F811
+    words: str,
+    tmp_path: Path,
+    capsys,  # noqa: F811
+) -> None:
+    judge = serve(lambda request: completion(TABLE, None))
+    options = {"model": words, "endpoint": endpoint(judge.url)}
+    mark = {"reward": {"name": "geneval2", "options": options}}
+    file = fakes.evaluation("tiny", tmp_path, [{"prompt": "a", **LINE}], mark)
+    assert evaluate(["--config", str(file)]) == 2
+    (problem,) = [line for line in capsys.readouterr().err.splitlines() if "benchmarks" in line]
+    assert "benchmarks.0.reward: `endpoint`" in problem
+    assert len(judge.requests) == 1 and not list((tmp_path / "out").glob("*.*"))
 
 
 def test_an_image_with_a_question_unanswered_is_invalid_and_never_0(serve, words: str) -> None:  # noqa: F811
