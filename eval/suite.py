@@ -6,6 +6,7 @@ its copy. So all models see the same noise, whatever the batch size or the numbe
 
 from __future__ import annotations
 
+import logging
 import math
 import platform
 from collections.abc import Callable, Mapping, Sequence
@@ -38,6 +39,8 @@ from flowalign.training.report.pictures import png
 from flowalign.training.rollout import generate
 from flowalign.training.run.processes import missing_steps
 from flowalign.types import EvalReport, EvalRow, Example, PromptBatch, Reward, Scores
+
+log = logging.getLogger("flowalign")
 
 
 class EvaluationError(RuntimeError):
@@ -106,6 +109,11 @@ def image_sets(
             except ImagesError as error:
                 problems.append(f"models.{name}: {config.name}: {error}")
         common = common or size
+        rows, limit = prompts.metadata, config.limit
+        few, tags = ({str(row.get("tag")) for row in some} for some in (rows[:limit], rows))
+        if few < tags:
+            count = f"the first {limit} of {len(rows)} prompts have {len(few)} of {len(tags)} tags"
+            log.warning("%s.%d.limit: %s.", config_key, index, count)
         prompts = replace(prompts.select(range(len(prompts))[: config.limit]), size=size)
         try:
             if config.layout and size:

@@ -287,15 +287,18 @@ def test_the_doctor_refuses_bad_images_too(name: str, tmp_path: Path, capsys):
 
 
 @pytest.mark.usefixtures("never")
-def test_more_prompts_than_the_benchmark_has_are_left_alone_and_a_limit_takes_the_first(tmp_path):
+def test_more_prompts_than_the_benchmark_has_are_left_alone_and_a_limit_takes_the_first(
+    tmp_path, caplog
+):
     source = as_jsonl(tmp_path / "theirs")
     with source.open("a") as file:
         file.write(f"\n{table(('a cow', 'nowhere.png'))}")
     path = str(config(tmp_path, source))
-    assert main(["--config", path, "benchmarks.0.limit=2"]) == 0
-    assert len(rows(tmp_path)["red"]) == 4
-    assert main(["--config", path]) == 0  # the same images and two more
-    assert len(rows(tmp_path)["red"]) == 6
+    for limit, count, lost in ((1, 2, 1), (2, 4, 0), (3, 6, 0)):  # the same images and two more
+        caplog.clear()
+        assert main(["--config", path, f"benchmarks.0.limit={limit}"]) == 0
+        assert len(rows(tmp_path)["red"]) == count
+        assert len([r for r in caplog.messages if "1 of 2 tags" in r]) == lost
 
 
 @pytest.mark.usefixtures("never")
