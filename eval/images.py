@@ -54,7 +54,7 @@ def find_images(source: str) -> dict[str, list[Path]]:
     except ImagesError:
         raise
     except (OSError, ValueError, TypeError, RecursionError) as error:
-        raise ImagesError(f"{path}: {error}. {FORMS}") from None
+        raise ImagesError(f"{path}: {str(error).rstrip('.')}. {FORMS}") from None
     if not images:
         raise ImagesError(f"{path} holds no images of prompts. {FORMS}")
     return images

@@ -6,6 +6,7 @@ its copy. So all models see the same noise, whatever the batch size or the numbe
 
 from __future__ import annotations
 
+import logging
 import math
 import platform
 from collections.abc import Callable, Mapping, Sequence
@@ -38,6 +39,8 @@ from flowalign.training.report.pictures import png
 from flowalign.training.rollout import generate
 from flowalign.training.run.processes import missing_steps
 from flowalign.types import EvalReport, EvalRow, Example, PromptBatch, Reward, Scores
+
+log = logging.getLogger("flowalign")
 
 
 class EvaluationError(RuntimeError):
@@ -77,22 +80,21 @@ class ImageSet:
         return ImageSet(benchmark.name, benchmark.prompts, benchmark.copies, (benchmark,))
 
 
-def build_sets(
+def image_sets(
     configs: Sequence[BenchmarkConfig],
     config_key: str,
-    device: torch.device,
     model: ModelConfig | None,
-    given: Mapping[str, GivenImages] | None = None,
-) -> list[ImageSet]:
-    """The image sets of benchmark configs, with their prompts, and with their rewards on a device.
+    given: Mapping[str, GivenImages],
+) -> tuple[list[ImageSet], list[str]]:
+    """The image sets of benchmark configs, with their prompts, and without judges; and what is
+    wrong: images that are missing, too many, broken or of several sizes, and prompts that a layout
+    cannot hold.
 
     config_key: of the list. model: whose sizes the images have; None = those of `given`, {model:
     images that another program made}.
-    Raises ConfigError for images that are missing, too many, broken or of several sizes, prompts
-    that a layout cannot hold and rewards that cannot be built.
     """
     problems, sets, by_prompt = [], [], {}
-    for name, source in (given or {}).items():
+    for name, source in given.items():
         try:
             by_prompt[name] = find_images(source.images)
         except ImagesError as error:
@@ -107,6 +109,11 @@ def build_sets(
             except ImagesError as error:
                 problems.append(f"models.{name}: {config.name}: {error}")
         common = common or size
+        rows, limit = prompts.metadata, config.limit
+        few, tags = ({str(row.get("tag")) for row in some} for some in (rows[:limit], rows))
+        if few < tags:
+            count = f"the first {limit} of {len(rows)} prompts have {len(few)} of {len(tags)} tags"
+            log.warning("%s.%d.limit: %s.", config_key, index, count)
         prompts = replace(prompts.select(range(len(prompts))[: config.limit]), size=size)
         try:
             if config.layout and size:
@@ -115,6 +122,19 @@ def build_sets(
             problems.append(f"{config_key}.{index}.layout: {error}")
         layout = config.layout
         sets.append(ImageSet(config.name, prompts, config.images, layout=layout, files=files))
+    return sets, problems
+
+
+def build_sets(
+    configs: Sequence[BenchmarkConfig],
+    config_key: str,
+    device: torch.device,
+    model: ModelConfig | None,
+    given: Mapping[str, GivenImages] | None = None,
+) -> list[ImageSet]:
+    """`image_sets`, with their rewards on a device. Raises ConfigError for what is wrong with them
+    and for rewards that cannot be built."""
+    sets, problems = image_sets(configs, config_key, model, given or {})
     if problems:
         raise ConfigError(problems)
     # only now: building a reward may load a large model

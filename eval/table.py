@@ -6,11 +6,11 @@ Every file of an evaluation (table.md, report.html, results.json) takes its numb
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import product
-from typing import Any
 
 import numpy as np
 
@@ -18,19 +18,15 @@ from flowalign.eval.fidelity import Distance
 from flowalign.eval.stats import (
     AVERAGE,
     FIDELITY,
-    Images,
     average,
     difference,
     headline_row,
     part_of,
-    part_row,
     rows_of,
 )
 from flowalign.eval.store import Store
 from flowalign.eval.suite import Benchmark, Judged
 from flowalign.rewards import as_reward
-from flowalign.rewards.geneval2 import SKILLS
-from flowalign.rewards.ocr import WORDS, normalize, target_of
 from flowalign.system import escape
 from flowalign.system.escape import escaped
 from flowalign.training.report.page import Panel
@@ -55,7 +51,7 @@ class Results:
     def rows(self) -> dict[str, list[EvalRow]]:
         """{model: every metric of every benchmark}; kept, because bootstrap intervals take time."""
         return {
-            model: [row for b in self.benchmarks for row in all_rows(b, judged[b.name].rows)]
+            model: [row for b in self.benchmarks for row in rows_of(b, judged[b.name].rows)]
             for model, judged in self.judged.items()
         }
 
@@ -114,34 +110,14 @@ def tally(model: str, other: str, benchmark: Benchmark, gaps: Sequence[float]) -
     return f"{name}: {won} prompts won, {lost} lost, {equal} equal{unknown}"
 
 
-def all_rows(benchmark: Benchmark, images: Images) -> list[EvalRow]:
-    """`rows_of`, and the number of an OCR benchmark by the length of its texts, if these differ."""
-    groups: dict[int, list[Mapping[str, Any]]] = {}
-    reward = as_reward(benchmark.reward)
-    one_text = reward.name == "ocr" and reward.settings.get("rule") not in WORDS
-    for image in images if one_text else ():
-        text = normalize(image["metadata"].get("target") or target_of(image["prompt"]))
-        groups.setdefault(max(4, 2 ** (len(text) - 1).bit_length()), []).append(image)
-    rows, part = rows_of(benchmark, images), part_of(benchmark)
-    for longest in sorted(groups) if len(groups) > 1 else ():
-        label = f"{longest // 2 + 1 if longest > 4 else 1} to {longest} letters"
-        rows.append(part_row(benchmark.name, label, groups[longest], part))
-    return rows
-
-
 def breakdowns(benchmark: Benchmark, rows: Sequence[EvalRow]) -> dict[str, list[EvalRow]]:
-    """{by what: rows}: the benchmark's number by what papers split it, of a model's rows."""
+    """{by what: rows}: the benchmark's number by tag and as its reward says, of a model's rows."""
     rows = [row for row in rows if row.benchmark == benchmark.name]
     metrics = [row.metric for row in rows]
-    listed = {"by tag": rows[metrics.index("overall") + 1 :] if "overall" in metrics else []}
-    if as_reward(benchmark.reward).name == "geneval2":
-        listed["GM by number of atoms"] = [r for r in rows if r.metric.startswith("atoms_")]
-        listed["AM by skill"] = [row for row in rows if row.metric in SKILLS]
-    if as_reward(benchmark.reward).name == "dpg":
-        listed["by category"] = [r for r in rows if r.metric != "reward" and "-" not in r.metric]
-    by_length = (" letters", "_short", "_long")
-    listed["by length of the text"] = [row for row in rows if row.metric.endswith(by_length)]
-    listed["by number of texts"] = [row for row in rows if row.metric[:-1] == "regions_"]
+    end = metrics.index("overall") if "overall" in metrics else len(rows)  # the tags follow it
+    listed = {"by tag": rows[end + 1 :]}
+    for title, pattern in as_reward(benchmark.reward).breakdowns.items():
+        listed[title] = [row for row in rows[:end] if re.fullmatch(pattern, row.metric)]
     return {title: chosen for title, chosen in listed.items() if chosen}
 
 

@@ -140,19 +140,32 @@ class GenEval(RewardBase):
 
     @classmethod
     def check_prompts(cls, prompts: Sequence[str], metadata: Metadata, **options: Any) -> None:
-        """Raise ValueError for the first prompt whose metadata is not in GenEval's form."""
+        """Raise ValueError for the first prompt whose metadata is not in GenEval's form, or asks
+        for what the detector that the options name does not know (its `classes`): never seen, it
+        would only cost points."""
+        detector = options.get("detector")
+        known = getattr(
+            _factory(detector) if isinstance(detector, str) else detector, "classes", ()
+        )
         for number, (prompt, meta) in enumerate(zip(prompts, metadata, strict=True), 1):
             read = {key: meta[key] for key in Form.model_fields if key in meta}
+            where = f"number {number} of {len(prompts)}: prompt {shown(repr(prompt))}"
             try:
-                Form.model_validate(read)
+                form = Form.model_validate(read)
             except ValidationError as error:
                 first = error.errors()[0]
-                where = ".".join(map(str, first["loc"]))
+                key = ".".join(map(str, first["loc"]))
                 raise ValueError(
-                    f"number {number} of {len(prompts)}: prompt {shown(repr(prompt))} has the "
-                    f"metadata {shown(repr(dict(meta)))}; `{where}`: {first['msg']}. geneval wants "
-                    'a .jsonl with lines such as {"include": [{"class": "dog", "count": 2}]}.'
+                    f"{where} has the metadata {shown(repr(dict(meta)))}; `{key}`: {first['msg']}. "
+                    "geneval wants a .jsonl with lines such as "
+                    '{"include": [{"class": "dog", "count": 2}]}.'
                 ) from None
+            unknown = [clause.name for clause in form.include if clause.name not in known]
+            if known and unknown:
+                raise ValueError(
+                    f"{where} asks for {shown(repr(unknown[0]))}, and detector {detector!r} knows "
+                    f"{shown(', '.join(known))}. Name another detector."
+                )
 
     def __call__(self, images: Tensor, prompts: Sequence[str], metadata: Metadata) -> Scores:
         """images [B,3,H,W] in [0,1] -> Scores of B, on the CPU; reasons say what is wrong."""

@@ -181,7 +181,7 @@ class AskedReward(RewardBase):
     def check_prompts(cls, prompts: Sequence[str], metadata: Metadata, **options: Any) -> None:
         """Raise ValueError for the first prompt whose metadata is not of the judge's form."""
         if cls.chosen(**options) == "tiny":
-            return GenEval.check_prompts(prompts, metadata)
+            return GenEval.check_prompts(prompts, metadata, detector="tiny")
         for prompt, meta in zip(prompts, metadata, strict=True):
             try:
                 cls.questions(meta)
@@ -201,6 +201,7 @@ class GenEval2(AskedReward):
     name = source = "geneval2"
     licence = "its prompts: CC BY-NC 4.0"
     headline = "gm"
+    breakdowns = {"GM by number of atoms": r"atoms_\d+", "AM by skill": "|".join(sorted(SKILLS))}
     questions = staticmethod(questions)
 
     def __init__(

@@ -83,6 +83,8 @@ class Mask2Former:
     (which transformers needs for this model) or open_clip.
     """
 
+    classes = NAMES
+
     def __init__(
         self,
         model: Pretrained = MODEL,

@@ -342,8 +342,8 @@ class OCR(RewardBase):
     The target is `target` of the image's metadata (for several texts a list, or LongText-Bench's
     `text`), else what the prompt puts in quotes. An image without text scores 0. A failing engine
     and a prompt without a target raise: see `flowalign.rewards.score`.
-    parts: "exact", 1 where the text equals the target but for case and spaces, else 0; of several
-    texts those of `word_scores`.
+    parts: "exact", 1 where the text equals the target but for case and spaces, else 0, and the
+    value under the length of the target; of several texts those of `word_scores`.
     `engine.name` says what read: engine, models, settings. workers, batch_size change no result.
     """
 
@@ -352,6 +352,10 @@ class OCR(RewardBase):
     choices = {"rapidocr": "Apache-2.0", "paddleocr": "Apache-2.0", "vlm": ""}
     cost = Cost(seconds=0.306)  # docs/rewards/ocr.md. PaddleOCR downloads a few MB
     resizes = frozenset({"limit_side_len", "limit_type", "rec_width", "upscale"})
+    breakdowns = {
+        "by length of the text": "(letters|length)_.*",
+        "by number of texts": r"regions_\d",
+    }
 
     def __init__(
         self,
@@ -413,7 +417,9 @@ class OCR(RewardBase):
             if self.rule in RULES:
                 wanted, read = _compared(texts[0], lines)
                 value = RULES[self.rule](texts[0], lines)
-                rows.append({"value": value, "exact": float(wanted == read)})
+                longest = max(4, 1 << (len(wanted) - 1).bit_length())
+                length = f"letters_{longest // 2 + 1 if longest > 4 else 1:02}_to_{longest:02}"
+                rows.append({"value": value, "exact": float(wanted == read), length: value})
             else:
                 wanted, read = " ".join(texts), " ".join(text for text, _ in lines)
                 rows.append(word_scores(self.rule, texts, lines, meta))

@@ -136,6 +136,8 @@ class HPSv3(RewardBase):
         self.batch_size = batch_size
         name = str(resolve(device))  # the package wants text
         self.model = package.HPSv3RewardInferencer(checkpoint_path=checkpoint, device=name)
+        if name == "cpu":  # there the package's head of float32 does not take its model's bfloat16
+            self.model.model.float()
 
     @torch.no_grad()
     def __call__(self, images: Tensor, prompts: Sequence[str], metadata: Metadata) -> Scores:

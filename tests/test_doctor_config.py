@@ -5,6 +5,7 @@ from pathlib import Path
 import fakes
 import pytest
 from accelerate.state import AcceleratorState
+from PIL import Image
 from test_doctor import of_the_batch  # noqa: F401 (a reward that is planted by its name)
 
 from flowalign import config
@@ -14,7 +15,7 @@ from flowalign.commands.cli import main
 from flowalign.commands.doctor import live, plan
 from flowalign.training.preflight import world_problems
 
-TINY = sorted(Path(__file__).parent.parent.glob("configs/tiny/*.yaml"))
+TINY = sorted(Path(__file__).parent.parent.glob("configs/tiny/[!_]*.yaml"))
 EVALUATED = [
     "tasks.0.validation=tiny/geneval_test",
     "evaluation={every: 2, prompts: 4}",
@@ -78,6 +79,8 @@ FAULTS = [
 
 
 def test_a_model_that_samples_nothing_is_not_predicted(tmp_path, capsys):
+    Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
+    (tmp_path / "a.txt").write_text("a")
     made = {"theirs": {"images": str(tmp_path)}}
     path = fakes.evaluation("somebody/large", tmp_path, ["a"], models=made)
     assert main(["doctor", "--config", str(path)]) == 0

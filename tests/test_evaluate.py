@@ -48,11 +48,10 @@ def test_a_panel_of_preference_judges_shares_its_images(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("model", ["stabilityai/stable-diffusion-3.5-medium", "tiny"])
-def test_the_judges_of_a_panel_are_rewards_with_options_that_they_take(model: str) -> None:
-    ocr = {"prompts": "tiny/ocr_test", "reward": {"options": {}}}
-    panel = BenchmarkConfig(**more_benchmarks(model, ocr)["panel"])
-    for judge in panel.judges.values():
-        rewards.check(judge.name, judge.options)
+def test_the_judges_of_other_benchmarks_are_rewards_with_options_that_they_take(model: str) -> None:
+    for raw in more_benchmarks(model).values():
+        for judge in BenchmarkConfig(**raw).judges.values():
+            rewards.check(judge.name, judge.options)
 
 
 def test_the_config_that_it_keeps_is_the_same_evaluation(tmp_path: Path) -> None:

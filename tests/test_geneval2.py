@@ -5,6 +5,7 @@ import math
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import fakes
 import pytest
 import torch
 from test_vlm import asked, serve  # noqa: F401
@@ -140,6 +141,22 @@ def test_an_endpoint_without_log_probabilities_is_refused(serve, words: str, rep
         build_on(None, "geneval2", {"model": words, **options})
 
 
+def test_an_evaluation_by_such_an_endpoint_is_refused_in_a_sentence(
+    serve,  # noqa: F811
+    words: str,
+    tmp_path: Path,
+    capsys,  # noqa: F811
+) -> None:
+    judge = serve(lambda request: completion(TABLE, None))
+    options = {"model": words, "endpoint": endpoint(judge.url)}
+    mark = {"reward": {"name": "geneval2", "options": options}}
+    file = fakes.evaluation("tiny", tmp_path, [{"prompt": "a", **LINE}], mark)
+    assert evaluate(["--config", str(file)]) == 2
+    (problem,) = [line for line in capsys.readouterr().err.splitlines() if "benchmarks" in line]
+    assert "benchmarks.0.reward: `endpoint`" in problem
+    assert len(judge.requests) == 1 and not list((tmp_path / "out").glob("*.*"))
+
+
 def test_an_image_with_a_question_unanswered_is_invalid_and_never_0(serve, words: str) -> None:  # noqa: F811
     broken = line(("object", "Is it broken?", "Yes"), ("object", "Is it there?", "Yes"))
     reply = {True: completion(TABLE, None), False: completion(TABLE, 4)}
@@ -224,3 +241,5 @@ def test_it_is_a_benchmark_of_the_tiny_world(tmp_path: Path, capsys) -> None:
     about = results["benchmarks"]["geneval2"]
     assert about["headline"] == "gm" and "detector" in about["engine"]
     assert "atoms_03" in (tmp_path / "table.md").read_text()
+    page = (tmp_path / "report.html").read_text()
+    assert "GM by number of atoms" in page and "AM by skill" in page

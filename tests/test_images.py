@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,7 @@ from PIL import Image
 import flowalign
 from flowalign import rewards
 from flowalign.backbone import Backbone
+from flowalign.commands.cli import main as flowalign_main
 from flowalign.commands.evaluate import main
 from flowalign.config import EvalStage, load
 from flowalign.config.protocols import deviation
@@ -24,8 +26,8 @@ from flowalign.eval.images import find_images
 from flowalign.training.rollout import Noise
 
 WORDS = ["a dog", "two cats «ici»", "a dog"]  # the set lists the first one twice
-DOG = {"tag": "single_object", "include": [{"class": "dog", "count": 1}]}
-CATS = {"tag": "counting", "include": [{"class": "cat", "count": 2}]}
+DOG = {"tag": "single_object", "include": [{"class": "star", "count": 1}]}
+CATS = {"tag": "counting", "include": [{"class": "circle", "count": 2}]}
 ROWS = [{**DOG, "prompt": WORDS[0]}, {**CATS, "prompt": WORDS[1]}, {**DOG, "prompt": WORDS[2]}]
 SIZE = (32, 32)
 
@@ -242,16 +244,61 @@ def test_what_contradicts_the_images_is_refused(keys: dict[str, Any], said: str,
     assert said in capsys.readouterr().err
 
 
+def of_dogs(folder: Path) -> str:
+    """Prompts of objects that the tiny world's detector does not know."""
+    lines = (json.dumps({**row, "include": [{"class": "dog", "count": 1}]}) for row in ROWS)
+    (folder / "dogs.jsonl").write_text("\n".join(lines))
+    return str(folder / "dogs.jsonl")
+
+
 @pytest.mark.usefixtures("never")
-def test_more_prompts_than_the_benchmark_has_are_left_alone_and_a_limit_takes_the_first(tmp_path):
+@pytest.mark.parametrize(
+    ("reward", "prompts", "said"),
+    [
+        ("geneval", lambda folder: str(folder / "no.jsonl"), "prompts: no prompt set"),
+        ("geneval", lambda folder: str(folder / "theirs.json"), "prompts: .*theirs.json"),
+        ("geneval", of_dogs, "prompts: .* asks for 'dog'"),
+        ("dpg", of_dogs, "prompts: .* asks for 'dog'"),
+        ("remote", None, "reward: .* has no service"),
+    ],
+)
+def test_prompts_and_judges_that_give_no_score_are_refused_in_a_sentence(
+    reward: str, prompts: Callable[[Path], str] | None, said: str, tmp_path: Path, capsys
+):
+    source = geneval(tmp_path / "theirs")
+    (tmp_path / "theirs.json").write_text("[")
+    options = {"geneval": {"detector": "tiny"}, "dpg": {"model": "tiny"},
+               "remote": {"urls": "http://127.0.0.1:9", "retries": 0}}  # fmt: skip
+    mark = {"images": 2, "reward": {"name": reward, "options": options[reward]}}
+    mark |= {"prompts": prompts(tmp_path)} if prompts else {}
+    assert main(["--config", str(config(tmp_path, source, mark))]) == 2
+    (problem,) = [line for line in capsys.readouterr().err.splitlines() if "benchmarks." in line]
+    assert re.match(f"  - benchmarks.0.{said}", problem)
+    assert not list((tmp_path / "out").glob("*.*"))
+
+
+@pytest.mark.usefixtures("never")
+@pytest.mark.parametrize("name", ["no source", "mixed sizes", "fewer prompts"])
+def test_the_doctor_refuses_bad_images_too(name: str, tmp_path: Path, capsys):
+    make, said = BAD[name]
+    file = config(tmp_path, make(tmp_path / "theirs"))
+    assert flowalign_main(["doctor", "--config", str(file)]) == 2
+    assert said in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("never")
+def test_more_prompts_than_the_benchmark_has_are_left_alone_and_a_limit_takes_the_first(
+    tmp_path, caplog
+):
     source = as_jsonl(tmp_path / "theirs")
     with source.open("a") as file:
         file.write(f"\n{table(('a cow', 'nowhere.png'))}")
     path = str(config(tmp_path, source))
-    assert main(["--config", path, "benchmarks.0.limit=2"]) == 0
-    assert len(rows(tmp_path)["red"]) == 4
-    assert main(["--config", path]) == 0  # the same images and two more
-    assert len(rows(tmp_path)["red"]) == 6
+    for limit, count, lost in ((1, 2, 1), (2, 4, 0), (3, 6, 0)):  # the same images and two more
+        caplog.clear()
+        assert main(["--config", path, f"benchmarks.0.limit={limit}"]) == 0
+        assert len(rows(tmp_path)["red"]) == count
+        assert len([r for r in caplog.messages if "1 of 2 tags" in r]) == lost
 
 
 @pytest.mark.usefixtures("never")

@@ -91,6 +91,17 @@ def test_metadata_target_wins_and_exact_is_reported():
     assert scores.parts["exact"].tolist() == [0, 1]
 
 
+def test_the_value_is_also_given_by_the_length_of_the_target():
+    targets = ["a", "a b c", "abcd", "abcde", "abcd efgh", "abcdefghi"]
+    images = torch.ones(len(targets), 3, 8, 8)
+    scores = score(OCR(FakeEngine("a")), images, [f'"{t}"' for t in targets], [{}] * len(targets))
+    found = {name: ~p.isnan() for name, p in scores.parts.items() if name != "exact"}
+    assert {name: part.nonzero().flatten().tolist() for name, part in found.items()} == {
+        "letters_01_to_04": [0, 1, 2], "letters_05_to_08": [3, 4], "letters_09_to_16": [5]
+    }  # fmt: skip
+    assert scores.parts["letters_05_to_08"][3] == scores.value[3]
+
+
 PADDLE_3_7 = """
     doc_orientation_classify_model_name doc_orientation_classify_model_dir
     doc_unwarping_model_name doc_unwarping_model_dir text_detection_model_name

@@ -12,13 +12,17 @@ from flowalign.eval.run import main
 
 
 def config(folder: Path, model: str, output: str) -> Path:
-    """Two judges of two images a prompt, an odd number of batches, and a second benchmark that has
-    fewer batches than there are processes."""
+    """Two judges of two images a prompt and their diversity, an odd number of batches, and a second
+    benchmark that has fewer batches than there are processes."""
     judges = {name: {"name": f"fakes:{name}"} for name in ("redness", "constant")}
     many = {"name": "many", "images": 2, "rewards": judges, "layout": "t2i_compbench"}
     few = {"name": "few", "limit": 2}
     prompts = [f'a "{letter}"' for letter in "ABCDEFGHI"]
-    keys = {"output": str(folder / output), "report": {"images": 3}}
+    keys = {
+        "output": str(folder / output),
+        "report": {"images": 3},
+        "diversity": {"features": "tiny"},
+    }
     return fakes.evaluation(model, folder, prompts, many, few, **keys)
 
 
@@ -41,8 +45,11 @@ def test_two_processes_score_what_one_does(random_model: str, tmp_path: Path) ->
     assert ranks == {"rows.0.jsonl", "rows.1.jsonl"}  # there were two indeed
     one, two = rows(tmp_path / "one"), rows(tmp_path / "two")
     assert images(tmp_path / "two") == images(tmp_path / "one") != {}
-    for name in ("many_redness", "many_constant"):
+    for name in ("many_redness", "many_constant", "many_diversity"):
         assert two[name] == one[name] and len(one[name]) == 18
+    assert all(0 < row["value"] < 1 for row in one["many_diversity"])
+    tables = [(tmp_path / name / "table.md").read_text() for name in ("one", "two")]
+    assert tables[0] == tables[1] and "many_diversity_vendi" in tables[0]
     assert two["few"] == one["few"] and len(one["few"]) == 2  # one process has them all
 
 

@@ -148,14 +148,11 @@ def test_a_table_as_markdown():
     assert "| +0.66 ± 0.10 |" in markdown(Table("", gain, {"ocr": 2}, signed=True))
 
 
-class Text(RewardBase):
-    """What an OCR benchmark is known by."""
+class Split(RewardBase):
+    """A reward of a user's whose parts are shown by what they stand for."""
 
-    name = "ocr"
-
-
-class Questions(Text):
-    name, headline = "geneval2", "gm"
+    breakdowns = {"by size": r"size_\d+", "by shape": "round|square"}
+    headline = "whole"
 
 
 def rows_of_one(reward: RewardBase, rows: list[dict]) -> Results:
@@ -173,27 +170,21 @@ def test_bars_are_in_the_order_of_the_papers():
     assert list(report.bars(results, results.benchmarks[0])["by tag"]) == [*official, "own"]
 
 
-def test_text_is_shown_by_its_length():
-    texts = {"a": 1.0, "ab": 0.8, "a b c": 0.6, "abcd": 0.4, "abcdefgh": NAN, "target": 0.1}
-    rows = [{"prompt": f'"{t}"', "metadata": {}, "value": value} for t, value in texts.items()]
-    rows[-1]["metadata"] = {"target": "abcdefghi"}
-    results = rows_of_one(Text(), rows)
-    lengths = [(row.metric, row.n, row.total) for row in results.rows["m"][1:]]
-    assert lengths == [
-        ("1 to 4 letters", 4, 4), ("5 to 8 letters", 0, 1), ("9 to 16 letters", 1, 1)
-    ]  # fmt: skip
-    assert results.rows["m"][1].mean == pytest.approx(0.7)
-    (chart,) = report.bars(results, results.benchmarks[0]).values()
-    assert [bar.n for (bar,) in chart.values()] == [4, 0, 1]
-
-
-def test_geneval_2_is_shown_by_atoms_and_by_skill():
-    scores = [{"am": 0.7, "gm": 0.5, "atoms_10": 0.5, "object": 0.4, "count": 1.0},
-              {"am": 0.7, "gm": 0.6, "atoms_03": 0.6, "object": 0.8}]  # fmt: skip
-    rows = [{"prompt": str(i), "metadata": {}, "value": s["gm"]} | s for i, s in enumerate(scores)]
-    results = rows_of_one(Questions(), rows)
-    atoms, skills = report.bars(results, results.benchmarks[0]).values()
-    assert [*atoms] == ["atoms_03", "atoms_10"] and [*skills] == ["count", "object"]
+def test_parts_are_shown_by_what_the_reward_says():
+    """Also where a tag has the name of a part."""
+    scores = [{"whole": 0.5, "size_10": 0.5, "round": 0.4, "square": 1.0, "other": 1.0},
+              {"whole": 0.6, "size_03": 0.6, "round": 0.8}]  # fmt: skip
+    rows = [
+        {"prompt": p, "metadata": {"tag": "round"}, "value": 0.0} | s
+        for p, s in zip("ab", scores, strict=True)
+    ]
+    results = rows_of_one(Split(), rows)
+    charts = report.bars(results, results.benchmarks[0])
+    assert {title: [*chart] for title, chart in charts.items()} == {
+        "by tag": ["round"], "by size": ["size_03", "size_10"], "by shape": ["round", "square"]
+    }  # fmt: skip
+    (bar,) = charts["by shape"]["round"]
+    assert bar.text.startswith("0.600") and bar.n == 2
 
 
 class Blank:

@@ -109,6 +109,7 @@ def test_hpsv3_takes_mu_and_passes_images_and_prompts_by_name(monkeypatch):
     class HPSv3RewardInferencer:
         def __init__(self, config_path=None, checkpoint_path=None, device="cuda"):
             seen.append((checkpoint_path, device))
+            self.model = torch.nn.Linear(2, 2).bfloat16()
 
         def reward(self, image_paths, prompts):
             values = [np.asarray(picture).mean() + len(p) for picture, p in
@@ -121,6 +122,7 @@ def test_hpsv3_takes_mu_and_passes_images_and_prompts_by_name(monkeypatch):
     prompts = ["a" * n for n in range(5)]
     for batch_size in (1, 3):
         reward = build("hpsv3", device="cpu", batch_size=batch_size)
+        assert reward.model.model.weight.dtype == torch.float32  # type: ignore[attr-defined]
         scores = reward(IMAGES, prompts, [{}] * 5)
         expected = [PIXELS[row].mean() + row for row in range(5)]
         assert scores.value.tolist() == pytest.approx(expected, rel=1e-6)

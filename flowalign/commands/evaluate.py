@@ -15,7 +15,6 @@ from flowalign.config.protocols import PROTOCOLS
 from flowalign.config.run import GivenImages
 from flowalign.eval import run
 
-PANEL = ("pickscore", "hpsv2", "imagereward", "aesthetic", "clipscore")  # judges of preference
 CONFIGURED = "--config"  # or --config=FILE
 
 
@@ -80,7 +79,7 @@ def settings(args: Namespace) -> dict[str, Any]:
     )
     data: dict[str, Any] = {**draft.data(), "output": str(args.out)}
     shipped = {benchmark["name"]: benchmark for benchmark in data["benchmarks"]}
-    known = shipped | more_benchmarks(args.model, shipped["ocr"])
+    known = shipped | more_benchmarks(args.model)
     if unknown := [name for name in args.benchmarks or () if name not in known]:
         raise ValueError(f"--benchmarks: no {unknown[0]!r}; there are {', '.join(known)}.")
     chosen = [known[name] for name in args.benchmarks or shipped]
@@ -124,27 +123,14 @@ def _asks_for(benchmark: Mapping[str, Any], prompts: Collection[str]) -> bool:
         return False
 
 
-def more_benchmarks(model: str, ocr: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Those that no shipped config has, since their judges are large or their texts long. ocr: the
-    family's benchmark of that name: its engine, and on the tiny world its prompts, are theirs."""
-    from flowalign.rewards.ocr import WORDS
+def more_benchmarks(model: str) -> dict[str, dict[str, Any]]:
+    """Those that no eval.yaml has, since their judges are large or their texts long."""
+    from flowalign.commands.init import CONFIGS, SD35
+    from flowalign.config import read
 
-    found, judge = {}, {"model": "tiny"} if model == "tiny" else {}
-    for name, file, images in (
-        ("geneval2", "geneval2_test.jsonl", 1), ("dpg", "dpg_bench.csv", 4),
-        ("cvtg2k", "cvtg2k", 1), ("longtext", "longtext_en.jsonl", 4),
-        ("longtext_zh", "longtext_zh.jsonl", 4),
-    ):  # fmt: skip
-        world, reward = "tiny/geneval_test", {"name": name, "options": judge}
-        if name in WORDS:
-            options = ocr["reward"]["options"] | {"rule": name}
-            world, reward = ocr["prompts"], {"name": "ocr", "options": options}
-        prompts = world if judge else f"data/{file}"
-        found[name] = {"name": name, "prompts": prompts, "images": images, "reward": reward}
-    names = ("pickscore", "clipscore") if judge else PANEL
-    prompts = "tiny/preference_test" if judge else "data/drawbench.txt"
-    judges = {name: {"name": name, "options": judge or {"offload": True}} for name in names}
-    return found | {"panel": {"name": "panel", "prompts": prompts, "rewards": judges}}
+    folder = CONFIGS / "tiny" if model == "tiny" else SD35
+    listed = read(folder / "_benchmarks.yaml")["benchmarks"]
+    return {benchmark["name"]: benchmark for benchmark in listed}
 
 
 def show(argv: Sequence[str]) -> int:
@@ -160,8 +146,7 @@ def show(argv: Sequence[str]) -> int:
     model = parser.parse_args(argv).model
     rows = []
     shipped = read((family_folder(model) or SD35) / "eval.yaml")["benchmarks"]
-    (ocr,) = (benchmark for benchmark in shipped if benchmark["name"] == "ocr")
-    for benchmark in [*shipped, *more_benchmarks(model, ocr).values()]:
+    for benchmark in [*shipped, *more_benchmarks(model).values()]:
         try:
             there = f"{len(load_prompts(benchmark['prompts'], ''))} there"
         except (PromptError, OSError):

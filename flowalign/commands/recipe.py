@@ -20,6 +20,7 @@ from flowalign.backbone.adapters import file_digest
 from flowalign.commands.card import REPORT, write_card
 from flowalign.config import (
     ConfigError,
+    EvalStage,
     MergeStage,
     RecipeStage,
     Stage,
@@ -30,6 +31,7 @@ from flowalign.config import (
     stage_names,
     to_yaml,
 )
+from flowalign.eval.suite import image_sets
 from flowalign.system import files, manifest
 from flowalign.system.manifest import Damaged
 from flowalign.teachers import merge as merging
@@ -137,6 +139,9 @@ def examine(
         problems = world_problems(
             config, num_processes, resume=resume, any_world=any_world, trust=trust
         )
+        if isinstance(config, EvalStage) and config.given and not problems:
+            model = config.model if config.adapters else None
+            _, problems = image_sets(config.scored, "benchmarks", model, config.given)
         return {Path(config.output).name: config}, problems
     stages, problems = _read_stages(config.recipe, home)
     return stages, _problems(config.recipe, stages, problems, num_processes, any_world, trust)

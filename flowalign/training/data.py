@@ -106,7 +106,7 @@ def _locate(source: str) -> Path:
         raise PromptError(f"no prompt set {source[:80]!r}: {error}") from None
     commands = [f"`{text}`" for text in sources.commands(source)]
     present = sorted(p for p in islice(path.parent.glob("*"), 1000) if p.suffix in READERS)
-    names = [f"tiny/{p.stem}" if tiny else str(p) for p in present[:12]]
+    names = [f"tiny/{p.stem}" if tiny else str(p) for p in present[:12]] or ["none beside it"]
     raise PromptError(
         f"no prompt set {source!r}. "
         + (f"Run {' or '.join(commands)}." if commands else f"There are {', '.join(names)}.")
