@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from copy import deepcopy
+from copy import copy, deepcopy
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ from flowalign.backbone.lora import (
 from flowalign.backbone.placement import fingerprint
 from flowalign.backbone.text import TextEncoder, joined
 from flowalign.config import ModelConfig
+from flowalign.system.devices import resolve
 from flowalign.types import Conditioning
 
 COMPILATIONS = 256  # per kind of block: adapters x (rollout, update) x shapes; torch allows 8
@@ -39,7 +41,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 class Backbone:
-    """One frozen base with named adapters.
+    """One frozen base with named adapters; and others beside it, each under the name of an adapter.
 
     pipe: a loaded diffusers pipeline of a known family. model: its settings; `load` applies two of
     them, the attention backend and gradient checkpointing.
@@ -51,6 +53,8 @@ class Backbone:
     sharded = False  # if True, each process holds a piece of the base: all call `velocity` together
     compiled = False
     frozen: frozenset[str] = frozenset()  # names of adapters that are never trained
+    others: Mapping[str, Backbone] = MappingProxyType({})  # by the name that makes them active
+    _other: str | None = None  # the one of them that is active
     _lora_layers: Sequence[LoraLayer] = ()  # kept: to look for them costs more than to switch
     _unused: Sequence[LoraLayer] = ()  # those of them that are never trained
 
@@ -85,25 +89,37 @@ class Backbone:
     @classmethod
     def load(cls, model: ModelConfig, device: torch.device | str = "cpu") -> Backbone:
         """The model of a config. Raises ModelError if it cannot be loaded."""
-        pipe = load_pipeline(
-            model.id,
-            dtype=DTYPES[model.dtype],
-            vae_dtype=DTYPES[model.vae_dtype],
-            quantization=model.quantization,
-            revision=model.revision,
-            family=model.family,
-        )
-        backbone = cls(pipe, model, device)
+        backbone = cls(_load(model), model, device)
         if model.attention:
             use_backend(backbone.core, model.attention)
         if model.gradient_checkpointing:
             backbone.core.enable_gradient_checkpointing()
         return backbone
 
+    def load_other(self, model: ModelConfig, device: torch.device | str | None = None) -> Backbone:
+        """The frozen transformer of another model with the text encoders, VAE and schedule of this
+        one (`flowalign.backbone.structure.differences`); only its weights are loaded."""
+        parts = {name: part for name, part in self.pipe.components.items() if name != "transformer"}
+        pipe = _load(model, parts)
+        return self.with_other(pipe, model, resolve(device) if device else self.device)
+
+    def with_other(self, pipe: Any, model: ModelConfig, device: torch.device) -> Backbone:
+        """The same with the transformer of a pipeline of this family."""
+        other = copy(self)
+        other.pipe, other.family = pipe, type(self.family)(pipe)
+        other.name, other.dtype, other.device = model.id, DTYPES[model.dtype], device
+        other.core = pipe.transformer.requires_grad_(False).eval().to(device)
+        other.transformer, other.compiled, other.sharded = other.core, False, False
+        other.frozen, other.others, other._lora_layers, other._unused = frozenset(), {}, (), ()
+        if model.attention:
+            use_backend(other.core, model.attention)
+        return other
+
     def fingerprint(self) -> str:
         """Tells this base from another, whatever adapters lie on it: of the weights of all parts of
-        the pipeline. To be asked before the transformer is sharded."""
-        parts = self.pipe.components.values()
+        the pipeline, and of the others. To be asked before the transformer is sharded."""
+        others = {id(other): other.core for other in self.others.values()}  # each once
+        parts = [*self.pipe.components.values(), *others.values()]
         return fingerprint(part for part in parts if isinstance(part, nn.Module))
 
     # Sampling ----------------------------------------------------------------------------------
@@ -148,12 +164,19 @@ class Backbone:
         (`Family.guidance`). rows: size of the forward pass, where B is less: the last row is
         repeated, without gradient (kernels of other sizes round differently).
         """
+        if self._other:
+            other = self.others[self._other]
+            velocity = other.velocity(
+                x.to(other.device), sigma, cond, guidance=guidance, rows=rows
+            )
+            return velocity.to(x.device)
         batch = x.shape[0]
         sigma = torch.as_tensor(sigma, dtype=torch.float32, device=x.device).expand(batch)
         if rows is not None:
             filled = torch.arange(rows, device=x.device).clamp(max=batch - 1)
             x, sigma, cond = x[filled], sigma[filled], cond.select(filled)
-        text = {name: part[cond.index] for name, part in cond.text.items()}
+        # to: of another base, which may lie on another device
+        text = {name: part[cond.index].to(x.device) for name, part in cond.text.items()}
         kind = self.family.guidance
         if kind == "none" and guidance != 1:
             raise ModelError(
@@ -163,7 +186,7 @@ class Backbone:
         doubled = kind == "cfg" and guidance != 1
         if doubled:
             x, sigma = torch.cat([x, x]), torch.cat([sigma, sigma])
-            text = joined(cond.negative, text)
+            text = joined({name: part.to(x.device) for name, part in cond.negative.items()}, text)
         inputs = self.family.inputs(x.to(self.dtype), sigma, text, guidance)
         limits = nullcontext()
         if self.compiled:  # beyond its limit torch would silently run a block eagerly
@@ -282,7 +305,9 @@ class Backbone:
 
     @property
     def active(self) -> str | None:
-        """The active adapter; None = the base alone."""
+        """The active adapter, or another base by its name; None = the base alone."""
+        if self._other:
+            return self._other
         names = self._lora_layers[0].active_adapters if self._lora_layers else []
         return names[0] if names else None
 
@@ -303,7 +328,12 @@ class Backbone:
 
     def activate(self, name: str | None) -> None:
         """Make an adapter the active one. As in peft, only the active adapter has gradients, and a
-        frozen one has none; nor have layers that the velocity does not depend on."""
+        frozen one has none; nor have layers that the velocity does not depend on. The name of
+        another base makes that one active, with the adapter of this name if it has one."""
+        self._other = name if name in self.others else None
+        if name in self.others:
+            other = self.others[name]
+            return other.activate(name if name in other.frozen else None)
         loaded = getattr(self.core, "peft_config", {})  # absent before the first adapter
         if name is not None and name not in loaded:
             raise KeyError(f"no adapter {name!r}; have {sorted(loaded)}. Load it first.")
@@ -314,3 +344,16 @@ class Backbone:
             for half in (layer.lora_A, layer.lora_B):
                 if name and name in half:
                     half[name].requires_grad_(False)
+
+
+def _load(model: ModelConfig, parts: Mapping[str, Any] | None = None) -> Any:
+    """The pipeline of a config. parts: see `load_pipeline`."""
+    return load_pipeline(
+        model.id,
+        dtype=DTYPES[model.dtype],
+        vae_dtype=DTYPES[model.vae_dtype],
+        quantization=model.quantization,
+        revision=model.revision,
+        family=model.family,
+        parts=parts,
+    )

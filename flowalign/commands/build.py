@@ -114,12 +114,20 @@ def algorithm_parts(
     inputs: Inputs,
 ) -> Parts:
     """What the algorithm of a config is built from, with the teachers that it names on the
-    student's base. Raises ConfigError if one does not fit it."""
+    student's base, or on their own. Raises ConfigError if one does not fit it."""
+    loaded: dict[str, Backbone] = {}  # by their settings: several teachers have one base
+    bases: dict[str, Backbone] = {}
+    for key, model in config.bases.items():
+        device = config.labellers[key].device
+        if (settings := f"{device} {model}") not in loaded:
+            loaded[settings] = backbone.load_other(model, device)
+        bases[key] = loaded[settings]
     members = {
         key.removeprefix("teachers."): Member(
             teacher.adapter and inputs.adapter(teacher.adapter),
             config.guidance_of(teacher),
             **teacher.model_dump(include={"extrapolate", "reference"}),
+            base=bases.get(key),
         )
         for key, teacher in config.labellers.items()
     }

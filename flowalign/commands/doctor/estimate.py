@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from flowalign.backbone import DTYPES
+from flowalign.backbone import DTYPES, Backbone
 from flowalign.backbone.adapters import AdapterError, read_lora
 from flowalign.backbone.loading import store_in_fp8
 from flowalign.backbone.lora import adapted_layers
@@ -34,6 +34,7 @@ from flowalign.commands.doctor.meter import (
     size_of,
 )
 from flowalign.config import Stage, TeacherConfig, TrainingStage, overlay, parse
+from flowalign.config.learning import LabellerConfig
 from flowalign.config.model import LoraConfig, ModelConfig
 from flowalign.training.algorithm import STUDENT, algorithm_class
 from flowalign.training.data import PromptError, load_prompts
@@ -183,6 +184,21 @@ def ranks_of(
     return dict.fromkeys(adapted_layers(family.core, lora.targets or family.targets), lora.rank)
 
 
+def _stored(core: nn.Module, loaded: int, model: ModelConfig) -> int:
+    """Bytes of a transformer as it is stored. loaded: before adapters and 4 bits."""
+    if model.quantization != "nf4":
+        return loaded
+    layers = core.named_modules()
+    linear = (m for name, m in layers if isinstance(m, nn.Linear) and ".lora_" not in name)
+    weights = [layer.weight for layer in linear]
+    return loaded + round(sum(w.numel() for w in weights) * NF4) - size(weights)
+
+
+def _download(*modules: nn.Module) -> int:
+    """Bytes of their files on the Hub."""
+    return SIXTEEN * sum(p.numel() for part in modules for p in part.parameters())
+
+
 class _Shapes:
     """The model of a stage on the meta device, and its single passes. Their inputs are made before
     they are measured."""
@@ -197,9 +213,10 @@ class _Shapes:
                 store_in_fp8(pipe.transformer, self.dtype)
         self.encoders = self.backbone.family.encoders
         self.base = size_of(pipe.transformer)
+        self.bases: dict[str, tuple[Backbone, int]] = {}  # of teachers, and their resident bytes
         modules = (pipe.transformer, pipe.vae, *self.encoders)
         self.host = size_of(*modules)
-        self.download = SIXTEEN * sum(p.numel() for part in modules for p in part.parameters())
+        self.downloads = {model.id: _download(*modules)}
         sizes = [height * width for height, width in model.image_sizes]
         largest = sizes.index(max(sizes))
         self.latent_shape = self.backbone.latent_shapes[largest]
@@ -208,6 +225,7 @@ class _Shapes:
         self.frozen: dict[str, list[nn.Parameter]] = {}
         self.names: dict[frozenset[tuple[str, int]], str] = {}  # of frozen adapters, by their ranks
         self.meters: dict[tuple[Any, ...], Pass] = {}
+        self.elsewhere: set[str] = set()  # teachers' bases on another device
 
     @property
     def visiting(self) -> int:
@@ -232,20 +250,25 @@ class _Shapes:
         self.stage, self.backbone.decode_batch = config, config.model.decode_batch
 
     def measured(self, call: Callable[[], object], *key: Any) -> Pass:
-        """A call, which this key tells from others."""
+        """A call, which this key tells from others; of the adapter or base that its end names."""
         if key not in self.meters:
             # an encoder's peak can be its hidden states, which few blocks do not show
             whole = key[0] in ("text", "VAE")
-            used = [] if whole else [self.backbone.core]
+            adapter = getattr(key[-1], "adapter", None)
+            used = [] if whole else [self.backbone.others.get(adapter, self.backbone).core]
             self.meters[key] = measure_blocks(call, self.device_type, used)
         return self.meters[key]
 
-    def add(self, name: str, ranks: Mapping[str, int]) -> list[nn.Parameter]:
-        """Add an adapter with these ranks of its layers; its weights."""
-        add = partial(self.backbone.add_adapter, name, rank=max(ranks.values()), alpha=1.0)
+    def add(
+        self, name: str, ranks: Mapping[str, int], base: Backbone | None = None
+    ) -> list[nn.Parameter]:
+        """Add an adapter with these ranks of its layers, by default to the student's base; its
+        weights."""
+        base = base or self.backbone
+        add = partial(base.add_adapter, name, rank=max(ranks.values()), alpha=1.0)
         with torch.device("meta"):
             add(targets=list(ranks), ranks=ranks)
-        return self.backbone.adapter_parameters(name)
+        return base.adapter_parameters(name)
 
     def add_frozen(self, ranks: Mapping[str, int]) -> str:
         """Add a frozen adapter, as a run loads it; its name. Adapters of the same ranks cost the
@@ -257,19 +280,35 @@ class _Shapes:
                 parameter.data = parameter.data.to(self.dtype)
         return name
 
+    def add_base(self, key: str, teacher: LabellerConfig, ranks: Mapping[str, int]) -> None:
+        """A teacher on a base of its own, which several may have. ranks: of its adapter, or {}."""
+        assert isinstance(self.stage, TrainingStage)
+        model = self.stage.bases[key]
+        if (settings := f"{teacher.device} {model}") not in self.bases:
+            with torch.device("meta"):
+                base = without_data(model)
+                if model.quantization == "fp8":
+                    store_in_fp8(base.core, base.dtype)
+            elsewhere = teacher.device not in (None, self.device_type)
+            held = 0 if elsewhere else _stored(base.core, size_of(base.core), model)
+            self.bases[settings] = base, held
+            self.host = max(self.host, size_of(base.core))
+            self.downloads[model.id] = _download(base.core)
+        base, held = self.bases[settings]
+        self.backbone.others = {**self.backbone.others, key: base}
+        if ranks:
+            self.frozen[key] = self.add(key, ranks, base)
+            base.frozen |= {key}
+        self.elsewhere |= {key} if held == 0 else set()
+
     def base_parts(self) -> dict[str, int]:
-        """Resident bytes of the model itself."""
-        model, base = self.stage.model, self.base
-        if model.quantization == "nf4":
-            layers = self.backbone.core.named_modules()
-            weights = [
-                layer.weight
-                for name, layer in layers
-                if isinstance(layer, nn.Linear) and ".lora_" not in name
-            ]
-            base += round(sum(w.numel() for w in weights) * NF4) - size(weights)
+        """Resident bytes of the model itself, and of teachers' bases."""
+        model = self.stage.model
         return {
-            f"transformer ({model.quantization or model.dtype})": base,
+            f"transformer ({model.quantization or model.dtype})": _stored(
+                self.backbone.core, self.base, model
+            ),
+            "transformers of teachers": sum(held for _, held in self.bases.values()),
             f"VAE ({model.vae_dtype})": size_of(self.backbone.pipe.vae),
             f"text encoders ({model.dtype})": size_of(*self.encoders) - self.visiting,
         }
@@ -307,7 +346,8 @@ class _Shapes:
             with torch.no_grad(), self.backbone.adapter(source.adapter):
                 self.backbone.velocity(x, 0.5, cond, guidance=source.guidance)
 
-        return self.measured(forward, "forward", batch, source)
+        meter = self.measured(forward, "forward", batch, source)
+        return meter._replace(peak=0) if source.adapter in self.elsewhere else meter
 
     def decoded(self, batch: int) -> Pass:
         """The VAE's decoder."""
@@ -379,10 +419,15 @@ class _Run(_Shapes):
         self.teachers: list[nn.Parameter] = []
         self.sources: dict[str, Source] = {}  # who labels, by its key in the config
         for key, teacher in config.labellers.items():
-            name = None
+            name, layers = None, {}
             if teacher.adapter is not None:
-                name = self.add_frozen(ranks_of(teacher.adapter, lora, ranks, config.model))
-                self.teachers += self.frozen[name]
+                model = config.bases.get(key, config.model)
+                layers = ranks_of(teacher.adapter, lora, ranks, model)
+            if key in config.bases:
+                self.add_base(name := key, teacher, layers)
+            elif layers:
+                name = self.add_frozen(layers)
+            self.teachers += self.frozen.get(name, []) if name else []
             self.sources[key] = Source(name, config.guidance_of(teacher))
         self._add_references(ranks_of_student)
         self.backbone.activate(STUDENT)
@@ -434,7 +479,7 @@ class _Run(_Shapes):
         lora, policies = size(self.student), len(self.keeps.policies)
         trained = size(p for p in self.student if p.requires_grad)
         moments = ADAM_8BIT if self.config.optimizer.name == "adamw8bit" else 1
-        adapters = sum(source.adapter is not None for source in self.sources.values())
+        adapters = sum(t.adapter is not None for t in self.config.labellers.values())
         return self.base_parts() | {
             "student's LoRA (float32)": lora,
             "its Adam moments": round(2 * trained * moments),
