@@ -33,7 +33,6 @@ from flowalign.backbone.lora import (
 from flowalign.backbone.placement import fingerprint
 from flowalign.backbone.text import TextEncoder, joined
 from flowalign.config import ModelConfig
-from flowalign.system.devices import resolve
 from flowalign.types import Conditioning
 
 COMPILATIONS = 256  # per kind of block: adapters x (rollout, update) x shapes; torch allows 8
@@ -87,32 +86,41 @@ class Backbone:
         return self.latent_shapes[0]
 
     @classmethod
-    def load(cls, model: ModelConfig, device: torch.device | str = "cpu") -> Backbone:
-        """The model of a config. Raises ModelError if it cannot be loaded."""
-        backbone = cls(_load(model), model, device)
+    def load(
+        cls,
+        model: ModelConfig,
+        device: torch.device | str = "cpu",
+        beside: Backbone | None = None,
+    ) -> Backbone:
+        """The model of a config. Raises ModelError if it cannot be loaded. beside: one with the
+        same text encoders, VAE and schedule (`flowalign.backbone.structure.differences`), which are
+        shared: only a transformer is loaded."""
+        shared = dict(beside.pipe.components) if beside else {}
+        shared.pop("transformer", None)
+        pipe = load_pipeline(
+            model.id,
+            dtype=DTYPES[model.dtype],
+            vae_dtype=DTYPES[model.vae_dtype],
+            quantization=model.quantization,
+            revision=model.revision,
+            family=model.family,
+            parts=shared,
+        )
+        backbone = beside._with(pipe, model, device) if beside else cls(pipe, model, device)
         if model.attention:
             use_backend(backbone.core, model.attention)
         if model.gradient_checkpointing:
             backbone.core.enable_gradient_checkpointing()
         return backbone
 
-    def load_other(self, model: ModelConfig, device: torch.device | str | None = None) -> Backbone:
-        """The frozen transformer of another model with the text encoders, VAE and schedule of this
-        one (`flowalign.backbone.structure.differences`); only its weights are loaded."""
-        parts = {name: part for name, part in self.pipe.components.items() if name != "transformer"}
-        pipe = _load(model, parts)
-        return self.with_other(pipe, model, resolve(device) if device else self.device)
-
-    def with_other(self, pipe: Any, model: ModelConfig, device: torch.device) -> Backbone:
+    def _with(self, pipe: Any, model: ModelConfig, device: torch.device | str) -> Backbone:
         """The same with the transformer of a pipeline of this family."""
         other = copy(self)
         other.pipe, other.family = pipe, type(self.family)(pipe)
-        other.name, other.dtype, other.device = model.id, DTYPES[model.dtype], device
+        other.name, other.dtype, other.device = model.id, DTYPES[model.dtype], torch.device(device)
         other.core = pipe.transformer.requires_grad_(False).eval().to(device)
-        other.transformer, other.compiled, other.sharded = other.core, False, False
+        other.transformer, other.compiled = other.core, False
         other.frozen, other.others, other._lora_layers, other._unused = frozenset(), {}, (), ()
-        if model.attention:
-            use_backend(other.core, model.attention)
         return other
 
     def fingerprint(self) -> str:
@@ -344,16 +352,3 @@ class Backbone:
             for half in (layer.lora_A, layer.lora_B):
                 if name and name in half:
                     half[name].requires_grad_(False)
-
-
-def _load(model: ModelConfig, parts: Mapping[str, Any] | None = None) -> Any:
-    """The pipeline of a config. parts: see `load_pipeline`."""
-    return load_pipeline(
-        model.id,
-        dtype=DTYPES[model.dtype],
-        vae_dtype=DTYPES[model.vae_dtype],
-        quantization=model.quantization,
-        revision=model.revision,
-        family=model.family,
-        parts=parts,
-    )

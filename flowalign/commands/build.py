@@ -16,6 +16,7 @@ from flowalign.config import ConfigError, TrainingStage
 from flowalign.eval import suite
 from flowalign.eval.suite import Benchmark
 from flowalign.rewards import RewardBase
+from flowalign.system.devices import resolve
 from flowalign.system.signals import Clock
 from flowalign.teachers.bank import Bank, Member
 from flowalign.training.algorithm import STUDENT, Parts, algorithm_class
@@ -120,7 +121,8 @@ def algorithm_parts(
     for key, model in config.bases.items():
         device = config.labellers[key].device
         if (settings := f"{device} {model}") not in loaded:
-            loaded[settings] = backbone.load_other(model, device)
+            where = resolve(device) if device else backbone.device
+            loaded[settings] = Backbone.load(model, where, beside=backbone)
         bases[key] = loaded[settings]
     members = {
         key.removeprefix("teachers."): Member(

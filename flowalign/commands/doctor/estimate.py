@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from flowalign.backbone import DTYPES, Backbone
+from flowalign.backbone import DTYPES
 from flowalign.backbone.adapters import AdapterError, read_lora
 from flowalign.backbone.loading import store_in_fp8
 from flowalign.backbone.lora import adapted_layers
@@ -34,7 +34,6 @@ from flowalign.commands.doctor.meter import (
     size_of,
 )
 from flowalign.config import Stage, TeacherConfig, TrainingStage, overlay, parse
-from flowalign.config.learning import LabellerConfig
 from flowalign.config.model import LoraConfig, ModelConfig
 from flowalign.training.algorithm import STUDENT, algorithm_class
 from flowalign.training.data import PromptError, load_prompts
@@ -184,16 +183,6 @@ def ranks_of(
     return dict.fromkeys(adapted_layers(family.core, lora.targets or family.targets), lora.rank)
 
 
-def _stored(core: nn.Module, loaded: int, model: ModelConfig) -> int:
-    """Bytes of a transformer as it is stored. loaded: before adapters and 4 bits."""
-    if model.quantization != "nf4":
-        return loaded
-    layers = core.named_modules()
-    linear = (m for name, m in layers if isinstance(m, nn.Linear) and ".lora_" not in name)
-    weights = [layer.weight for layer in linear]
-    return loaded + round(sum(w.numel() for w in weights) * NF4) - size(weights)
-
-
 def _download(*modules: nn.Module) -> int:
     """Bytes of their files on the Hub."""
     return SIXTEEN * sum(p.numel() for part in modules for p in part.parameters())
@@ -202,6 +191,8 @@ def _download(*modules: nn.Module) -> int:
 class _Shapes:
     """The model of a stage on the meta device, and its single passes. Their inputs are made before
     they are measured."""
+
+    here = True  # on the device that is predicted, as all but the base of a teacher
 
     def __init__(self, config: Stage, device_type: str, processes: int) -> None:
         self.device_type, self.processes = device_type, processes
@@ -213,7 +204,6 @@ class _Shapes:
                 store_in_fp8(pipe.transformer, self.dtype)
         self.encoders = self.backbone.family.encoders
         self.base = size_of(pipe.transformer)
-        self.bases: dict[str, tuple[Backbone, int]] = {}  # of teachers, and their resident bytes
         modules = (pipe.transformer, pipe.vae, *self.encoders)
         self.host = size_of(*modules)
         self.downloads = {model.id: _download(*modules)}
@@ -225,7 +215,16 @@ class _Shapes:
         self.frozen: dict[str, list[nn.Parameter]] = {}
         self.names: dict[frozenset[tuple[str, int]], str] = {}  # of frozen adapters, by their ranks
         self.meters: dict[tuple[Any, ...], Pass] = {}
-        self.elsewhere: set[str] = set()  # teachers' bases on another device
+
+    @property
+    def transformer(self) -> int:
+        """Bytes of the transformer as it is stored, without adapters."""
+        if self.stage.model.quantization != "nf4":
+            return self.base
+        layers = self.backbone.core.named_modules()
+        linear = (m for name, m in layers if isinstance(m, nn.Linear) and ".lora_" not in name)
+        weights = [layer.weight for layer in linear]
+        return self.base + round(sum(w.numel() for w in weights) * NF4) - size(weights)
 
     @property
     def visiting(self) -> int:
@@ -250,25 +249,20 @@ class _Shapes:
         self.stage, self.backbone.decode_batch = config, config.model.decode_batch
 
     def measured(self, call: Callable[[], object], *key: Any) -> Pass:
-        """A call, which this key tells from others; of the adapter or base that its end names."""
+        """A call, which this key tells from others."""
         if key not in self.meters:
             # an encoder's peak can be its hidden states, which few blocks do not show
             whole = key[0] in ("text", "VAE")
-            adapter = getattr(key[-1], "adapter", None)
-            used = [] if whole else [self.backbone.others.get(adapter, self.backbone).core]
+            used = [] if whole else [self.backbone.core]
             self.meters[key] = measure_blocks(call, self.device_type, used)
         return self.meters[key]
 
-    def add(
-        self, name: str, ranks: Mapping[str, int], base: Backbone | None = None
-    ) -> list[nn.Parameter]:
-        """Add an adapter with these ranks of its layers, by default to the student's base; its
-        weights."""
-        base = base or self.backbone
-        add = partial(base.add_adapter, name, rank=max(ranks.values()), alpha=1.0)
+    def add(self, name: str, ranks: Mapping[str, int]) -> list[nn.Parameter]:
+        """Add an adapter with these ranks of its layers; its weights."""
+        add = partial(self.backbone.add_adapter, name, rank=max(ranks.values()), alpha=1.0)
         with torch.device("meta"):
             add(targets=list(ranks), ranks=ranks)
-        return base.adapter_parameters(name)
+        return self.backbone.adapter_parameters(name)
 
     def add_frozen(self, ranks: Mapping[str, int]) -> str:
         """Add a frozen adapter, as a run loads it; its name. Adapters of the same ranks cost the
@@ -280,35 +274,11 @@ class _Shapes:
                 parameter.data = parameter.data.to(self.dtype)
         return name
 
-    def add_base(self, key: str, teacher: LabellerConfig, ranks: Mapping[str, int]) -> None:
-        """A teacher on a base of its own, which several may have. ranks: of its adapter, or {}."""
-        assert isinstance(self.stage, TrainingStage)
-        model = self.stage.bases[key]
-        if (settings := f"{teacher.device} {model}") not in self.bases:
-            with torch.device("meta"):
-                base = without_data(model)
-                if model.quantization == "fp8":
-                    store_in_fp8(base.core, base.dtype)
-            elsewhere = teacher.device not in (None, self.device_type)
-            held = 0 if elsewhere else _stored(base.core, size_of(base.core), model)
-            self.bases[settings] = base, held
-            self.host = max(self.host, size_of(base.core))
-            self.downloads[model.id] = _download(base.core)
-        base, held = self.bases[settings]
-        self.backbone.others = {**self.backbone.others, key: base}
-        if ranks:
-            self.frozen[key] = self.add(key, ranks, base)
-            base.frozen |= {key}
-        self.elsewhere |= {key} if held == 0 else set()
-
     def base_parts(self) -> dict[str, int]:
-        """Resident bytes of the model itself, and of teachers' bases."""
+        """Resident bytes of the model itself."""
         model = self.stage.model
         return {
-            f"transformer ({model.quantization or model.dtype})": _stored(
-                self.backbone.core, self.base, model
-            ),
-            "transformers of teachers": sum(held for _, held in self.bases.values()),
+            f"transformer ({model.quantization or model.dtype})": self.transformer,
             f"VAE ({model.vae_dtype})": size_of(self.backbone.pipe.vae),
             f"text encoders ({model.dtype})": size_of(*self.encoders) - self.visiting,
         }
@@ -346,8 +316,7 @@ class _Shapes:
             with torch.no_grad(), self.backbone.adapter(source.adapter):
                 self.backbone.velocity(x, 0.5, cond, guidance=source.guidance)
 
-        meter = self.measured(forward, "forward", batch, source)
-        return meter._replace(peak=0) if source.adapter in self.elsewhere else meter
+        return self.measured(forward, "forward", batch, source)
 
     def decoded(self, batch: int) -> Pass:
         """The VAE's decoder."""
@@ -418,19 +387,38 @@ class _Run(_Shapes):
         self.student = self.add(STUDENT, ranks_of_student)
         self.teachers: list[nn.Parameter] = []
         self.sources: dict[str, Source] = {}  # who labels, by its key in the config
+        self.bases: dict[str, _Shapes] = {}  # of teachers, by their settings: several may have one
+        self.others: dict[str, tuple[_Shapes, str | None]] = {}  # teachers there, their adapters
         for key, teacher in config.labellers.items():
-            name, layers = None, {}
-            if teacher.adapter is not None:
-                model = config.bases.get(key, config.model)
-                layers = ranks_of(teacher.adapter, lora, ranks, model)
+            name, shapes, model = None, self, config.bases.get(key, config.model)
             if key in config.bases:
-                self.add_base(name := key, teacher, layers)
-            elif layers:
-                name = self.add_frozen(layers)
-            self.teachers += self.frozen.get(name, []) if name else []
+                shapes = self._base(model, teacher.device)
+            if teacher.adapter is not None:
+                name = shapes.add_frozen(ranks_of(teacher.adapter, lora, ranks, model))
+                self.teachers += shapes.frozen[name] if shapes.here else []
+            if key in config.bases:
+                self.others[key], name = (shapes, name), key
             self.sources[key] = Source(name, config.guidance_of(teacher))
         self._add_references(ranks_of_student)
         self.backbone.activate(STUDENT)
+
+    def _base(self, model: ModelConfig, device: str | None) -> _Shapes:
+        """The base of a teacher."""
+        if (settings := f"{device} {model}") not in self.bases:
+            stage = self.config.model_copy(update={"model": model})
+            base = self.bases[settings] = _Shapes(stage, self.device_type, self.processes)
+            base.here = device in (None, self.device_type)
+            self.host = max(self.host, base.base)
+            self.downloads[model.id] = _download(base.backbone.core)
+        return self.bases[settings]
+
+    def forward(self, batch: int, source: Source) -> Pass:
+        """As of the student's base; a base on another device holds nothing on this one."""
+        if source.adapter not in self.others:
+            return super().forward(batch, source)
+        base, name = self.others[source.adapter]
+        meter = base.forward(batch, replace(source, adapter=name))
+        return meter if base.here else meter._replace(peak=0)
 
     def _add_references(self, ranks: Mapping[str, int]) -> None:
         """What a teacher's target is extrapolated from, where it is: one more who labels."""
@@ -479,8 +467,11 @@ class _Run(_Shapes):
         lora, policies = size(self.student), len(self.keeps.policies)
         trained = size(p for p in self.student if p.requires_grad)
         moments = ADAM_8BIT if self.config.optimizer.name == "adamw8bit" else 1
-        adapters = sum(t.adapter is not None for t in self.config.labellers.values())
+        labellers = self.config.labellers.values()
+        adapters = sum(teacher.adapter is not None for teacher in labellers)
+        bases = [base.transformer for base in self.bases.values() if base.here]
         return self.base_parts() | {
+            f"transformers of {len(bases)} other bases": sum(bases),
             "student's LoRA (float32)": lora,
             "its Adam moments": round(2 * trained * moments),
             "its moving average": lora if self.config.ema else 0,
