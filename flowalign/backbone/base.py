@@ -174,9 +174,7 @@ class Backbone:
         """
         if self._other:
             other = self.others[self._other]
-            velocity = other.velocity(
-                x.to(other.device), sigma, cond, guidance=guidance, rows=rows
-            )
+            velocity = other.velocity(x.to(other.device), sigma, cond, guidance=guidance, rows=rows)
             return velocity.to(x.device)
         batch = x.shape[0]
         sigma = torch.as_tensor(sigma, dtype=torch.float32, device=x.device).expand(batch)

@@ -192,9 +192,7 @@ class LabellerConfig(Section):
     """dtype of its transformer and of the adapter on it; null = model.dtype."""
     quantization: Literal["nf4", "fp8"] | None = None
     """Its transformer is stored in fewer bits, as with model.quantization."""
-    device: str | None = Field(
-        default=None, pattern=r"^[a-z]+(:\d+)?$", examples=["cuda:1", "cpu"]
-    )
+    device: str | None = Field(default=None, pattern=r"^[a-z]+(:\d+)?$", examples=["cuda:1", "cpu"])
     """Where it lies, of each process a copy; null = on the device of the process."""
     guidance: NotNegative | None = Field(default=None, examples=[4.5])
     """Its CFG scale; null = the student's. A larger scale is distilled into the student; with
