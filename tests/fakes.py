@@ -86,7 +86,7 @@ def larger(folder: Path) -> str:
     pipe = pipeline()
     torch.manual_seed(7)
     wider = {"num_layers": 3, "num_attention_heads": 4, "caption_projection_dim": 64}
-    transformer = SD3Transformer2DModel.from_config({**pipe.transformer.config, **wider})
+    transformer = SD3Transformer2DModel(**{**pipe.transformer.config, **wider})
     pipe.register_modules(transformer=transformer.eval())
     pipe.save_pretrained(folder)
     return str(folder)

@@ -14,7 +14,7 @@ from torch import Tensor
 from flowalign.backbone import Backbone
 from flowalign.backbone.adapters import read_lora
 from flowalign.backbone.lora import misfit
-from flowalign.backbone.structure import differences
+from flowalign.backbone.structure import mismatches
 from flowalign.commands import train
 from flowalign.commands.doctor.estimate import predict
 from flowalign.commands.doctor.meter import size_of
@@ -293,11 +293,11 @@ def test_the_published_pairs() -> None:
     FLUX.2-klein 9B cannot label those of 4B, whose text encoder is smaller."""
     found = load(ROOT / "configs/sd35_medium/student_large.yaml", stage=OpdStage)
     ((key, base),) = found.bases.items()
-    assert key == "teachers.large" and not list(differences(found.model, base))
+    assert key == "teachers.large" and not list(mismatches(found.model, base))
     names = (f"Efficient-Large-Model/SANA1.5_{n}B_1024px_diffusers" for n in ("1.6", "4.8"))
-    assert not list(differences(*(ModelConfig(id=name) for name in names)))
+    assert not list(mismatches(*(ModelConfig(id=name) for name in names)))
     klein = (ModelConfig(id=f"black-forest-labs/FLUX.2-klein-{n}B") for n in (4, 9))
-    assert any(text.startswith("text_encoder ") for text in differences(*klein))
+    assert any(text.startswith("text_encoder ") for text in mismatches(*klein))
     predicted = predict(found)
     assert predicted.parts["transformers of 1 other bases"] == pytest.approx(16.3e9, rel=0.01)
     assert predicted.shapes.downloads[base.id] == pytest.approx(16.1e9, rel=0.01)

@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy, deepcopy
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -52,8 +51,7 @@ class Backbone:
     sharded = False  # if True, each process holds a piece of the base: all call `velocity` together
     compiled = False
     frozen: frozenset[str] = frozenset()  # names of adapters that are never trained
-    others: Mapping[str, Backbone] = MappingProxyType({})  # by the name that makes them active
-    _other: str | None = None  # the one of them that is active
+    _other: str | None = None  # the name of the active one of `others`
     _lora_layers: Sequence[LoraLayer] = ()  # kept: to look for them costs more than to switch
     _unused: Sequence[LoraLayer] = ()  # those of them that are never trained
 
@@ -66,6 +64,7 @@ class Backbone:
             # accelerate says "cpu:0" where there are several processes, which would copy all
             # weights, and their place in memory changes the last bits of products
             self.device = torch.device("cpu")
+        self.others: Mapping[str, Backbone] = {}  # by the name that makes them active
         self.core = pipe.transformer.requires_grad_(False).eval().to(self.device)
         self.transformer: nn.Module = self.core
         self.dtype = DTYPES[model.dtype]  # of all arithmetic of the transformer, adapters too
@@ -92,11 +91,10 @@ class Backbone:
         device: torch.device | str = "cpu",
         beside: Backbone | None = None,
     ) -> Backbone:
-        """The model of a config. Raises ModelError if it cannot be loaded. beside: one with the
-        same text encoders, VAE and schedule (`flowalign.backbone.structure.differences`), which are
-        shared: only a transformer is loaded."""
-        shared = dict(beside.pipe.components) if beside else {}
-        shared.pop("transformer", None)
+        """The model of a config. Raises ModelError if it cannot be loaded. beside: its text
+        encoders, VAE and schedule are taken, and only a transformer is loaded; what must match is
+        in `flowalign.backbone.structure.mismatches`."""
+        parts = beside.pipe.components if beside else {}
         pipe = load_pipeline(
             model.id,
             dtype=DTYPES[model.dtype],
@@ -104,7 +102,7 @@ class Backbone:
             quantization=model.quantization,
             revision=model.revision,
             family=model.family,
-            parts=shared,
+            parts={name: part for name, part in parts.items() if name != "transformer"},
         )
         backbone = beside._with(pipe, model, device) if beside else cls(pipe, model, device)
         if model.attention:
@@ -181,7 +179,6 @@ class Backbone:
         if rows is not None:
             filled = torch.arange(rows, device=x.device).clamp(max=batch - 1)
             x, sigma, cond = x[filled], sigma[filled], cond.select(filled)
-        # to: of another base, which may lie on another device
         text = {name: part[cond.index].to(x.device) for name, part in cond.text.items()}
         kind = self.family.guidance
         if kind == "none" and guidance != 1:
@@ -336,9 +333,9 @@ class Backbone:
         """Make an adapter the active one. As in peft, only the active adapter has gradients, and a
         frozen one has none; nor have layers that the velocity does not depend on. The name of
         another base makes that one active, with the adapter of this name if it has one."""
-        self._other = name if name in self.others else None
-        if name in self.others:
-            other = self.others[name]
+        other = self.others.get(name or "")
+        self._other = name if other else None
+        if other:
             return other.activate(name if name in other.frozen else None)
         loaded = getattr(self.core, "peft_config", {})  # absent before the first adapter
         if name is not None and name not in loaded:

@@ -7,7 +7,6 @@ import json
 import logging
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import diffusers
 import torch
 import transformers
-from huggingface_hub import snapshot_download, try_to_load_from_cache
+from huggingface_hub import try_to_load_from_cache
 from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
@@ -97,33 +96,28 @@ def family_without_text(
     return family_of(architecture.pipeline, family)(pipe)
 
 
-def differences(model: ModelConfig, other: ModelConfig) -> Iterator[str]:
-    """Why the transformer of another model cannot label a model's states: what their config files
-    say of latents, text and schedule. Raises LookupError where one has no such files, ModelError
-    for sizes that the other one lacks. The weights of encoders and VAE are not compared."""
-    for wanted in (model, other):
-        if wanted.id not in PUBLIC and local_folder(wanted.id, wanted.revision) is None:
-            with suppress(OSError, ValueError):  # of the Hub; `find` says what is missing
-                names = ["model_index.json", "*/config.json", "scheduler/*.json"]
-                snapshot_download(wanted.id, revision=wanted.revision, allow_patterns=names)
+def mismatches(model: ModelConfig, other: ModelConfig) -> Iterator[str]:
+    """Why the transformer of another model cannot label a model's states, by their config files:
+    the weights of encoders and VAE are not compared. Raises LookupError where the shapes of one are
+    not known, ModelError for sizes that it lacks."""
     ours, theirs = (_interface(without_data(wanted)) for wanted in (model, other))
     for key in ours | theirs:
         if ours.get(key) != theirs.get(key):
-            yield f"{key} is {theirs.get(key)!r}, and that of {model.id} {ours.get(key)!r}"
+            yield f"its {key} is {theirs.get(key)}, and that of {model.id} is {ours.get(key)}"
 
 
 def _interface(backbone: Backbone) -> dict[str, Any]:
     """What a transformer shares with all others that can label its states."""
-    family, pipe = backbone.family, backbone.pipe
-    found = {"family": family.name, "latent": backbone.latent_shapes}
-    found |= {"text": family.text_shapes(backbone.text.max_sequence_length)}
-    for name in ENCODERS:
-        if part := getattr(pipe, name, None):
+    family, length = backbone.family, backbone.text.max_sequence_length
+    found: dict[str, Any] = {"family": family.name, "latent": backbone.latent_shapes}
+    found["text"] = family.text_shapes(length)
+    for name, part in backbone.pipe.components.items():
+        if name in ENCODERS and part is not None:
             weights = sum(parameter.numel() for parameter in part.parameters())
             found[name] = f"{type(part).__name__} of {weights:,} weights"
-    for name in ("vae", "scheduler"):
-        entries = getattr(pipe, name).config.items()
-        found |= {f"{name}.{key}": value for key, value in entries if not key.startswith("_")}
+        elif name in ("vae", "scheduler"):
+            entries = part.config.items()
+            found |= {f"{name}.{key}": value for key, value in entries if key[0] != "_"}
     return found
 
 

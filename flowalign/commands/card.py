@@ -126,13 +126,11 @@ def licence(base: str) -> dict[str, str]:
 
 def origins(folder: Path, config: Stage) -> str:
     """The base, adapters and rewards of a run as a Markdown list, with their licences if known."""
-    bases = {"base": config.model} | {f"base of {key}": m for key, m in config.bases.items()}
-    lines = []
-    for key, model in bases.items():
-        terms = licence(model.id)
-        licensed = terms.get("license_link") or terms.get("license") or "see there"
-        holds = "its licence holds for this adapter, too" if key == "base" else "its licence"
-        lines.append(f"{escaped(key)} {code(model.id)}; {holds}: {licensed}")
+    terms = licence(config.model.id)
+    licensed = terms.get("license_link") or terms.get("license") or "see there"
+    lines = [f"base {code(config.model.id)}; its licence holds for this adapter, too: {licensed}"]
+    bases = config.bases.items()
+    lines += [f"{escaped(key)}: base {code(base.id)}; see its licence" for key, base in bases]
     lines += [f"{escaped(key)}: {code(source)}" for key, source in config.inputs.items()]
     if isinstance(config, TrainingStage):
         lines += [

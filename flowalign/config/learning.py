@@ -202,10 +202,7 @@ class LabellerConfig(Section):
         """Settings of a base that is not named."""
         for key in ("revision", "dtype", "quantization", "device"):
             if self.base is None and getattr(self, key) is not None:
-                yield (
-                    f"{key}: {getattr(self, key)!r}, but `base` is null, and the student's base is "
-                    "set under `model`. Name a base, or leave it out."
-                )
+                yield f"{key}: it is of `base`, which is null. Name a base, or leave it out."
 
 
 class TeacherConfig(LabellerConfig):

@@ -22,12 +22,7 @@ from flowalign.backbone.adapters import AdapterError, HubError, Lora, read_lora
 from flowalign.backbone.attention import unavailable
 from flowalign.backbone.loading import card_of, prompt_length
 from flowalign.backbone.lora import adapted_layers, misfit
-from flowalign.backbone.structure import (
-    cut_prompts,
-    differences,
-    family_without_text,
-    model_family,
-)
+from flowalign.backbone.structure import cut_prompts, family_without_text, mismatches, model_family
 from flowalign.backbone.tiny import PREFERENCE
 from flowalign.backbone.tiny.scenes import rendered
 from flowalign.config import ConfigError, EvalStage, Stage, TrainingStage
@@ -100,12 +95,13 @@ def world_problems(
     """
     inputs = Inputs(config.model) if inputs is None else inputs
     problems = [*_package_problems(config), *_adapter_problems(config, pending, inputs)]
-    problems += [*_model_problems(config), *_base_problems(config)]
+    problems += _model_problems(config)
     for judged in config.judged:
         problems += _scoring_problems(judged, trust, inputs)
     if isinstance(config, EvalStage) and config.fidelity:
         problems += _fidelity_problems(config, config.fidelity, trust, inputs)
     if isinstance(config, TrainingStage):
+        problems += _base_problems(config)
         problems += _training_problems(config, num_processes, trust)
         if resume is not None:
             problems += resuming.problems(
@@ -175,21 +171,18 @@ def _adapter_problems(config: Stage, pending: Collection[str], inputs: Inputs) -
                 )
 
 
-def _base_problems(config: Stage) -> Iterator[str]:
+def _base_problems(config: TrainingStage) -> Iterator[str]:
     """Teachers' bases that cannot label the student's states, and devices that are not there."""
     for key, model in config.bases.items():
         try:
-            reasons = list(differences(config.model, model))
+            reasons = list(mismatches(config.model, model))
         except (LookupError, ModelError, OSError, ValueError) as error:
-            yield f"{key}.base: {_text(error)}"
-            continue
+            reasons = [_text(error)]
         if reasons:
             yield (
-                f"{key}.base: {model.id!r} cannot label the states of {config.model.id!r}: its "
-                f"{'; its '.join(reasons)}. Use a model with the same VAE, text encoders and "
-                "scheduler, such as Stable Diffusion 3.5 Large for Medium."
+                f"{key}.base: {model.id!r} cannot label the states of {config.model.id!r}: "
+                f"{'; '.join(reasons)}. Use a model with the same VAE, text encoders and scheduler."
             )
-        assert isinstance(config, TrainingStage)
         kind, _, index = (config.labellers[key].device or "cpu").partition(":")
         here = torch.accelerator.current_accelerator()
         there = torch.accelerator.device_count() if here and here.type == kind else 0

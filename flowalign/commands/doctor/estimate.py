@@ -183,11 +183,6 @@ def ranks_of(
     return dict.fromkeys(adapted_layers(family.core, lora.targets or family.targets), lora.rank)
 
 
-def _download(*modules: nn.Module) -> int:
-    """Bytes of their files on the Hub."""
-    return SIXTEEN * sum(p.numel() for part in modules for p in part.parameters())
-
-
 class _Shapes:
     """The model of a stage on the meta device, and its single passes. Their inputs are made before
     they are measured."""
@@ -206,7 +201,8 @@ class _Shapes:
         self.base = size_of(pipe.transformer)
         modules = (pipe.transformer, pipe.vae, *self.encoders)
         self.host = size_of(*modules)
-        self.downloads = {model.id: _download(*modules)}
+        files = [SIXTEEN * sum(p.numel() for p in part.parameters()) for part in modules]
+        self.file, self.downloads = files[0], {model.id: sum(files)}  # bytes; transformer, all
         sizes = [height * width for height, width in model.image_sizes]
         largest = sizes.index(max(sizes))
         self.latent_shape = self.backbone.latent_shapes[largest]
@@ -409,7 +405,7 @@ class _Run(_Shapes):
             base = self.bases[settings] = _Shapes(stage, self.device_type, self.processes)
             base.here = device in (None, self.device_type)
             self.host = max(self.host, base.base)
-            self.downloads[model.id] = _download(base.backbone.core)
+            self.downloads[model.id] = base.file
         return self.bases[settings]
 
     def forward(self, batch: int, source: Source) -> Pass:

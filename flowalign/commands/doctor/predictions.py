@@ -18,7 +18,7 @@ from flowalign.backbone.structure import local_folder
 from flowalign.commands.doctor.estimate import Estimate, predict, ranks_of
 from flowalign.commands.doctor.findings import Finding, fault, note, ok, show
 from flowalign.commands.doctor.pace import DEFAULT_GPU, GPUS, Gpu, Pace, Times, present_gpu, times
-from flowalign.config import ADAPTER, ConfigError, Stage, read
+from flowalign.config import ADAPTER, ConfigError, ModelConfig, Stage, read
 
 GB, GIB = 10**9, 2**30
 SHARE = 0.92  # of a device's memory that tensors can use; the rest is lost between blocks
