@@ -15,6 +15,7 @@ from flowalign.backbone import Backbone
 from flowalign.backbone.adapters import read_lora
 from flowalign.backbone.lora import misfit
 from flowalign.backbone.structure import mismatches
+from flowalign.backbone.tiny import MODEL as TINY
 from flowalign.commands import train
 from flowalign.commands.doctor.estimate import predict
 from flowalign.commands.doctor.meter import size_of
@@ -285,6 +286,13 @@ def test_the_doctor_knows_its_memory(
     assert parts("teachers.even.quantization=fp8")[key] < 0.6 * one[key]
     assert parts("teachers.even.quantization=nf4")[key] < 0.6 * one[key]
     assert not any("other bases" in name for name in parts("teachers.even.device=cpu"))
+
+
+def test_the_length_of_a_prompt_is_the_students(tmp_path: Path) -> None:
+    """The tiny model has fewer tokens than its family by default, and a copy of it as many."""
+    copy = str(shutil.copytree(TINY, tmp_path / "copy"))
+    tiny, other = (ModelConfig(id=name, height=64, width=64) for name in ("tiny", copy))
+    assert not list(mismatches(tiny, other))
 
 
 @pytest.mark.slow

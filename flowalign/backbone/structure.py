@@ -100,7 +100,9 @@ def mismatches(model: ModelConfig, other: ModelConfig) -> Iterator[str]:
     """Why the transformer of another model cannot label a model's states, by their config files:
     the weights of encoders and VAE are not compared. Raises LookupError where the shapes of one are
     not known, ModelError for sizes that it lacks."""
-    ours, theirs = (_interface(without_data(wanted)) for wanted in (model, other))
+    student = without_data(model)  # whose text is as long
+    length = {"max_sequence_length": student.text.max_sequence_length}
+    ours, theirs = map(_interface, (student, without_data(other.model_copy(update=length))))
     for key in ours | theirs:
         if ours.get(key) != theirs.get(key):
             yield f"its {key} is {theirs.get(key)}, and that of {model.id} is {ours.get(key)}"

@@ -159,15 +159,13 @@ def _adapter_problems(config: Stage, pending: Collection[str], inputs: Inputs) -
             place = key.removesuffix(".adapter")
             model = config.bases.get(place, config.model)
             name = f"{place}.base" if place in config.bases else "model.id"
-            if lora.base not in (None, model.id):
+            reason = f"was trained on {lora.base!r}"
+            if lora.base in (None, model.id):
+                reason = misfit(family.core, lora) if (family := _family(model)) else None
+            if reason:
                 yield (
-                    f"{key}: {source!r} was trained on {lora.base!r}, and {name} is "
+                    f"{key}: {source!r} is an adapter of another base: it {reason}, and {name} is "
                     f"{model.id!r}. Name an adapter of this base, or that base as {name}."
-                )
-            elif (family := _family(model)) and (reason := misfit(family.core, lora)):
-                yield (
-                    f"{key}: {source!r} is an adapter of another base: it {reason}. Use one that "
-                    f"was trained on {model.id!r}."
                 )
 
 
