@@ -113,7 +113,8 @@ def _interface(backbone: Backbone) -> dict[str, Any]:
     family, length = backbone.family, backbone.text.max_sequence_length
     found: dict[str, Any] = {"family": family.name, "latent": backbone.latent_shapes}
     found["text"] = family.text_shapes(length)
-    for name, part in backbone.pipe.components.items():
+    components: dict[str, Any] = backbone.pipe.components
+    for name, part in components.items():
         if name in ENCODERS and part is not None:
             weights = sum(parameter.numel() for parameter in part.parameters())
             found[name] = f"{type(part).__name__} of {weights:,} weights"
