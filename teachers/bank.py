@@ -1,6 +1,7 @@
 """The bank of teachers: frozen adapters on the student's base, asked for labels by task.
 
-Memory per further teacher is its LoRA. The states of a batch are sorted by teacher and labelled
+Memory per further teacher is its LoRA; or another transformer, where a teacher has a base of its
+own. The states of a batch are sorted by teacher and labelled
 teacher by teacher, so that every forward pass has one adapter. A target may lie beyond its teacher:
 v_ref + lambda (v_teacher - v_ref).
 """
@@ -32,7 +33,8 @@ class Member:
     adapter: str | Path | Lora | None  # an opened one, its folder or Hub id; None = the base itself
     guidance: float = 1.0  # CFG scale of its labels
     extrapolate: float = 1.0  # lambda; 1 = its own velocity
-    reference: str = "base"  # v_ref at the same scale: the base, or "start"
+    reference: str = "base"  # v_ref at the same scale: the student's base, or "start"
+    base: Backbone | None = None  # of `Backbone.load_other`; None = the student's
 
 
 class Bank:
@@ -57,18 +59,21 @@ class Bank:
         self.backbone, self.members, self.routing = backbone, dict(members), dict(routing)
         self.batch_size, self.dtype = batch_size, dtype
         adapters = {_adapter(name): member.adapter for name, member in self.members.items()}
+        bases = {_adapter(name): m.base for name, m in self.members.items() if m.base}
+        backbone.others = {**backbone.others, **bases}
         if any(m.extrapolate != 1 and m.reference == "start" for m in self.members.values()):
             adapters[START] = start
         for name, adapter in adapters.items():
             if adapter is None:
                 continue
+            base = bases.get(name, backbone)
             try:
-                backbone.load_adapter(name, adapter, frozen=True)
+                base.load_adapter(name, adapter, frozen=True)
             except (RuntimeError, ValueError, KeyError, TypeError) as error:
                 where = adapter.file.parent if isinstance(adapter, Lora) else adapter
                 raise ValueError(
                     f"the adapter {where} does not fit the base "
-                    f"{backbone.name or 'model'}: {str(error).splitlines()[0]}. Give an adapter "
+                    f"{base.name or 'model'}: {str(error).splitlines()[0]}. Give an adapter "
                     "that was trained on this base."
                 ) from error
 
@@ -92,14 +97,16 @@ class Bank:
             places = [(pair // steps, pair % steps) for pair in pairs]
             for source, weight in self.targets(name):
                 passes += [(source, weight, place) for place in places]
-        last, _, place = passes[-1]
+        place = passes[-1][2]
         if known:
             field, there = known
             for _, weight, at in (part for part in passes if part[0] == field):
                 velocity[at] += weight * there[at]
             passes = [part for part in passes if part[0] != field]
-        # other processes may have more passes, in which all take part
-        passes += [(last, 0.0, place)] * missing_steps(len(passes), self.backbone.sharded)
+        # other processes may have more passes of the sharded base, in which all take part
+        own = sum(source.adapter not in self.backbone.others for source, *_ in passes)
+        missing = missing_steps(own, self.backbone.sharded)
+        passes += [(Source(None, 1.0), 0.0, place)] * missing
         for adapter, group in groupby(passes, key=lambda part: part[0].adapter):
             with self.backbone.adapter(adapter):  # once per teacher: switching costs time
                 for source, weight, (row, column) in group:
@@ -135,9 +142,10 @@ class Bank:
         return [(own, member.extrapolate), (reference, 1 - member.extrapolate)]
 
     def source(self, name: str) -> Source:
-        """A teacher's adapter on the base, and its CFG scale."""
+        """A teacher's adapter on the base, or its own base, and its CFG scale."""
         member = self.members[name]
-        return Source(None if member.adapter is None else _adapter(name), member.guidance)
+        plain = member.adapter is None and member.base is None
+        return Source(None if plain else _adapter(name), member.guidance)
 
 
 START = "teachers_start"  # the frozen adapter that the student starts from

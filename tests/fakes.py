@@ -81,6 +81,17 @@ def pipeline(seed: int = 0) -> StableDiffusion3Pipeline:
     )
 
 
+def larger(folder: Path) -> str:
+    """The same with a transformer of twice the width and more layers, saved in a folder."""
+    pipe = pipeline()
+    torch.manual_seed(7)
+    wider = {"num_layers": 3, "num_attention_heads": 4, "caption_projection_dim": 64}
+    transformer = SD3Transformer2DModel(**{**pipe.transformer.config, **wider})
+    pipe.register_modules(transformer=transformer.eval())
+    pipe.save_pretrained(folder)
+    return str(folder)
+
+
 SMALL: dict[str, Any] = {"height": 32, "width": 32, "max_sequence_length": parts.T5_LENGTH}
 
 

@@ -270,6 +270,28 @@ def test_two_processes_do_what_one_does(folders: dict[str, Path], strategy: str)
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_two_processes_with_a_teacher_on_another_base(
+    random_model: str, tmp_path: Path, strategy: str
+) -> None:
+    """Which is not sharded, and labels or samples on one of the processes."""
+    large = fakes.larger(tmp_path / "large")
+    runs, outputs = [], []
+    for make in (opd, sft):
+        folder, base = tmp_path / make.__name__, f"teachers.even.base={large}"
+        path = make(random_model, folder, "teachers.even.adapter=null", base)
+        alone(path)
+        outputs.append(folder / "run" / strategy)
+        runs.append(["--config", path, f"output={outputs[-1]}"])
+    launch(strategy, *runs)
+    for output in outputs:
+        assert_alike(output, 1e-5)
+        rows = zip(metrics(output), metrics(output.with_name("alone")), strict=True)
+        for found, expected in rows:
+            assert found == pytest.approx(expected, rel=1e-3, abs=1e-5, nan_ok=True)
+
+
+@pytest.mark.slow
 def test_every_family_is_sharded(tmp_path: Path) -> None:
     """By its own blocks, with prompts of different lengths on the two processes."""
     given = ["model.height=64", "rollout.guidance=4.5", "train.updates=2", *LINEAR,

@@ -64,7 +64,7 @@ CASES: dict[str, tuple[list[str], list[str]]] = {
     "another stage": (["stage=grpo"], ["`flowalign train`"]),
     "a LoRA that names another base": (
         ["models.tuned=sd3"],
-        ["models.tuned: 'sd3' was trained on 'stabilityai/stable-diffusion-3-medium'", "Name an"],
+        ["models.tuned: 'sd3' is", "was trained on 'stabilityai/stable-diffusion-3-medium'"],
     ),
     "a LoRA of another base that names none": (
         ["models.tuned=theirs"],

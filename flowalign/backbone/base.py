@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from copy import deepcopy
+from copy import copy, deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 class Backbone:
-    """One frozen base with named adapters.
+    """One frozen base with named adapters; and others beside it, each under the name of an adapter.
 
     pipe: a loaded diffusers pipeline of a known family. model: its settings; `load` applies two of
     them, the attention backend and gradient checkpointing.
@@ -51,6 +51,7 @@ class Backbone:
     sharded = False  # if True, each process holds a piece of the base: all call `velocity` together
     compiled = False
     frozen: frozenset[str] = frozenset()  # names of adapters that are never trained
+    _other: str | None = None  # the name of the active one of `others`
     _lora_layers: Sequence[LoraLayer] = ()  # kept: to look for them costs more than to switch
     _unused: Sequence[LoraLayer] = ()  # those of them that are never trained
 
@@ -63,6 +64,7 @@ class Backbone:
             # accelerate says "cpu:0" where there are several processes, which would copy all
             # weights, and their place in memory changes the last bits of products
             self.device = torch.device("cpu")
+        self.others: Mapping[str, Backbone] = {}  # by the name that makes them active
         self.core = pipe.transformer.requires_grad_(False).eval().to(self.device)
         self.transformer: nn.Module = self.core
         self.dtype = DTYPES[model.dtype]  # of all arithmetic of the transformer, adapters too
@@ -83,8 +85,16 @@ class Backbone:
         return self.latent_shapes[0]
 
     @classmethod
-    def load(cls, model: ModelConfig, device: torch.device | str = "cpu") -> Backbone:
-        """The model of a config. Raises ModelError if it cannot be loaded."""
+    def load(
+        cls,
+        model: ModelConfig,
+        device: torch.device | str = "cpu",
+        beside: Backbone | None = None,
+    ) -> Backbone:
+        """The model of a config. Raises ModelError if it cannot be loaded. beside: its text
+        encoders, VAE and schedule are taken, and only a transformer is loaded; what must match is
+        in `flowalign.backbone.structure.mismatches`."""
+        parts = beside.pipe.components if beside else {}
         pipe = load_pipeline(
             model.id,
             dtype=DTYPES[model.dtype],
@@ -92,18 +102,30 @@ class Backbone:
             quantization=model.quantization,
             revision=model.revision,
             family=model.family,
+            parts={name: part for name, part in parts.items() if name != "transformer"},
         )
-        backbone = cls(pipe, model, device)
+        backbone = beside._with(pipe, model, device) if beside else cls(pipe, model, device)
         if model.attention:
             use_backend(backbone.core, model.attention)
         if model.gradient_checkpointing:
             backbone.core.enable_gradient_checkpointing()
         return backbone
 
+    def _with(self, pipe: Any, model: ModelConfig, device: torch.device | str) -> Backbone:
+        """The same with the transformer of a pipeline of this family."""
+        other = copy(self)
+        other.pipe, other.family = pipe, type(self.family)(pipe)
+        other.name, other.dtype, other.device = model.id, DTYPES[model.dtype], torch.device(device)
+        other.core = pipe.transformer.requires_grad_(False).eval().to(device)
+        other.transformer, other.compiled = other.core, False
+        other.frozen, other.others, other._lora_layers, other._unused = frozenset(), {}, (), ()
+        return other
+
     def fingerprint(self) -> str:
         """Tells this base from another, whatever adapters lie on it: of the weights of all parts of
-        the pipeline. To be asked before the transformer is sharded."""
-        parts = self.pipe.components.values()
+        the pipeline, and of the others. To be asked before the transformer is sharded."""
+        others = {id(other): other.core for other in self.others.values()}  # each once
+        parts = [*self.pipe.components.values(), *others.values()]
         return fingerprint(part for part in parts if isinstance(part, nn.Module))
 
     # Sampling ----------------------------------------------------------------------------------
@@ -148,12 +170,16 @@ class Backbone:
         (`Family.guidance`). rows: size of the forward pass, where B is less: the last row is
         repeated, without gradient (kernels of other sizes round differently).
         """
+        if self._other:
+            other = self.others[self._other]
+            velocity = other.velocity(x.to(other.device), sigma, cond, guidance=guidance, rows=rows)
+            return velocity.to(x.device)
         batch = x.shape[0]
         sigma = torch.as_tensor(sigma, dtype=torch.float32, device=x.device).expand(batch)
         if rows is not None:
             filled = torch.arange(rows, device=x.device).clamp(max=batch - 1)
             x, sigma, cond = x[filled], sigma[filled], cond.select(filled)
-        text = {name: part[cond.index] for name, part in cond.text.items()}
+        text = {name: part[cond.index].to(x.device) for name, part in cond.text.items()}
         kind = self.family.guidance
         if kind == "none" and guidance != 1:
             raise ModelError(
@@ -163,7 +189,7 @@ class Backbone:
         doubled = kind == "cfg" and guidance != 1
         if doubled:
             x, sigma = torch.cat([x, x]), torch.cat([sigma, sigma])
-            text = joined(cond.negative, text)
+            text = joined({name: part.to(x.device) for name, part in cond.negative.items()}, text)
         inputs = self.family.inputs(x.to(self.dtype), sigma, text, guidance)
         limits = nullcontext()
         if self.compiled:  # beyond its limit torch would silently run a block eagerly
@@ -282,7 +308,9 @@ class Backbone:
 
     @property
     def active(self) -> str | None:
-        """The active adapter; None = the base alone."""
+        """The active adapter, or another base by its name; None = the base alone."""
+        if self._other:
+            return self._other
         names = self._lora_layers[0].active_adapters if self._lora_layers else []
         return names[0] if names else None
 
@@ -303,7 +331,12 @@ class Backbone:
 
     def activate(self, name: str | None) -> None:
         """Make an adapter the active one. As in peft, only the active adapter has gradients, and a
-        frozen one has none; nor have layers that the velocity does not depend on."""
+        frozen one has none; nor have layers that the velocity does not depend on. The name of
+        another base makes that one active, with the adapter of this name if it has one."""
+        other = self.others.get(name or "")
+        self._other = name if other else None
+        if other:
+            return other.activate(name if name in other.frozen else None)
         loaded = getattr(self.core, "peft_config", {})  # absent before the first adapter
         if name is not None and name not in loaded:
             raise KeyError(f"no adapter {name!r}; have {sorted(loaded)}. Load it first.")

@@ -123,13 +123,15 @@ def load_pipeline(
     quantization: str | None = None,
     revision: str | None = None,
     family: str | None = None,
+    parts: Mapping[str, Any] | None = None,
 ) -> Any:
     """A diffusers pipeline of a known family on the CPU, of safetensors files only.
 
     Raises ModelError if it cannot be loaded.
 
     dtype: of all parts but the VAE. quantization: the transformer is stored in "nf4" or "fp8"
-    instead, and computes in dtype. family: see `family_of`.
+    instead, and computes in dtype. family: see `family_of`. parts: those that are there, and are
+    not loaded.
     """
     index = model_index(model, revision=revision)
     name = index["_class_name"]
@@ -151,7 +153,7 @@ def load_pipeline(
             revision=revision,
             use_safetensors=True,  # else diffusers takes a pickle where a part has no other file
             quantization_config=four_bits,
-            **{key: {"default": dtype, "vae": vae_dtype}},
+            **{key: {"default": dtype, "vae": vae_dtype}, **(parts or {})},
         )
     except (OSError, ValueError) as error:
         raise _model_error(model, error) from error

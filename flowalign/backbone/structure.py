@@ -6,7 +6,7 @@ import inspect
 import json
 import logging
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -94,6 +94,34 @@ def family_without_text(
     with torch.device("meta"):
         pipe = build(replace(architecture, parts=parts))
     return family_of(architecture.pipeline, family)(pipe)
+
+
+def mismatches(model: ModelConfig, other: ModelConfig) -> Iterator[str]:
+    """Why the transformer of another model cannot label a model's states, by their config files:
+    the weights of encoders and VAE are not compared. Raises LookupError where the shapes of one are
+    not known, ModelError for sizes that it lacks."""
+    student = without_data(model)  # whose text is as long
+    length = {"max_sequence_length": student.text.max_sequence_length}
+    ours, theirs = map(_interface, (student, without_data(other.model_copy(update=length))))
+    for key in ours | theirs:
+        if ours.get(key) != theirs.get(key):
+            yield f"its {key} is {theirs.get(key)}, and that of {model.id} is {ours.get(key)}"
+
+
+def _interface(backbone: Backbone) -> dict[str, Any]:
+    """What a transformer shares with all others that can label its states."""
+    family, length = backbone.family, backbone.text.max_sequence_length
+    found: dict[str, Any] = {"family": family.name, "latent": backbone.latent_shapes}
+    found["text"] = family.text_shapes(length)
+    components: dict[str, Any] = backbone.pipe.components
+    for name, part in components.items():
+        if name in ENCODERS and part is not None:
+            weights = sum(parameter.numel() for parameter in part.parameters())
+            found[name] = f"{type(part).__name__} of {weights:,} weights"
+        elif name in ("vae", "scheduler"):
+            entries = part.config.items()
+            found |= {f"{name}.{key}": value for key, value in entries if key[0] != "_"}
+    return found
 
 
 class _Ids(nn.Module):

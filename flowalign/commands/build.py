@@ -16,6 +16,7 @@ from flowalign.config import ConfigError, TrainingStage
 from flowalign.eval import suite
 from flowalign.eval.suite import Benchmark
 from flowalign.rewards import RewardBase
+from flowalign.system.devices import resolve
 from flowalign.system.signals import Clock
 from flowalign.teachers.bank import Bank, Member
 from flowalign.training.algorithm import STUDENT, Parts, algorithm_class
@@ -114,12 +115,21 @@ def algorithm_parts(
     inputs: Inputs,
 ) -> Parts:
     """What the algorithm of a config is built from, with the teachers that it names on the
-    student's base. Raises ConfigError if one does not fit it."""
+    student's base, or on their own. Raises ConfigError if one does not fit it."""
+    loaded: dict[str, Backbone] = {}  # by their settings: several teachers have one base
+    bases: dict[str, Backbone] = {}
+    for key, model in config.bases.items():
+        device = config.labellers[key].device
+        if (settings := f"{device} {model}") not in loaded:
+            where = resolve(device) if device else backbone.device
+            loaded[settings] = Backbone.load(model, where, beside=backbone)
+        bases[key] = loaded[settings]
     members = {
         key.removeprefix("teachers."): Member(
             teacher.adapter and inputs.adapter(teacher.adapter),
             config.guidance_of(teacher),
             **teacher.model_dump(include={"extrapolate", "reference"}),
+            base=bases.get(key),
         )
         for key, teacher in config.labellers.items()
     }

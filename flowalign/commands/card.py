@@ -129,6 +129,8 @@ def origins(folder: Path, config: Stage) -> str:
     terms = licence(config.model.id)
     licensed = terms.get("license_link") or terms.get("license") or "see there"
     lines = [f"base {code(config.model.id)}; its licence holds for this adapter, too: {licensed}"]
+    bases = config.bases.items()
+    lines += [f"{escaped(key)}: base {code(base.id)}; see its licence" for key, base in bases]
     lines += [f"{escaped(key)}: {code(source)}" for key, source in config.inputs.items()]
     if isinstance(config, TrainingStage):
         lines += [

@@ -179,13 +179,30 @@ class AwmConfig(ForwardConfig):
 
 
 class LabellerConfig(Section):
-    """A frozen velocity field on the same base."""
+    """A frozen velocity field: a base, and perhaps an adapter of it."""
 
     adapter: str | None = Field(examples=["runs/teacher_ocr/adapter"])
     """Adapter folder or Hub id; null = the base itself."""
+    base: str | None = Field(default=None, examples=["stabilityai/stable-diffusion-3.5-large"])
+    """Another base (a folder or Hub id), such as a larger one, with the VAE, text encoders and
+    scheduler of model.id: only its transformer is loaded. null = the student's base."""
+    revision: str | None = Field(default=None, examples=["main"])
+    """Branch, tag or commit of that base on the Hub."""
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    """dtype of its transformer and of the adapter on it; null = model.dtype."""
+    quantization: Literal["nf4", "fp8"] | None = None
+    """Its transformer is stored in fewer bits, as with model.quantization."""
+    device: str | None = Field(default=None, pattern=r"^[a-z]+(:\d+)?$", examples=["cuda:1", "cpu"])
+    """Where it lies, of each process a copy; null = on the device of the process."""
     guidance: NotNegative | None = Field(default=None, examples=[4.5])
     """Its CFG scale; null = the student's. A larger scale is distilled into the student; with
     a smaller one the student unlearns its own."""
+
+    def problems(self) -> Iterator[str]:
+        """Settings of a base that is not named."""
+        for key in ("revision", "dtype", "quantization", "device"):
+            if self.base is None and getattr(self, key) is not None:
+                yield f"{key}: it is of `base`, which is null. Name a base, or leave it out."
 
 
 class TeacherConfig(LabellerConfig):

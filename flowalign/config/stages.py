@@ -70,9 +70,16 @@ class Stage(Section):
         return {}
 
     @property
+    def bases(self) -> dict[str, ModelConfig]:
+        """{config key of a teacher: its base}, of those that are not on the student's."""
+        return {}
+
+    @property
     def packages(self) -> dict[str, str]:
         """{config key: the optional package that its value needs}."""
-        return {"model.quantization": "bitsandbytes"} if self.model.quantization == "nf4" else {}
+        models = {"model": self.model, **self.bases}
+        nf4 = (key for key, model in models.items() if model.quantization == "nf4")
+        return {f"{key}.quantization": "bitsandbytes" for key in nf4}
 
     @property
     def recipe(self) -> RecipeStage | None:
@@ -261,6 +268,16 @@ class TrainingStage(Job):
     def labellers(self) -> dict[str, learning.LabellerConfig]:
         """{config key: teacher}, with the anchor; empty for a stage without teachers."""
         return {}
+
+    @property
+    def bases(self) -> dict[str, ModelConfig]:
+        bases = {}
+        for key, teacher in self.labellers.items():
+            if teacher.base is not None:
+                own = teacher.model_dump(include={"revision", "quantization"})
+                own |= {"id": teacher.base, "dtype": teacher.dtype or self.model.dtype}
+                bases[key] = self.model.model_copy(update=own)
+        return bases
 
     @property
     def scales(self) -> dict[str, float]:

@@ -322,7 +322,8 @@ class Loop:
             return False
         folder = saved.folder
         if saved.about["base"] != self.identity["base"]:
-            text = f"model.id: the weights of {self.config.model.id!r} have changed since"
+            names = [self.config.model.id, *(base.id for base in self.config.bases.values())]
+            text = f"model.id: the weights of {' or '.join(map(repr, names))} have changed since"
             raise ConfigError([f"{text} {folder} was written. Put those back."])
         for path, reason in saved.skipped.items() if self.accelerator.is_main_process else ():
             text = "--resume: %s is not used: %s. The run continues from %s."

@@ -22,7 +22,7 @@ from flowalign.backbone.adapters import AdapterError, HubError, Lora, read_lora
 from flowalign.backbone.attention import unavailable
 from flowalign.backbone.loading import card_of, prompt_length
 from flowalign.backbone.lora import adapted_layers, misfit
-from flowalign.backbone.structure import cut_prompts, family_without_text, model_family
+from flowalign.backbone.structure import cut_prompts, family_without_text, mismatches, model_family
 from flowalign.backbone.tiny import PREFERENCE
 from flowalign.backbone.tiny.scenes import rendered
 from flowalign.config import ConfigError, EvalStage, Stage, TrainingStage
@@ -101,6 +101,7 @@ def world_problems(
     if isinstance(config, EvalStage) and config.fidelity:
         problems += _fidelity_problems(config, config.fidelity, trust, inputs)
     if isinstance(config, TrainingStage):
+        problems += _base_problems(config)
         problems += _training_problems(config, num_processes, trust)
         if resume is not None:
             problems += resuming.problems(
@@ -137,9 +138,9 @@ def _package_problems(config: Stage) -> Iterator[str]:
     for key, package in config.packages.items():
         if not packages.installed(package):
             yield f"{key}: needs {package}, which is not installed. {packages.hint(package)}"
+        if key.endswith(".quantization") and not torch.cuda.is_available():
+            yield f"{key}: 'nf4' needs a GPU, and torch sees none. Use 'fp8', or null."
     model = config.model
-    if model.quantization == "nf4" and not torch.cuda.is_available():
-        yield "model.quantization: 'nf4' needs a GPU, and torch sees none. Use 'fp8', or null."
     if model.attention and (reason := unavailable(model.attention)):
         yield f"model.attention: {model.attention!r}: {reason} Or use null: SDPA."
 
@@ -155,16 +156,36 @@ def _adapter_problems(config: Stage, pending: Collection[str], inputs: Inputs) -
         except (AdapterError, HubError) as error:
             yield f"{key}: {error}"
         else:
-            if lora.base not in (None, config.model.id):
+            place = key.removesuffix(".adapter")
+            model = config.bases.get(place, config.model)
+            name = f"{place}.base" if place in config.bases else "model.id"
+            reason = f"was trained on {lora.base!r}"
+            if lora.base in (None, model.id):
+                reason = misfit(family.core, lora) if (family := _family(model)) else None
+            if reason:
                 yield (
-                    f"{key}: {source!r} was trained on {lora.base!r}, and model.id is "
-                    f"{config.model.id!r}. Name an adapter of this base, or that base as model.id."
+                    f"{key}: {source!r} is an adapter of another base: it {reason}, and {name} is "
+                    f"{model.id!r}. Name an adapter of this base, or that base as {name}."
                 )
-            elif (family := _family(config.model)) and (reason := misfit(family.core, lora)):
-                yield (
-                    f"{key}: {source!r} is an adapter of another base: it {reason}. Use one that "
-                    f"was trained on {config.model.id!r}."
-                )
+
+
+def _base_problems(config: TrainingStage) -> Iterator[str]:
+    """Teachers' bases that cannot label the student's states, and devices that are not there."""
+    for key, model in config.bases.items():
+        try:
+            reasons = list(mismatches(config.model, model))
+        except (LookupError, ModelError, OSError, ValueError) as error:
+            reasons = [_text(error)]
+        if reasons:
+            yield (
+                f"{key}.base: {model.id!r} cannot label the states of {config.model.id!r}: "
+                f"{'; '.join(reasons)}. Use a model with the same VAE, text encoders and scheduler."
+            )
+        kind, _, index = (config.labellers[key].device or "cpu").partition(":")
+        here = torch.accelerator.current_accelerator()
+        there = torch.accelerator.device_count() if here and here.type == kind else 0
+        if kind != "cpu" and int(index or 0) >= there:
+            yield f"{key}.device: {kind!r} has {there} devices here. Use another, 'cpu' or null."
 
 
 def _family(model: ModelConfig) -> Family | None:
@@ -192,7 +213,8 @@ def _model_problems(config: Stage) -> Iterator[str]:
         )
     yield from family.dtype_problems(model.id, model.dtype)
     for key, scale in config.scales.items():
-        if family.guidance == "none" and scale != 1:
+        model = config.bases.get(key.removesuffix(".guidance"), config.model)
+        if (family := _family(model)) and family.guidance == "none" and scale != 1:
             yield (
                 f"{key}: {scale:g}, and {model.id} has no guidance (it was distilled without). "
                 "Set it to 1."
@@ -347,7 +369,9 @@ def against_card(config: TrainingStage) -> Iterator[tuple[str, str]]:
     if config.evaluation and config.evaluation.steps:
         sampled["evaluation.steps"] = config.evaluation.steps
     far = {key: value for key, value in sampled.items() if distilled and value > 2 * steps}
-    far |= {key: s for key, s in config.scales.items() if not guidance / 2 <= s <= 2 * guidance}
+    bases = {f"{key}.guidance" for key in config.bases}
+    scales = {key: scale for key, scale in config.scales.items() if key not in bases}
+    far |= {key: s for key, s in scales.items() if not guidance / 2 <= s <= 2 * guidance}
     for key, value in far.items() if steps else ():
         text = f"card: {key} = {value:g}; {name} has {steps} steps at guidance {guidance:g}."
         yield level, text

@@ -160,7 +160,9 @@ def sample(
     shape, extra = backbone.latent_shape_of(batch.size), len(schedule.noisy)
     parts = list(batches(sources or [None] * len(batch), batch_size))
     if sources:  # without sources all processes have equally many
-        parts += parts[-1:] * missing_steps(len(parts), backbone.sharded)
+        own = sum(part[0] is not None and part[0].adapter not in backbone.others for part in parts)
+        repeated = Source(None, 1.0), parts[-1][1]
+        parts += [repeated] * missing_steps(own, backbone.sharded)
     order, trajectories, images = [], [], []
     for source, rows in parts:
         drawn = torch.stack([noise.draw(*places[row], shape, extra) for row in rows])

@@ -130,7 +130,7 @@ def _why_no_images(forecast: Forecast, args: argparse.Namespace) -> str:
         return "--no-model"
     if not args.trust and own_code(stage):
         return "the config names code, and --trust is not given"
-    if not is_here(stage) or estimate is None:
+    if not is_here(stage.model) or estimate is None:
         return f"{stage.model.id} is not on this machine (train downloads it)"
     if missing := [key for key, source in stage.inputs.items() if source in estimate.ranks]:
         return f"an earlier stage writes {', '.join(missing)}"

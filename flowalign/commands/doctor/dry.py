@@ -58,6 +58,8 @@ def _lines(stage: Stage, processes: int) -> Iterator[str]:
     yield f"model: {model.id} in {model.dtype}, VAE in {model.vae_dtype}, {model.listed_sizes}"
     for key, source in stage.inputs.items():
         yield f"{key}: {source}"
+    for key, base in stage.bases.items():
+        yield f"{key}.base: {base.id} in {base.quantization or base.dtype}"
     if isinstance(stage, TrainingStage):
         rollout, optimizer = stage.rollout, stage.optimizer
         yield (

@@ -187,6 +187,8 @@ class _Shapes:
     """The model of a stage on the meta device, and its single passes. Their inputs are made before
     they are measured."""
 
+    here = True  # on the device that is predicted, as all but the base of a teacher
+
     def __init__(self, config: Stage, device_type: str, processes: int) -> None:
         self.device_type, self.processes = device_type, processes
         self.stage, model, self.dtype = config, config.model, DTYPES[config.model.dtype]
@@ -199,7 +201,8 @@ class _Shapes:
         self.base = size_of(pipe.transformer)
         modules = (pipe.transformer, pipe.vae, *self.encoders)
         self.host = size_of(*modules)
-        self.download = SIXTEEN * sum(p.numel() for part in modules for p in part.parameters())
+        files = [SIXTEEN * sum(p.numel() for p in part.parameters()) for part in modules]
+        self.file, self.downloads = files[0], {model.id: sum(files)}  # bytes; transformer, all
         sizes = [height * width for height, width in model.image_sizes]
         largest = sizes.index(max(sizes))
         self.latent_shape = self.backbone.latent_shapes[largest]
@@ -208,6 +211,16 @@ class _Shapes:
         self.frozen: dict[str, list[nn.Parameter]] = {}
         self.names: dict[frozenset[tuple[str, int]], str] = {}  # of frozen adapters, by their ranks
         self.meters: dict[tuple[Any, ...], Pass] = {}
+
+    @property
+    def transformer(self) -> int:
+        """Bytes of the transformer as it is stored, without adapters."""
+        if self.stage.model.quantization != "nf4":
+            return self.base
+        layers = self.backbone.core.named_modules()
+        linear = (m for name, m in layers if isinstance(m, nn.Linear) and ".lora_" not in name)
+        weights = [layer.weight for layer in linear]
+        return self.base + round(sum(w.numel() for w in weights) * NF4) - size(weights)
 
     @property
     def visiting(self) -> int:
@@ -259,17 +272,9 @@ class _Shapes:
 
     def base_parts(self) -> dict[str, int]:
         """Resident bytes of the model itself."""
-        model, base = self.stage.model, self.base
-        if model.quantization == "nf4":
-            layers = self.backbone.core.named_modules()
-            weights = [
-                layer.weight
-                for name, layer in layers
-                if isinstance(layer, nn.Linear) and ".lora_" not in name
-            ]
-            base += round(sum(w.numel() for w in weights) * NF4) - size(weights)
+        model = self.stage.model
         return {
-            f"transformer ({model.quantization or model.dtype})": base,
+            f"transformer ({model.quantization or model.dtype})": self.transformer,
             f"VAE ({model.vae_dtype})": size_of(self.backbone.pipe.vae),
             f"text encoders ({model.dtype})": size_of(*self.encoders) - self.visiting,
         }
@@ -378,14 +383,38 @@ class _Run(_Shapes):
         self.student = self.add(STUDENT, ranks_of_student)
         self.teachers: list[nn.Parameter] = []
         self.sources: dict[str, Source] = {}  # who labels, by its key in the config
+        self.bases: dict[str, _Shapes] = {}  # of teachers, by their settings: several may have one
+        self.others: dict[str, tuple[_Shapes, str | None]] = {}  # teachers there, their adapters
         for key, teacher in config.labellers.items():
-            name = None
+            name, shapes, model = None, self, config.bases.get(key, config.model)
+            if key in config.bases:
+                shapes = self._base(model, teacher.device)
             if teacher.adapter is not None:
-                name = self.add_frozen(ranks_of(teacher.adapter, lora, ranks, config.model))
-                self.teachers += self.frozen[name]
+                name = shapes.add_frozen(ranks_of(teacher.adapter, lora, ranks, model))
+                self.teachers += shapes.frozen[name] if shapes.here else []
+            if key in config.bases:
+                self.others[key], name = (shapes, name), key
             self.sources[key] = Source(name, config.guidance_of(teacher))
         self._add_references(ranks_of_student)
         self.backbone.activate(STUDENT)
+
+    def _base(self, model: ModelConfig, device: str | None) -> _Shapes:
+        """The base of a teacher."""
+        if (settings := f"{device} {model}") not in self.bases:
+            stage = self.config.model_copy(update={"model": model})
+            base = self.bases[settings] = _Shapes(stage, self.device_type, self.processes)
+            base.here = device in (None, self.device_type)
+            self.host = max(self.host, base.base)
+            self.downloads[model.id] = base.file
+        return self.bases[settings]
+
+    def forward(self, batch: int, source: Source) -> Pass:
+        """As of the student's base; a base on another device holds nothing on this one."""
+        if source.adapter not in self.others:
+            return super().forward(batch, source)
+        base, name = self.others[source.adapter]
+        meter = base.forward(batch, replace(source, adapter=name))
+        return meter if base.here else meter._replace(peak=0)
 
     def _add_references(self, ranks: Mapping[str, int]) -> None:
         """What a teacher's target is extrapolated from, where it is: one more who labels."""
@@ -434,8 +463,11 @@ class _Run(_Shapes):
         lora, policies = size(self.student), len(self.keeps.policies)
         trained = size(p for p in self.student if p.requires_grad)
         moments = ADAM_8BIT if self.config.optimizer.name == "adamw8bit" else 1
-        adapters = sum(source.adapter is not None for source in self.sources.values())
+        labellers = self.config.labellers.values()
+        adapters = sum(teacher.adapter is not None for teacher in labellers)
+        bases = [base.transformer for base in self.bases.values() if base.here]
         return self.base_parts() | {
+            f"transformers of {len(bases)} other bases": sum(bases),
             "student's LoRA (float32)": lora,
             "its Adam moments": round(2 * trained * moments),
             "its moving average": lora if self.config.ema else 0,

@@ -199,7 +199,7 @@ def _labels(backbone: Backbone, bank: Bank, rollout: Rollout) -> Iterator[Findin
     x, rows = rollout.states[:2, 0], torch.arange(min(2, len(rollout)))
     sigma = rollout.sigmas[rollout.steps[0]].to(x).expand(len(x))
     cond = rollout.conditioning.select(rows)
-    for name, teacher in bank.members.items():
+    for name in bank.members:
         source = bank.source(name)
         with backbone.adapter(source.adapter):
             label = backbone.velocity(x, sigma, cond, guidance=source.guidance)
@@ -210,7 +210,7 @@ def _labels(backbone: Backbone, bank: Bank, rollout: Rollout) -> Iterator[Findin
             yield fault(
                 f"teacher {name!r}: its velocity is not finite. Its adapter or dtype is broken."
             )
-        elif teacher.adapter is not None and gap < EQUAL:
+        elif source.adapter is not None and gap < EQUAL:
             yield fault(f"teacher {name!r}: equals the base. There is nothing to learn.")
         else:
             yield ok(f"teacher {name!r}: {gap:.1%} from the base")

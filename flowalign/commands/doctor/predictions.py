@@ -18,7 +18,7 @@ from flowalign.backbone.structure import local_folder
 from flowalign.commands.doctor.estimate import Estimate, predict, ranks_of
 from flowalign.commands.doctor.findings import Finding, fault, note, ok, show
 from flowalign.commands.doctor.pace import DEFAULT_GPU, GPUS, Gpu, Pace, Times, present_gpu, times
-from flowalign.config import ADAPTER, ConfigError, Stage, read
+from flowalign.config import ADAPTER, ConfigError, ModelConfig, Stage, read
 
 GB, GIB = 10**9, 2**30
 SHARE = 0.92  # of a device's memory that tensors can use; the rest is lost between blocks
@@ -129,7 +129,7 @@ def forecasts(stages: Mapping[str, Stage], device: Device) -> list[Forecast]:
     for one in listed:
         stage, adapter = one.stage, Path(one.stage.output) / "adapter"
         # for this machine's CPU only where the run itself would be on it
-        kind = "cuda" if asked or not is_here(stage) else "cpu"
+        kind = "cuda" if asked or not is_here(stage.model) else "cpu"
         try:
             if stage.makes_adapter and not (adapter / ADAPTER).is_file():
                 of = partial(ranks_of, ranks=ranks, model=stage.model)
@@ -142,9 +142,9 @@ def forecasts(stages: Mapping[str, Stage], device: Device) -> list[Forecast]:
     return listed
 
 
-def is_here(stage: Stage) -> bool:
-    """Whether the model of a stage is on this machine."""
-    return local_folder(stage.model.id, stage.model.revision) is not None
+def is_here(model: ModelConfig) -> bool:
+    """Whether a model is on this machine."""
+    return local_folder(model.id, model.revision) is not None
 
 
 def _needs(listed: Sequence[Forecast]) -> Iterator[Finding]:
@@ -157,8 +157,10 @@ def _needs(listed: Sequence[Forecast]) -> Iterator[Finding]:
     estimates = [forecast.estimate for forecast in listed if forecast.estimate]
     largest = max(estimates, key=lambda estimate: estimate.shapes.host, default=None)
     for stage in (forecast.stage for forecast in listed):
-        if (stage.samples or stage.makes_adapter) and not is_here(stage):
-            sizes[stage.model.id] = largest and largest.shapes.download / GB
+        needed = [stage.model] if stage.samples or stage.makes_adapter else []
+        for model in (m for m in (*needed, *stage.bases.values()) if not is_here(m)):
+            size = largest and largest.shapes.downloads.get(model.id)
+            sizes[model.id] = size and size / GB
         for reward in (r for judged in stage.judged for r in judged.rewards.values()):
             for name, options in rewards.leaves(reward.name, reward.options, imports=False):
                 files = rewards.declared(name, imports=False).files(**options)
