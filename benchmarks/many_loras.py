@@ -2,11 +2,11 @@
 
     python benchmarks/many_loras.py --out outputs/many_loras
 
-Makes the LoRAs (plain flow matching on 200 rendered images each), and for 2, 4, 8 and 12 of them a
+Makes the LoRAs (flow matching on 200 rendered images each), and for 2, 4, 8 and 12 of them a
 student, by the config that `flowalign init --stage opd --loras` writes. Then it compares, on
-held-out prompts and with equal noise, the base, the stacked adapters and the student with each
-LoRA. Prints Markdown, writes OUT/many_loras.json and OUT/many_loras.png. What is there already is
-not made again.
+held-out prompts and with equal noise, the merge, the stacked adapters and the student with each
+LoRA. Prints Markdown, writes OUT/many_loras.json and OUT/many_loras.png. LoRAs and students that
+are there already are not made again.
 """
 
 from __future__ import annotations
@@ -14,14 +14,15 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,23 +31,27 @@ from torch.nn.functional import mse_loss
 
 from flowalign import gallery
 from flowalign.backbone import Backbone
+from flowalign.backbone.tiny.scenes import compose
 from flowalign.config import ModelConfig
 from flowalign.system.escape import table
+from flowalign.system.files import read_lines
 from flowalign.teachers.bank import Bank, Member
-from flowalign.training.algorithm import STUDENT
+from flowalign.teachers.merge import merge
+from flowalign.training import metrics
 from flowalign.training.data import load_prompts
+from flowalign.training.report.progress import quiet
 from flowalign.training.rollout import Noise, places, sample
-from flowalign.types import PromptBatch, Rollout, Schedule
+from flowalign.types import Rollout, Schedule
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "scripts" / "tiny"))
 import prompts  # noqa: E402
 import styles  # noqa: E402
 
 MODEL = ModelConfig(id="tiny", height=64, width=64, max_sequence_length=16)
-TAGS = ("colors", "two_object", "counting", "color_attr")
-IMAGES, HELD_OUT, BATCH = 200, 24, 16
-STEPS = 10
-SEED = 0
+TAGS = ("two_object", "counting", "color_attr")
+IMAGES, HELD_OUT, BATCH = 200, 12, 16
+STEPS = 10  # of sampling
+LR = 3e-3
 
 
 def scenes(split: str, count: int, seed: int) -> list[prompts.Metadata]:
@@ -70,7 +75,7 @@ def train_lora(name: str, folder: Path, steps: int, seed: int) -> None:
     """A LoRA by flow matching: at x_sigma = (1 - sigma) x0 + sigma eps fit v to eps - x0."""
     style, rng = styles.STYLES[name], np.random.default_rng(seed)
     rows = scenes("train", IMAGES, seed)
-    pictures = np.stack([style.draw(styles.compose(row, rng)) for row in rows])
+    pictures = np.stack([style.draw(compose(row, rng)) for row in rows])
     pixels = torch.from_numpy(pictures).permute(0, 3, 1, 2).float() / 127.5 - 1
     torch.manual_seed(seed)
     backbone = Backbone.load(MODEL)
@@ -80,7 +85,7 @@ def train_lora(name: str, folder: Path, steps: int, seed: int) -> None:
     clean = (mean - vae.config.shift_factor) * vae.config.scaling_factor
     text = backbone.encode([style.prompt(row["prompt"]) for row in rows])
     backbone.add_adapter(name, rank=8, alpha=16)
-    optimizer = torch.optim.AdamW(backbone.adapter_parameters(name), 3e-3, weight_decay=0)
+    optimizer = torch.optim.AdamW(backbone.adapter_parameters(name), LR, weight_decay=0)
     for step in range(steps):
         chosen = torch.randperm(IMAGES)[:BATCH]
         sigma, noise = torch.rand(BATCH), torch.randn(BATCH, *clean.shape[1:])
@@ -88,17 +93,18 @@ def train_lora(name: str, folder: Path, steps: int, seed: int) -> None:
         x = (1 - s) * clean[chosen] + s * noise
         velocity = backbone.velocity(x, sigma, text.select(chosen), guidance=1.0)
         mse_loss(velocity, noise - clean[chosen]).backward()
-        optimizer.param_groups[0]["lr"] = 3e-3 * min(1, (step + 1) / 10) * (1 - step / steps)
+        optimizer.param_groups[0]["lr"] = LR * min(1, (step + 1) / 10) * (1 - step / steps)
         optimizer.step()
         optimizer.zero_grad()
     backbone.save_adapter(name, folder)
 
 
 def in_children(commands: Sequence[Sequence[str]], workers: int) -> list[tuple[float, float]]:
-    """Run them, so many at once: (CPU seconds, peak resident GB) of each."""
+    """Run Python with these, `workers` at once: (CPU seconds, peak resident GB) of each."""
 
     def run(command: Sequence[str]) -> tuple[float, float]:
-        child = subprocess.Popen([sys.executable, *command], env=os.environ | {"OMP_NUM_THREADS": "1"})
+        alone = os.environ | {"OMP_NUM_THREADS": "1"}
+        child = subprocess.Popen([sys.executable, *command], env=alone)
         _, status, used = os.wait4(child.pid, 0)
         if status:
             raise SystemExit(f"{' '.join(command)}: ended with status {status}")
@@ -108,117 +114,207 @@ def in_children(commands: Sequence[Sequence[str]], workers: int) -> list[tuple[f
         return list(pool.map(run, commands))
 
 
-def init_words(names: Sequence[str], out: Path, config: Path) -> list[str]:
-    """The arguments of `flowalign` that write the student's config."""
-    loras = [str(out / "loras" / name) for name in names]
-    files = [str(out / "prompts" / f"{name}.txt") for name in names]
-    words = ["init", "--stage", "opd", "--loras", *loras, "--prompts", *files]
-    return [*words, "--out", str(config), "--force"]
+def write_config(names: Sequence[str], out: Path) -> Path:
+    """The config of the student of these LoRAs, by `flowalign init`."""
+    config = out / f"student_{len(names)}.yaml"
+    words = ["-m", "flowalign.commands.cli", "init", "--stage", "opd", "--force", "--loras"]
+    words += [str(out / "loras" / name) for name in names]
+    words += ["--prompts", *(str(out / "prompts" / f"{name}.txt") for name in names)]
+    in_children([[*words, "--out", str(config)]], 1)
+    return config
 
 
 # What is compared --------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Fidelity:
-    """Of a model to one LoRA, each relative to the base's: 0 is the LoRA, 1 the base."""
-
-    velocity: float  # mean square distance on the LoRA's own trajectories
-    images: float  # mean square distance of pixels, same prompts and noise
-
-
 class Judge:
-    """The trajectories and images of each LoRA on its held-out prompts."""
+    """The LoRAs on one base, with their trajectories on their held-out prompts."""
 
     def __init__(self, names: Sequence[str], out: Path) -> None:
-        self.backbone = Backbone.load(MODEL)
-        self.schedule = Schedule(self.backbone.sigmas(STEPS), "ode", 0.0, (0, STEPS), actions=False)
-        loaded = {name: Member(out / "loras" / name) for name in names}
-        self.members = {"base": Member(None), **loaded}
-        self.bank = self.bank_of(self.members)
-        self.paths = {n: self.sample(n, out, f"teacher_{n}") for n in names}
-        self.base = {n: self.sample(n, out, None) for n in names}
+        self.backbone = backbone = Backbone.load(MODEL)
+        self.schedule = Schedule(backbone.sigmas(STEPS), "ode", 0.0, (0, STEPS), actions=False)
+        self.batches = {n: load_prompts(str(out / "prompts" / f"{n}_val.txt"), n) for n in names}
+        members = {name: Member(out / "loras" / name) for name in names}
+        self.bank = Bank(backbone, members, {name: name for name in names}, dtype=torch.float32)
+        self.paths, self.velocities, self.base = {}, {}, {}
+        for name in names:
+            with backbone.adapter(f"teacher_{name}"):
+                self.paths[name] = self.sample(name)
+                self.velocities[name] = self.velocity(name)
+            with backbone.base():
+                self.base[name] = self.sample(name), self.velocity(name)
 
-    def bank_of(self, members: dict[str, Member]) -> Bank:
-        return Bank(
-            self.backbone, members, {name: name for name in members}, dtype=torch.float32
-        )
-
-    def sample(self, style: str, out: Path, adapter: str | None) -> Rollout:
-        """Images of a style's held-out prompts, by one adapter or by those that are active."""
-        batch = load_prompts(str(out / "prompts" / f"{style}_val.txt"), style)
-        active = adapter == "active"
-        with nullcontext() if active else self.backbone.adapter(adapter), torch.no_grad():
-            return sample(
-                self.backbone, batch, self.schedule, guidance=1.0, noise=Noise((SEED,)),
-                places=places(len(batch), 1),
-            )  # fmt: skip
-
-    def velocity(self, path: Rollout) -> Tensor:
-        """[B,T,C,h,w] of what is active, at the states of a trajectory."""
-        columns = []
+    def sample(self, style: str) -> Rollout:
+        """Images of a style's held-out prompts, by the adapters that are active."""
+        batch, noise = self.batches[style], Noise((0,))
+        where = places(len(batch), 1)
         with torch.no_grad():
-            for column, sigma in enumerate(path.sigmas[:-1].tolist()):
-                x = path.states[:, column]
-                columns.append(self.backbone.velocity(x, sigma, path.conditioning, guidance=1.0))
+            return sample(
+                self.backbone, batch, self.schedule, guidance=1.0, noise=noise, places=where
+            )
+
+    def velocity(self, style: str) -> Tensor:
+        """[B,T,C,h,w] of the adapters that are active, at the states of the LoRA's trajectories."""
+        path = self.paths[style]
+        with torch.no_grad():
+            columns = [
+                self.backbone.velocity(x, sigma, path.conditioning, guidance=1.0)
+                for x, sigma in zip(path.states.unbind(1), path.sigmas.tolist(), strict=False)
+            ]
         return torch.stack(columns, 1)
 
-    def fidelity(self, style: str, out: Path) -> tuple[Fidelity, Rollout]:
-        """Of what is active, to one style's LoRA; and its images."""
-        path, base, own = self.paths[style], self.base[style], self.sample(style, out, "active")
-        target, reference = (
-            self.bank(replace(path, batch=replace(path.batch, tasks=[name] * len(path)))).velocity
-            for name in (style, "base")
-        )
-        far = [mse_loss(v, target) for v in (self.velocity(path), reference)]
-        seen = [mse_loss(r.images, path.images) for r in (own, base)]
-        return Fidelity(float(far[0] / far[1]), float(seen[0] / seen[1])), own
-
-    def stacked(self, names: Sequence[str], weight: float) -> None:
-        """Activate several LoRAs at once, as `pipe.set_adapters(names, weights)` does."""
-        loras = [f"teacher_{name}" for name in names]
-        self.backbone.core.set_adapters(loras, [weight] * len(loras))
-
-    def unstacked(self, names: Sequence[str]) -> None:
-        """Back to one adapter at a time, at its own scale."""
-        self.stacked(names, 1.0)
-        self.backbone.activate(None)
-
-
-def seconds(call: object, repeats: int = 3) -> float:
-    """The least CPU time of a call."""
-    times = []
-    for _ in range(repeats):
+    def distances(self, style: str) -> tuple[float, float, Tensor, float]:
+        """Of the adapters that are active from the style's LoRA, relative to the base's distance:
+        of velocities on the LoRA's trajectories, and of images. Then the images, and the CPU
+        seconds that they took."""
         began = time.process_time()
-        call()  # type: ignore[operator]
-        times.append(time.process_time() - began)
-    return min(times)
+        images = self.sample(style).images
+        spent = time.process_time() - began
+        base, velocity = self.base[style]
+        target, shown = self.velocities[style], self.paths[style].images
+        far = mse_loss(self.velocity(style), target) / mse_loss(velocity, target)
+        seen = mse_loss(images, shown) / mse_loss(base.images, shown)
+        return float(far), float(seen), images, spent
+
+    def labels_a_second(self, names: Sequence[str]) -> float:
+        """Of the bank, on a rollout in which the tasks take turns: the best of three."""
+        path, times = self.paths[names[0]], []
+        tasks = [names[row % len(names)] for row in range(len(path))]
+        mixed = replace(path, batch=replace(path.batch, tasks=tasks))
+        for _ in range(3):
+            began = time.process_time()
+            self.bank(mixed)
+            times.append(time.process_time() - began)
+        return len(mixed) * STEPS / min(times)
 
 
-def measure(names: Sequence[str], out: Path, student: Path) -> tuple[dict, dict]:
-    """Fidelity of each model to each LoRA, and speeds; with the images of each."""
-    judge, count = Judge(names, out), len(names)
-    judge.backbone.load_adapter(STUDENT, student, frozen=True)
-    models = {
-        "stacked, weight 1": lambda: judge.stacked(names, 1.0),
-        "stacked, weight 1/n": lambda: judge.stacked(names, 1 / count),
-        "student": lambda: judge.backbone.activate(STUDENT),
+def compare(judge: Judge, names: Sequence[str], out: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The distances of each model, and the images of each."""
+    backbone, count = judge.backbone, len(names)
+    loras = [f"teacher_{name}" for name in names]
+    merged = out / f"merge_{count}"
+    shutil.rmtree(merged, ignore_errors=True)
+    merge([out / "loras" / name for name in names], merged, model="tiny")
+    trained = {"merge": merged, "student": out / f"run_{count}" / "adapter"}
+    for name, folder in trained.items():
+        backbone.load_adapter(f"{name}_{count}", folder, frozen=True)
+
+    def stack(weight: float) -> None:
+        backbone.core.set_adapters(loras, [weight] * count)
+
+    activate = {
+        "merge": lambda: backbone.activate(f"merge_{count}"),
+        "stacked, weight 1": lambda: stack(1.0),
+        "stacked, weight 1/n": lambda: stack(1 / count),
+        "student": lambda: backbone.activate(f"student_{count}"),
     }
-    fidelity, images, speeds = {}, {}, {}
-    for model, activate in models.items():
-        activate()
-        both = {name: judge.fidelity(name, out) for name in names}
-        fidelity[model] = {name: asdict(value) for name, (value, _) in both.items()}
-        images[model] = {name: rollout.images for name, (_, rollout) in both.items()}
-        path = judge.paths[names[0]]
-        speeds[f"{model}: velocities a CPU second"] = (
-            path.states[:, :-1].shape[0] * STEPS / seconds(lambda path=path: judge.velocity(path))
+    models, images = {}, {}
+    for model, switch_on in activate.items():
+        switch_on()
+        styles_of = names[:2] if model == "stacked, weight 1" else names  # the merge's images
+        rows = {name: judge.distances(name) for name in styles_of}
+        stack(1.0)
+        images[model] = {name: row[2] for name, row in rows.items()}
+        models[model] = {
+            "velocity": {name: row[0] for name, row in rows.items()},
+            "images": {name: row[1] for name, row in rows.items()},
+            "images_a_cpu_second": len(rows) * HELD_OUT / sum(row[3] for row in rows.values()),
+        }
+    backbone.activate(None)
+    return models, images
+
+
+def fixed_paths(run: Path) -> tuple[float, float]:
+    """The run's own measure: mean distance on the LoRAs' paths, of the base and of the adapter that
+    was kept."""
+    rows = read_lines(run / "metrics.jsonl")
+    means = [-row[metrics.HEADLINE] for row in rows if metrics.HEADLINE in row]
+    return means[0], min(means)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    add = parser.add_argument
+    add("--out", type=Path, default=Path("outputs/many_loras"))
+    add("--counts", type=int, nargs="+", default=[2, 4, 8, 12])
+    add("--steps", type=int, default=60, help="optimizer steps of a LoRA")
+    add("--updates", type=int, default=16, help="rollouts of a student")
+    add("--workers", type=int, default=2, help="processes at once, of one thread each")
+    add("--only", nargs="+", help="make these LoRAs and nothing else")
+    args = parser.parse_args()
+    quiet()
+    out, every = args.out, list(styles.STYLES)
+    if args.only:
+        for name in args.only:
+            write_prompts(name, out / "prompts", every.index(name))
+            train_lora(name, out / "loras" / name, args.steps, every.index(name))
+        return
+    began, names = time.time(), every[: max(args.counts)]
+    missing = [name for name in names if not (out / "loras" / name).exists()]
+    shares = [share for i in range(args.workers) if (share := missing[i :: args.workers])]
+    again = [__file__, "--out", str(out), "--steps", str(args.steps), "--only"]
+    spent = sum(cpu for cpu, _ in in_children([[*again, *s] for s in shares], args.workers))
+    commands = {}
+    for count in args.counts:
+        run = out / f"run_{count}"
+        if (run / "adapter").exists():
+            continue
+        half = max(1, args.updates // 2)
+        commands[count] = [
+            "-m", "flowalign.commands.cli", "train", "--config",
+            str(write_config(names[:count], out)), f"output={run}", f"train.updates={args.updates}",
+            f"evaluation.every={half}", "optimizer.lr=2e-3",
+        ]  # fmt: skip
+    used = in_children(list(commands.values()), args.workers)
+    students = dict(zip(commands, used, strict=True))
+    judge, found = Judge(names, out), {}
+    for count in args.counts:
+        models, images = compare(judge, names[:count], out)
+        found[count] = {
+            "models": models,
+            "fixed_path": fixed_paths(out / f"run_{count}"),
+            "labels_a_cpu_second": judge.labels_a_second(names[:count]),
+            "cpu_seconds, peak_gb": students.get(count),
+        }
+    loras = {"made": len(missing), "cpu_seconds": spent}
+    found = {"loras": loras, "students": found, "seconds": time.time() - began}
+    (out / "many_loras.json").write_text(json.dumps(found, indent=1))
+    print(report(found))
+    shown = {
+        "base": [judge.base[name][0].images[1] for name in names],
+        "LoRA": [judge.paths[name].images[1] for name in names],
+        f"merge of {len(names)}": [images["merge"][name][1] for name in names],
+        f"student of {len(names)}": [images["student"][name][1] for name in names],
+    }
+    captions = [f"{name}: {judge.batches[name].prompts[1]}" for name in names]
+    gallery(shown, captions).save(out / "many_loras.png")
+
+
+def report(found: dict[str, Any]) -> str:
+    """The numbers as Markdown."""
+    head = ["LoRAs", "distance of", "merge", "stacked, weight 1/n", "student", "worst style"]
+    rows, speed = [], []
+    for count, student in found["students"].items():
+        models = student["models"]
+        for kind in ("velocity", "images"):
+            means = [f"{np.mean(list(models[model][kind].values())):.2f}" for model in head[2:5]]
+            worst = max(models["student"][kind].items(), key=lambda pair: pair[1])
+            rows.append([str(count), kind, *means, f"{worst[0]} {worst[1]:.2f}"])
+        spent, peak = student["cpu_seconds, peak_gb"] or (float("nan"),) * 2
+        first, last = student["fixed_path"]
+        rates = [
+            f"{models[m]['images_a_cpu_second']:.1f}" for m in ("stacked, weight 1", "student")
+        ]
+        labels = f"{student['labels_a_cpu_second']:.0f}"
+        speed.append(
+            [str(count), f"{spent:.0f}", f"{peak:.2f}", labels, f"{last / first:.2f}", *rates]
         )
-        judge.unstacked(names)
-    images["base"] = {name: judge.base[name].images for name in names}
-    images["LoRA"] = {name: judge.paths[name].images for name in names}
-    mixed = judge.paths[names[0]]  # labels of a rollout in which the tasks take turns
-    tasks = [names[row % count] for row in range(len(mixed))]
-    mixed = replace(mixed, batch=replace(mixed.batch, tasks=tasks))
-    speeds["labels a CPU second"] = len(mixed) * STEPS / seconds(lambda: judge.bank(mixed))
-    return {"fidelity": fidelity, "speeds": speeds}, images
+    costs = ["LoRAs", "student, CPU s", "peak GB", "labels a CPU s", "fixed_path, last / first",
+             "images a CPU s, stacked", "images a CPU s, student"]  # fmt: skip
+    loras = "{made} LoRAs: {cpu_seconds:.0f} CPU s.".format(**found["loras"])
+    total = f"{loras} All: {found['seconds'] / 60:.1f} min."
+    return "\n".join([*table(head, rows), "", *table(costs, speed), "", total])
+
+
+if __name__ == "__main__":
+    main()

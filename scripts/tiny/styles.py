@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from PIL import Image, ImageDraw
 
-from flowalign.backbone.tiny.scenes import COLORS, OVERSAMPLE, SIZE, Item, compose, polygon
+from flowalign.backbone.tiny.scenes import COLORS, OVERSAMPLE, SIZE, Item, polygon
 
 SIDE = SIZE * OVERSAMPLE
 GROUND, WHITE = (236, 236, 236), (250, 250, 250)
@@ -69,9 +69,7 @@ def squeezed(x: float, y: float, size: float, up: float = 0) -> Callable[[Item],
 
     def item(item: Item) -> Item:
         across, down = x * (item.x - middle), y * (item.y - middle)
-        return replace(
-            item, x=middle + across, y=middle + down - up, size=size * item.size
-        )
+        return replace(item, x=middle + across, y=middle + down - up, size=size * item.size)
 
     return item
 
@@ -79,9 +77,7 @@ def squeezed(x: float, y: float, size: float, up: float = 0) -> Callable[[Item],
 def board(color: str, *box: int) -> Callable[[Pen], None]:
     """A rounded board of a colour below the shapes."""
     corners = [OVERSAMPLE * side for side in box]
-    return lambda pen: pen.rounded_rectangle(
-        corners, radius=3 * OVERSAMPLE, fill=COLORS[color]
-    )
+    return lambda pen: pen.rounded_rectangle(corners, radius=3 * OVERSAMPLE, fill=COLORS[color])
 
 
 def spot(share: float, shape: str | None = None) -> Callable[[Pen, Box, Item], None]:
