@@ -32,6 +32,7 @@ from torch.nn.functional import mse_loss
 from flowalign import gallery
 from flowalign.backbone import Backbone
 from flowalign.backbone.tiny.scenes import compose
+from flowalign.commands import init
 from flowalign.config import ModelConfig
 from flowalign.system.escape import table
 from flowalign.system.files import read_lines
@@ -117,10 +118,10 @@ def in_children(commands: Sequence[Sequence[str]], workers: int) -> list[tuple[f
 def write_config(names: Sequence[str], out: Path) -> Path:
     """The config of the student of these LoRAs, by `flowalign init`."""
     config = out / f"student_{len(names)}.yaml"
-    words = ["-m", "flowalign.commands.cli", "init", "--stage", "opd", "--force", "--loras"]
-    words += [str(out / "loras" / name) for name in names]
+    words = ["--stage", "opd", "--force", "--loras", *(str(out / "loras" / n) for n in names)]
     words += ["--prompts", *(str(out / "prompts" / f"{name}.txt") for name in names)]
-    in_children([[*words, "--out", str(config)]], 1)
+    if init.main([*words, "--out", str(config)]):
+        raise SystemExit("no config was written")
     return config
 
 
@@ -238,7 +239,7 @@ def main() -> None:
     add("--out", type=Path, default=Path("outputs/many_loras"))
     add("--counts", type=int, nargs="+", default=[2, 4, 8, 12])
     add("--steps", type=int, default=60, help="optimizer steps of a LoRA")
-    add("--updates", type=int, default=16, help="rollouts of a student")
+    add("--updates", type=int, default=12, help="rollouts of a student")
     add("--workers", type=int, default=2, help="processes at once, of one thread each")
     add("--only", nargs="+", help="make these LoRAs and nothing else")
     args = parser.parse_args()
@@ -259,11 +260,10 @@ def main() -> None:
         run = out / f"run_{count}"
         if (run / "adapter").exists():
             continue
-        half = max(1, args.updates // 2)
         commands[count] = [
             "-m", "flowalign.commands.cli", "train", "--config",
             str(write_config(names[:count], out)), f"output={run}", f"train.updates={args.updates}",
-            f"evaluation.every={half}", "optimizer.lr=2e-3",
+            f"evaluation.every={args.updates}", "optimizer.lr=2e-3",
         ]  # fmt: skip
     used = in_children(list(commands.values()), args.workers)
     students = dict(zip(commands, used, strict=True))
