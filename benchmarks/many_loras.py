@@ -263,7 +263,8 @@ def main() -> None:
         commands[count] = [
             "-m", "flowalign.commands.cli", "train", "--config",
             str(write_config(names[:count], out)), f"output={run}", f"train.updates={args.updates}",
-            f"evaluation.every={args.updates}", "optimizer.lr=2e-3",
+            f"evaluation.every={args.updates}", "alarm=null", "optimizer.lr=2e-3",
+            "optimizer.updates_per_rollout=8", "optimizer.micro_batch=16",
         ]  # fmt: skip
     used = in_children(list(commands.values()), args.workers)
     students = dict(zip(commands, used, strict=True))
