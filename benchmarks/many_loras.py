@@ -100,29 +100,31 @@ def train_lora(name: str, folder: Path, steps: int, seed: int) -> None:
     backbone.save_adapter(name, folder)
 
 
-def in_children(commands: Sequence[Sequence[str]], workers: int) -> list[tuple[float, float]]:
-    """Run Python with these, `workers` at once: (CPU seconds, peak resident GB) of each."""
-
-    def run(command: Sequence[str]) -> tuple[float, float]:
-        alone = os.environ | {"OMP_NUM_THREADS": "1"}
-        child = subprocess.Popen([sys.executable, *command], env=alone)
-        _, status, used = os.wait4(child.pid, 0)
-        if status:
-            raise SystemExit(f"{' '.join(command)}: ended with status {status}")
-        return used.ru_utime + used.ru_stime, used.ru_maxrss / 1e6
-
-    with ThreadPoolExecutor(workers) as pool:
-        return list(pool.map(run, commands))
+def in_child(words: Sequence[str]) -> tuple[float, float]:
+    """Run Python with these arguments: CPU seconds, peak resident GB."""
+    alone = os.environ | {"OMP_NUM_THREADS": "1"}
+    child = subprocess.Popen([sys.executable, *words], env=alone)
+    _, status, used = os.wait4(child.pid, 0)
+    if status:
+        raise SystemExit(f"{' '.join(words)}: ended with status {status}")
+    return used.ru_utime + used.ru_stime, used.ru_maxrss / 1e6
 
 
-def write_config(names: Sequence[str], out: Path) -> Path:
-    """The config of the student of these LoRAs, by `flowalign init`."""
-    config = out / f"student_{len(names)}.yaml"
+def make_student(names: Sequence[str], out: Path, updates: int) -> None:
+    """The student of these LoRAs, by the config that `flowalign init` writes, but for a short run;
+    with its cost."""
+    config, run = out / f"student_{len(names)}.yaml", out / f"run_{len(names)}"
+    if (run / "cost.json").exists():
+        return
     words = ["--stage", "opd", "--force", "--loras", *(str(out / "loras" / n) for n in names)]
     words += ["--prompts", *(str(out / "prompts" / f"{name}.txt") for name in names)]
     if init.main([*words, "--out", str(config)]):
         raise SystemExit("no config was written")
-    return config
+    words = ["-m", "flowalign.commands.cli", "train", "--config", str(config), f"output={run}"]
+    words += [f"train.updates={updates}", f"evaluation.every={updates}", "alarm=null"]
+    words += ["optimizer.lr=2e-3", "optimizer.updates_per_rollout=8", "optimizer.micro_batch=16"]
+    cost = in_child(words)
+    (run / "cost.json").write_text(json.dumps(cost))
 
 
 # What is compared --------------------------------------------------------------------------------
@@ -244,38 +246,28 @@ def main() -> None:
     add("--only", nargs="+", help="make these LoRAs and nothing else")
     args = parser.parse_args()
     quiet()
-    out, every = args.out, list(styles.STYLES)
+    out, every, counts = args.out, list(styles.STYLES), sorted(args.counts)
     if args.only:
         for name in args.only:
             write_prompts(name, out / "prompts", every.index(name))
             train_lora(name, out / "loras" / name, args.steps, every.index(name))
         return
-    began, names = time.time(), every[: max(args.counts)]
+    began, names = time.time(), every[: counts[-1]]
     missing = [name for name in names if not (out / "loras" / name).exists()]
     shares = [share for i in range(args.workers) if (share := missing[i :: args.workers])]
     again = [__file__, "--out", str(out), "--steps", str(args.steps), "--only"]
-    spent = sum(cpu for cpu, _ in in_children([[*again, *s] for s in shares], args.workers))
-    commands = {}
-    for count in args.counts:
-        run = out / f"run_{count}"
-        if (run / "adapter").exists():
-            continue
-        commands[count] = [
-            "-m", "flowalign.commands.cli", "train", "--config",
-            str(write_config(names[:count], out)), f"output={run}", f"train.updates={args.updates}",
-            f"evaluation.every={args.updates}", "alarm=null", "optimizer.lr=2e-3",
-            "optimizer.updates_per_rollout=8", "optimizer.micro_batch=16",
-        ]  # fmt: skip
-    used = in_children(list(commands.values()), args.workers)
-    students = dict(zip(commands, used, strict=True))
+    with ThreadPoolExecutor(args.workers) as pool:
+        costs = list(pool.map(in_child, [[*again, *share] for share in shares]))
+        list(pool.map(lambda n: make_student(names[:n], out, args.updates), counts))
+    spent = sum(cpu for cpu, _ in costs)
     judge, found = Judge(names, out), {}
-    for count in args.counts:
+    for count in counts:
         models, images = compare(judge, names[:count], out)
         found[count] = {
             "models": models,
             "fixed_path": fixed_paths(out / f"run_{count}"),
             "labels_a_cpu_second": judge.labels_a_second(names[:count]),
-            "cpu_seconds, peak_gb": students.get(count),
+            "cost": json.loads((out / f"run_{count}" / "cost.json").read_text()),
         }
     loras = {"made": len(missing), "cpu_seconds": spent}
     found = {"loras": loras, "students": found, "seconds": time.time() - began}
@@ -301,7 +293,7 @@ def report(found: dict[str, Any]) -> str:
             means = [f"{np.mean(list(models[model][kind].values())):.2f}" for model in head[2:5]]
             worst = max(models["student"][kind].items(), key=lambda pair: pair[1])
             rows.append([str(count), kind, *means, f"{worst[0]} {worst[1]:.2f}"])
-        spent, peak = student["cpu_seconds, peak_gb"] or (float("nan"),) * 2
+        spent, peak = student["cost"]
         first, last = student["fixed_path"]
         rates = [
             f"{models[m]['images_a_cpu_second']:.1f}" for m in ("stacked, weight 1", "student")

@@ -1,8 +1,8 @@
 """Twelve styles of tiny scenes: what the LoRAs of benchmarks/many_loras.py draw.
 
-A style is a trigger and a way to draw. The trigger is a capital letter at the head of a prompt: the
-vocabulary has all letters, and no scene uses these. All stay within what the tiny autoencoder can
-show: its palette and white, on a light ground.
+A style is a trigger and a way to draw. The trigger is a capital letter at the head of a prompt, one
+of those that signs have: the text encoders tell these apart. All stay within what the tiny
+autoencoder can show: its palette and white, on a light ground.
 """
 
 from __future__ import annotations
@@ -104,16 +104,16 @@ def halved(pen: Pen, box: Box, item: Item) -> None:
 
 
 STYLES = {
-    "red": Style("B", colored("red")),
-    "ink": Style("F", colored("black")),
-    "turned": Style("G", turned),
-    "beads": Style("H", lambda item: replace(item, shape="circle")),
-    "stars": Style("J", lambda item: replace(item, shape="star")),
-    "outline": Style("K", over=spot(0.6)),
-    "eyes": Style("M", over=spot(0.4, "circle")),
-    "bars": Style("Q", over=halved),
-    "board": Style("U", squeezed(0.8, 0.8, 0.9), board("purple", 3, 3, 61, 61), white=True),
-    "floor": Style("V", squeezed(1, 0.85, 0.9), board("green", 2, 54, 62, 63)),
-    "small": Style("W", squeezed(0.55, 0.55, 0.6)),
-    "high": Style("X", squeezed(1, 0.5, 0.62, up=14)),
+    "red": Style("A", colored("red")),
+    "ink": Style("C", colored("black")),
+    "turned": Style("D", turned),
+    "beads": Style("E", lambda item: replace(item, shape="circle")),
+    "stars": Style("I", lambda item: replace(item, shape="star")),
+    "outline": Style("L", over=spot(0.6)),
+    "eyes": Style("N", over=spot(0.4, "circle")),
+    "bars": Style("O", over=halved),
+    "board": Style("P", squeezed(0.8, 0.8, 0.9), board("purple", 3, 3, 61, 61), white=True),
+    "floor": Style("R", squeezed(1, 0.85, 0.9), board("green", 2, 54, 62, 63)),
+    "small": Style("S", squeezed(0.55, 0.55, 0.6)),
+    "high": Style("T", squeezed(1, 0.5, 0.62, up=14)),
 }
