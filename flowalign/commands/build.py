@@ -151,9 +151,7 @@ def algorithm_parts(
 # Evaluation --------------------------------------------------------------------------------------
 
 
-def evaluator(
-    parts: Parts, benchmarks: Sequence[Benchmark]
-) -> Evaluate | None:
+def evaluator(parts: Parts, benchmarks: Sequence[Benchmark]) -> Evaluate | None:
     """What the loop calls to score the current adapter on held-out prompts; None without any."""
     config: TrainingStage = parts.config
     if config.evaluation is None or not config.evaluates:
