@@ -276,6 +276,20 @@ def test_own_teachers() -> None:
     assert config.models == {"base": None, "a": "runs/a/adapter", "x": "runs/b/adapter"}
 
 
+def test_loras_without_rewards_are_measured_by_their_distance() -> None:
+    for name in ("ink", "ink_val", "dots", "dots_val"):
+        Path(f"{name}.txt").write_text("a star\n")
+    words = ["--stage", "opd", "--loras", "loras/ink.safetensors", "me/dots"]
+    config = written(*words, "--prompts", "ink.txt", "dots.txt")
+    assert isinstance(config, OpdStage)
+    adapters = {name: teacher.adapter for name, teacher in config.teachers.items()}
+    assert adapters == {"ink": "loras/ink.safetensors", "dots": "me/dots"}
+    assert [task.validation for task in config.tasks] == ["ink_val.txt", "dots_val.txt"]
+    assert config.evaluates and not any(task.reward for task in config.tasks)
+    Path("ink_val.txt").unlink()
+    assert not written(*words, "--prompts", "ink.txt", "dots.txt", "--force").evaluates
+
+
 def test_a_recipe_of_own_teachers_scores_test_prompts() -> None:
     for name in ("a.txt", "b.txt", "b_val.txt"):
         Path(name).write_text('a sign that says "KITE"\n')
@@ -315,7 +329,6 @@ def test_the_table_of_a_recipe_is_of_test_prompts(model: str, of: str, capsys: A
         (["--stage", "grpo", "--teachers", "a=b"], "--teachers"),
         (["--stage", "merge", "--prompts", "a.txt"], "--prompts"),
         (["--stage", "eval", "--validation", "a.txt"], "--validation"),
-        (["--stage", "opd", "--teachers", "runs/a"], "NAME=ADAPTER"),
         (["--stage", "opd", "--prompts", "a.txt"], "--prompts"),
         (["--stage", "recipe", "--teachers", "ocr=tiny/ocr", "blue=a/b"], "--reward"),
         (["--stage", "opd", "--teachers", "a b=c"], "teachers"),

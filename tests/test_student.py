@@ -280,6 +280,19 @@ def test_a_run_ends_where_its_student_comes_no_nearer(random_model: str, tmp_pat
     assert log_of(config) == rows
 
 
+def test_without_rewards_the_nearest_student_is_kept(random_model: str, tmp_path: Path) -> None:
+    given = ["tasks.0.reward=null", "tasks.1.reward=null", "train.updates=2", "alarm=null"]
+    config = evaluated(random_model, tmp_path, *given)
+    train(config)
+    rows = [row for row in log_of(config) if metrics.HEADLINE in row]
+    for row in rows:
+        mean = (row["fixed_path/even"] + row["fixed_path/odd"]) / 2
+        assert row[metrics.HEADLINE] == pytest.approx(-mean)
+    best = json.loads((Path(config.output) / "adapter" / "scores.json").read_text())
+    assert best["headline"] == max(row[metrics.HEADLINE] for row in rows)
+    assert [row["update"] for row in rows] == [0, 1, 2]
+
+
 def log_of(config: fakes.config.TrainingStage) -> list[dict[str, float]]:
     text = (Path(config.output) / "metrics.jsonl").read_text()
     return [json.loads(line) for line in text.splitlines()]

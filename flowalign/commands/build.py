@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -26,6 +26,7 @@ from flowalign.training.preflight import Inputs, group_problems, parts_problems
 from flowalign.training.report import samples, trackers
 from flowalign.training.report.drift.monitor import Monitor
 from flowalign.training.report.drift.statistics import ImageStatistics
+from flowalign.training.report.listeners import Evaluate
 from flowalign.training.report.progress import Progress
 from flowalign.training.run import processes
 from flowalign.types import EvalReport, Reward
@@ -160,24 +161,22 @@ def algorithm_parts(
 # Evaluation --------------------------------------------------------------------------------------
 
 
-def evaluator(
-    parts: Parts, benchmarks: Sequence[Benchmark]
-) -> Callable[[], tuple[float, EvalReport]] | None:
+def evaluator(parts: Parts, benchmarks: Sequence[Benchmark]) -> Evaluate | None:
     """What the loop calls to score the current adapter on held-out prompts; None without any."""
     config: TrainingStage = parts.config
-    if config.evaluation is None or not benchmarks:
+    if config.evaluation is None or not config.evaluates:
         return None
     settings, share = config.evaluation_sampling, config.evaluation.max_invalid_share
     key, device = "evaluation.watch", parts.accelerator.device
     watched = suite.build_sets(config.watched, key, device, config.model)
     sets = [*map(suite.ImageSet.of, benchmarks), *watched]
 
-    def evaluate() -> tuple[float, EvalReport]:
+    def evaluate() -> tuple[float | None, EvalReport]:
         report = suite.run(
             parts.backbone, sets, settings, parts.accelerator,
             seconds=config.train.score_seconds, max_invalid_share=share, shown=samples.HELD_OUT,
         )  # fmt: skip
-        return suite.headline(report, benchmarks), report
+        return suite.headline(report, benchmarks) if benchmarks else None, report
 
     return evaluate
 

@@ -65,8 +65,11 @@ def parser() -> argparse.ArgumentParser:
     many("--reward", metavar="NAME", help=f"{help}(grpo, nft, awm, opd, sft) or benchmark (eval)")
     help = "of a single --reward; of one of several: NAME.key=value"
     many("--options", metavar="key=value", help=help)
-    help = "adapter folders or Hub ids, by task (opd, sft, recipe), or what to merge or evaluate"
-    many("--teachers", metavar="NAME=ADAPTER", help=help)
+    help = (
+        "adapters (folders, files or Hub ids) to learn from, merge or evaluate, each a task of its "
+    )
+    help += "name, by default that of the folder or file"
+    many("--teachers", "--loras", metavar="[NAME=]ADAPTER", help=help)
     many("--prompts", metavar="FILE", help="one per reward or teacher")
     help = "held-out prompts, one per reward or teacher; without them evaluation is off"
     many("--validation", metavar="FILE", help=help)
@@ -111,9 +114,6 @@ def _check(args: argparse.Namespace) -> None:
             raise ValueError(
                 f"--{option}: not for the stage {args.stage}; it is for {', '.join(stages)}."
             )
-    for text in args.teachers:
-        if "=" not in text and args.stage not in ("merge", "eval"):
-            raise ValueError(f"--teachers: got {text!r}; want NAME=ADAPTER, as in ocr={text}.")
     if args.prompts and args.stage == "eval" and not args.reward:
         raise ValueError("--prompts: say what scores their images, too: --reward, one for each.")
     names = {_short(name) for name in args.reward}
@@ -143,12 +143,14 @@ def family_folder(model: str) -> Path | None:
 
 
 def named_sources(texts: Sequence[str]) -> dict[str, str]:
-    """{name: source} of NAME=SOURCE, or of sources, which have the names of their folders."""
+    """{name: source} of NAME=SOURCE, or of sources, which have the names of their folders or
+    files."""
     named: dict[str, str] = {}
     for number, text in enumerate(texts, 1):
         name, equals, source = text.partition("=")
         if not equals:
             name, source = Path(text.removesuffix("/adapter")).name, text
+            name = name.removesuffix(".safetensors")
         named[f"{name}_{number}" if name in named else name] = source
     return named
 
@@ -193,7 +195,7 @@ class Draft:
         if data.get("stages", {}).get("student", data).get("evaluation", "on") is None:
             yield (
                 "evaluation is off, so the last weights are kept. To choose the best, give every "
-                "task a reward and held-out prompts (--reward, --validation)."
+                "task held-out prompts and, but for a student, a reward (--validation, --reward)."
             )
 
     def _training(self, stage: str) -> dict[str, Any]:
@@ -209,7 +211,9 @@ class Draft:
         prompts = _one_each("--prompts", self.args.prompts, len(names))
         held_out = _one_each("--validation", self.args.validation, len(names))
         data["tasks"] = list(map(self._task, names, rewards, prompts, held_out))
-        if not all({"validation", "reward"} <= task.keys() for task in data["tasks"]):
+        scored = stage != "opd" or any("reward" in task for task in data["tasks"])
+        needed = {"validation", "reward"} if scored else {"validation"}  # or distances to teachers
+        if not all(needed <= task.keys() for task in data["tasks"]):
             data["evaluation"] = None
         return data
 

@@ -100,7 +100,7 @@ def train(
     for _, text in against_card(config) if main else ():
         log.warning("a finding of preflight: %s", text)
     unscored = [task.name for task in config.tasks if not task.evaluated]
-    if main and config.evaluation and unscored:
+    if main and config.evaluation and unscored and not config.unrewarded:
         last = "" if config.evaluates else "; the adapter of the last update is kept"
         log.info("not evaluated, without `validation` and `reward`: %s%s", unscored, last)
     with lock.holding(folder, main), deterministic(config.train.deterministic):

@@ -44,7 +44,8 @@ class TaskConfig(Section):
     """Share of every batch, relative to the other tasks."""
     reward: RewardConfig | None = None
     """Scores its images. opd and sft use it, with `validation`, only to evaluate: a task without
-    both is trained and not evaluated."""
+    both is trained and not evaluated. An opd run in which every task has `validation` and none a
+    reward keeps the adapter of the least distance to its targets (student.fixed_prompts)."""
     teacher: str | None = Field(default=None, examples=["ocr"])
     """The teacher that labels its images (opd, sft); null = the teacher with the task's name."""
     size: Pair | None = Field(default=None, examples=[[512, 768]])

@@ -171,7 +171,8 @@ class TrainingStage(Job):
     def evaluates(self) -> bool:
         """Whether held-out scores are taken while training; they choose the adapter that is
         kept."""
-        return self.evaluation is not None and any(task.evaluated for task in self.tasks)
+        scored = self.unrewarded or any(task.evaluated for task in self.tasks)
+        return self.evaluation is not None and scored
 
     @property
     def evaluations(self) -> int:
@@ -293,6 +294,11 @@ class TrainingStage(Job):
         return None
 
     @property
+    def unrewarded(self) -> bool:
+        """Whether evaluations have no reward: they measure the distance to the targets."""
+        return False
+
+    @property
     def labelling(self) -> tuple[str, int]:
         """(dtype of the stored labels, (image, step) pairs per forward pass of the teachers)."""
         student = learning.StudentConfig()
@@ -341,7 +347,7 @@ class TrainingStage(Job):
                 f"optimizer.updates_per_rollout = {updates}. Use a multiple of {updates}."
             )
         for index, task in enumerate(self.tasks):
-            evaluated = self.evaluation and task.validation
+            evaluated = self.evaluation and task.validation and not self.unrewarded
             if task.reward is None and (self.learns_from_rewards or evaluated):
                 why = "this run learns from it" if self.learns_from_rewards else "it is evaluated"
                 yield f"tasks.{index}.reward: missing, and {why}. Add the keys name, options."
@@ -530,6 +536,11 @@ class OpdStage(DistillationStage):
     @property
     def patience(self) -> int | None:
         return self.student.patience
+
+    @property
+    def unrewarded(self) -> bool:
+        held_out = all(task.validation and not task.reward for task in self.tasks)
+        return held_out and self.student.fixed_prompts > 0
 
     @property
     def labelling(self) -> tuple[str, int]:

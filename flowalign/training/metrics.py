@@ -69,7 +69,8 @@ def step_label(step: int) -> str:
 # What a curve means, in a sentence below it; see `meaning`.
 MEANINGS = {
     REWARD: "reward: the mean reward of the training images; should rise.",
-    HEADLINE: "headline: the mean of the held-out scores; the adapter of its best value is kept.",
+    HEADLINE: "headline: the mean of the held-out scores (without rewards, minus the mean distance "
+    "to the targets on the teachers' paths); the adapter of its best value is kept.",
     DISTILL: "distill: the distance to the teachers; should fall.",
     ANCHOR: "anchor: the distance to the anchor; should stay small.",
     KL: "kl: how far the model has moved from the base; it grows slowly, and a jump is a warning.",

@@ -28,7 +28,7 @@ from flowalign.types import EvalReport, Rollout
 log = logging.getLogger("flowalign")
 
 OnUpdate = Callable[[int, Mapping[str, float]], None]
-Evaluate = Callable[[], tuple[float, EvalReport]]
+Evaluate = Callable[[], tuple[float | None, EvalReport]]  # None where no task has a reward
 DRIFTS = {  # {whose images: (metrics of their drift, kind of its sample)}
     "the rollout": (metrics.IMAGE_DRIFT, samples.DRIFT),
     "the evaluation": (metrics.HELD_OUT_IMAGE_DRIFT, samples.HELD_OUT_DRIFT),
@@ -132,14 +132,16 @@ class Evaluations:
     def note(
         self,
         update: int,
-        headline: float,
+        headline: float | None,
         report: EvalReport,
         more: Mapping[str, float],
         keep: Callable[[Mapping[str, float]], None],
     ) -> bool:
         """Log an evaluation and what else was measured, and `keep` the adapter if it is the best so
-        far; the first of equals stays. False if too many images were lost, so that it does not
-        count."""
+        far; the first of equals stays. Without a headline it is minus the mean distance to the
+        targets. False if too many images were lost, so that it does not count."""
+        distances = [value for key, value in more.items() if key.startswith(metrics.FIXED_PATH)]
+        headline = -sum(distances) / len(distances) if headline is None else headline
         counted = [row for row in report.rows if row.benchmark not in report.lost]
         rows = {f"{row.benchmark}/{row.metric}": measured(row) for row in counted}
         means = {metrics.EVAL + name: mean for name, (mean, _) in rows.items()}
@@ -159,7 +161,7 @@ class Evaluations:
             keep(self.best)
             self.log.best(update)
         self.last = update
-        self._compare([value for key, value in more.items() if key.startswith(metrics.FIXED_PATH)])
+        self._compare(distances)
         if self.stalled:
             text = f"no nearer to the targets for {self.patience} evaluations (student.patience)"
             self.log.warn(update, [f"{text}: the run ends here"])

@@ -1,0 +1,313 @@
+"""Many LoRAs into one student without a reward: twelve style LoRAs of the tiny model.
+
+    python benchmarks/many_loras.py --out outputs/many_loras
+
+Makes the LoRAs (flow matching on 200 rendered images each), and for 2, 4, 8 and 12 of them a
+student, by the config that `flowalign init --stage opd --loras` writes. Then it compares, on
+held-out prompts and with equal noise, the merge, the stacked adapters and the student with each
+LoRA. Prints Markdown, writes OUT/many_loras.json and OUT/many_loras.png. LoRAs and students that
+are there already are not made again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import mse_loss
+
+from flowalign import gallery
+from flowalign.backbone import Backbone
+from flowalign.backbone.tiny.scenes import compose
+from flowalign.commands import init
+from flowalign.config import ModelConfig
+from flowalign.system.escape import table
+from flowalign.system.files import read_lines
+from flowalign.teachers.bank import Bank, Member
+from flowalign.teachers.merge import merge
+from flowalign.training import metrics
+from flowalign.training.data import load_prompts
+from flowalign.training.report.progress import quiet
+from flowalign.training.rollout import Noise, places, sample
+from flowalign.types import Rollout, Schedule
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "scripts" / "tiny"))
+import prompts  # noqa: E402
+import styles  # noqa: E402
+
+MODEL = ModelConfig(id="tiny", height=64, width=64, max_sequence_length=16)
+TAGS = ("two_object", "counting", "color_attr")
+IMAGES, HELD_OUT, BATCH = 200, 12, 16
+STEPS = 10  # of sampling
+LR = 3e-3
+
+
+def scenes(split: str, count: int, seed: int) -> list[prompts.Metadata]:
+    """Scenes of a split, as the preference task words them, of each tag alike."""
+    rng = np.random.default_rng(seed)
+    pools = [prompts.geneval_splits(tag)[split] for tag in TAGS]
+    pools = [pool for pool in pools if pool]
+    rows = [pools[i % len(pools)][rng.integers(len(pools[i % len(pools)]))] for i in range(count)]
+    return [prompts.preference_prompt(row) for row in rows]
+
+
+def write_prompts(name: str, folder: Path, seed: int) -> None:
+    """NAME.txt and NAME_val.txt, where `flowalign init` finds them."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for suffix, split, count in (("", "train", 4 * IMAGES), ("_val", "val", HELD_OUT)):
+        texts = [styles.STYLES[name].prompt(row["prompt"]) for row in scenes(split, count, seed)]
+        (folder / f"{name}{suffix}.txt").write_text("\n".join(texts) + "\n")
+
+
+def train_lora(name: str, folder: Path, steps: int, seed: int) -> None:
+    """A LoRA by flow matching: at x_sigma = (1 - sigma) x0 + sigma eps fit v to eps - x0."""
+    style, rng = styles.STYLES[name], np.random.default_rng(seed)
+    rows = scenes("train", IMAGES, seed)
+    pictures = np.stack([style.draw(compose(row, rng)) for row in rows])
+    pixels = torch.from_numpy(pictures).permute(0, 3, 1, 2).float() / 127.5 - 1
+    torch.manual_seed(seed)
+    backbone = Backbone.load(MODEL)
+    vae = backbone.pipe.vae
+    with torch.no_grad():
+        mean = torch.cat([vae.encode(part).latent_dist.mean for part in pixels.split(50)])
+    clean = (mean - vae.config.shift_factor) * vae.config.scaling_factor
+    text = backbone.encode([style.prompt(row["prompt"]) for row in rows])
+    backbone.add_adapter(name, rank=8, alpha=16)
+    optimizer = torch.optim.AdamW(backbone.adapter_parameters(name), LR, weight_decay=0)
+    for step in range(steps):
+        chosen = torch.randperm(IMAGES)[:BATCH]
+        sigma, noise = torch.rand(BATCH), torch.randn(BATCH, *clean.shape[1:])
+        s = sigma.view(-1, 1, 1, 1)
+        x = (1 - s) * clean[chosen] + s * noise
+        velocity = backbone.velocity(x, sigma, text.select(chosen), guidance=1.0)
+        mse_loss(velocity, noise - clean[chosen]).backward()
+        optimizer.param_groups[0]["lr"] = LR * min(1, (step + 1) / 10) * (1 - step / steps)
+        optimizer.step()
+        optimizer.zero_grad()
+    backbone.save_adapter(name, folder)
+
+
+def in_child(words: Sequence[str]) -> tuple[float, float]:
+    """Run Python with these arguments: CPU seconds, peak resident GB."""
+    alone = os.environ | {"OMP_NUM_THREADS": "1"}
+    child = subprocess.Popen([sys.executable, *words], env=alone)
+    _, status, used = os.wait4(child.pid, 0)
+    if status:
+        raise SystemExit(f"{' '.join(words)}: ended with status {status}")
+    return used.ru_utime + used.ru_stime, used.ru_maxrss / 1e6
+
+
+def make_student(names: Sequence[str], out: Path, updates: int) -> None:
+    """The student of these LoRAs, by the config that `flowalign init` writes, but for a short run;
+    with its cost."""
+    config, run = out / f"student_{len(names)}.yaml", out / f"run_{len(names)}"
+    if (run / "cost.json").exists():
+        return
+    words = ["--stage", "opd", "--force", "--loras", *(str(out / "loras" / n) for n in names)]
+    words += ["--prompts", *(str(out / "prompts" / f"{name}.txt") for name in names)]
+    if init.main([*words, "--out", str(config)]):
+        raise SystemExit("no config was written")
+    words = ["-m", "flowalign.commands.cli", "train", "--config", str(config), f"output={run}"]
+    words += [f"train.updates={updates}", f"evaluation.every={updates}", "alarm=null"]
+    words += ["optimizer.lr=2e-3", "optimizer.updates_per_rollout=8", "optimizer.micro_batch=16"]
+    cost = in_child(words)
+    (run / "cost.json").write_text(json.dumps(cost))
+
+
+# What is compared --------------------------------------------------------------------------------
+
+
+class Judge:
+    """The LoRAs on one base, with their trajectories on their held-out prompts."""
+
+    def __init__(self, names: Sequence[str], out: Path) -> None:
+        self.backbone = backbone = Backbone.load(MODEL)
+        self.schedule = Schedule(backbone.sigmas(STEPS), "ode", 0.0, (0, STEPS), actions=False)
+        self.batches = {n: load_prompts(str(out / "prompts" / f"{n}_val.txt"), n) for n in names}
+        members = {name: Member(out / "loras" / name) for name in names}
+        self.bank = Bank(backbone, members, {name: name for name in names}, dtype=torch.float32)
+        self.paths, self.velocities, self.base = {}, {}, {}
+        for name in names:
+            with backbone.adapter(f"teacher_{name}"):
+                self.paths[name] = self.sample(name)
+                self.velocities[name] = self.velocity(name)
+            with backbone.base():
+                self.base[name] = self.sample(name), self.velocity(name)
+
+    def sample(self, style: str) -> Rollout:
+        """Images of a style's held-out prompts, by the adapters that are active."""
+        batch, noise = self.batches[style], Noise((0,))
+        where = places(len(batch), 1)
+        with torch.no_grad():
+            return sample(
+                self.backbone, batch, self.schedule, guidance=1.0, noise=noise, places=where
+            )
+
+    def velocity(self, style: str) -> Tensor:
+        """[B,T,C,h,w] of the adapters that are active, at the states of the LoRA's trajectories."""
+        path = self.paths[style]
+        with torch.no_grad():
+            columns = [
+                self.backbone.velocity(x, sigma, path.conditioning, guidance=1.0)
+                for x, sigma in zip(path.states.unbind(1), path.sigmas.tolist(), strict=False)
+            ]
+        return torch.stack(columns, 1)
+
+    def distances(self, style: str) -> tuple[float, float, Tensor, float]:
+        """Of the adapters that are active from the style's LoRA, relative to the base's distance:
+        of velocities on the LoRA's trajectories, and of images. Then the images, and the CPU
+        seconds that they took."""
+        began = time.process_time()
+        images = self.sample(style).images
+        spent = time.process_time() - began
+        base, velocity = self.base[style]
+        target, shown = self.velocities[style], self.paths[style].images
+        far = mse_loss(self.velocity(style), target) / mse_loss(velocity, target)
+        seen = mse_loss(images, shown) / mse_loss(base.images, shown)
+        return float(far), float(seen), images, spent
+
+    def labels_a_second(self, names: Sequence[str]) -> float:
+        """Of the bank, on a rollout in which the tasks take turns: the best of three."""
+        path, times = self.paths[names[0]], []
+        tasks = [names[row % len(names)] for row in range(len(path))]
+        mixed = replace(path, batch=replace(path.batch, tasks=tasks))
+        for _ in range(3):
+            began = time.process_time()
+            self.bank(mixed)
+            times.append(time.process_time() - began)
+        return len(mixed) * STEPS / min(times)
+
+
+def compare(judge: Judge, names: Sequence[str], out: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The distances of each model, and the images of each."""
+    backbone, count = judge.backbone, len(names)
+    loras = [f"teacher_{name}" for name in names]
+    merged = out / f"merge_{count}"
+    shutil.rmtree(merged, ignore_errors=True)
+    merge([out / "loras" / name for name in names], merged, model="tiny")
+    trained = {"merge": merged, "student": out / f"run_{count}" / "adapter"}
+    for name, folder in trained.items():
+        backbone.load_adapter(f"{name}_{count}", folder, frozen=True)
+
+    def stack(weight: float) -> None:
+        backbone.core.set_adapters(loras, [weight] * count)
+
+    activate = {
+        "merge": lambda: backbone.activate(f"merge_{count}"),
+        "stacked, weight 1": lambda: stack(1.0),
+        "stacked, weight 1/n": lambda: stack(1 / count),
+        "student": lambda: backbone.activate(f"student_{count}"),
+    }
+    models, images = {}, {}
+    for model, switch_on in activate.items():
+        switch_on()
+        styles_of = names[:2] if model == "stacked, weight 1" else names  # the merge's images
+        rows = {name: judge.distances(name) for name in styles_of}
+        stack(1.0)
+        images[model] = {name: row[2] for name, row in rows.items()}
+        models[model] = {
+            "velocity": {name: row[0] for name, row in rows.items()},
+            "images": {name: row[1] for name, row in rows.items()},
+            "images_a_cpu_second": len(rows) * HELD_OUT / sum(row[3] for row in rows.values()),
+        }
+    backbone.activate(None)
+    return models, images
+
+
+def fixed_paths(run: Path) -> tuple[float, float]:
+    """The run's own measure: mean distance on the LoRAs' paths, of the base and of the adapter that
+    was kept."""
+    rows = read_lines(run / "metrics.jsonl")
+    means = [-row[metrics.HEADLINE] for row in rows if metrics.HEADLINE in row]
+    return means[0], min(means)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    add = parser.add_argument
+    add("--out", type=Path, default=Path("outputs/many_loras"))
+    add("--counts", type=int, nargs="+", default=[2, 4, 8, 12])
+    add("--steps", type=int, default=60, help="optimizer steps of a LoRA")
+    add("--updates", type=int, default=12, help="rollouts of a student")
+    add("--workers", type=int, default=2, help="processes at once, of one thread each")
+    add("--only", nargs="+", help="make these LoRAs and nothing else")
+    args = parser.parse_args()
+    quiet()
+    out, every, counts = args.out, list(styles.STYLES), sorted(args.counts)
+    if args.only:
+        for name in args.only:
+            write_prompts(name, out / "prompts", every.index(name))
+            train_lora(name, out / "loras" / name, args.steps, every.index(name))
+        return
+    began, names = time.time(), every[: counts[-1]]
+    missing = [name for name in names if not (out / "loras" / name).exists()]
+    shares = [share for i in range(args.workers) if (share := missing[i :: args.workers])]
+    again = [__file__, "--out", str(out), "--steps", str(args.steps), "--only"]
+    with ThreadPoolExecutor(args.workers) as pool:
+        costs = list(pool.map(in_child, [[*again, *share] for share in shares]))
+        list(pool.map(lambda n: make_student(names[:n], out, args.updates), counts))
+    spent = sum(cpu for cpu, _ in costs)
+    judge, found = Judge(names, out), {}
+    for count in counts:
+        models, images = compare(judge, names[:count], out)
+        found[count] = {
+            "models": models,
+            "fixed_path": fixed_paths(out / f"run_{count}"),
+            "labels_a_cpu_second": judge.labels_a_second(names[:count]),
+            "cost": json.loads((out / f"run_{count}" / "cost.json").read_text()),
+        }
+    loras = {"made": len(missing), "cpu_seconds": spent}
+    found = {"loras": loras, "students": found, "seconds": time.time() - began}
+    (out / "many_loras.json").write_text(json.dumps(found, indent=1))
+    print(report(found))
+    shown = {
+        "base": [judge.base[name][0].images[1] for name in names],
+        "LoRA": [judge.paths[name].images[1] for name in names],
+        f"merge of {len(names)}": [images["merge"][name][1] for name in names],
+        f"student of {len(names)}": [images["student"][name][1] for name in names],
+    }
+    captions = [f"{name}: {judge.batches[name].prompts[1]}" for name in names]
+    gallery(shown, captions).save(out / "many_loras.png")
+
+
+def report(found: dict[str, Any]) -> str:
+    """The numbers as Markdown."""
+    head = ["LoRAs", "distance of", "merge", "stacked, weight 1/n", "student", "worst style"]
+    rows, speed = [], []
+    for count, student in found["students"].items():
+        models = student["models"]
+        for kind in ("velocity", "images"):
+            means = [f"{np.mean(list(models[model][kind].values())):.2f}" for model in head[2:5]]
+            worst = max(models["student"][kind].items(), key=lambda pair: pair[1])
+            rows.append([str(count), kind, *means, f"{worst[0]} {worst[1]:.2f}"])
+        spent, peak = student["cost"]
+        first, last = student["fixed_path"]
+        rates = [
+            f"{models[m]['images_a_cpu_second']:.1f}" for m in ("stacked, weight 1", "student")
+        ]
+        labels = f"{student['labels_a_cpu_second']:.0f}"
+        speed.append(
+            [str(count), f"{spent:.0f}", f"{peak:.2f}", labels, f"{last / first:.2f}", *rates]
+        )
+    costs = ["LoRAs", "student, CPU s", "peak GB", "labels a CPU s", "fixed_path, last / first",
+             "images a CPU s, stacked", "images a CPU s, student"]  # fmt: skip
+    loras = "{made} LoRAs: {cpu_seconds:.0f} CPU s.".format(**found["loras"])
+    total = f"{loras} All: {found['seconds'] / 60:.1f} min."
+    return "\n".join([*table(head, rows), "", *table(costs, speed), "", total])
+
+
+if __name__ == "__main__":
+    main()
