@@ -46,7 +46,7 @@ def test_what_is_committed_shows_its_outputs_and_is_short(path: Path) -> None:
         for output in cell.outputs:
             assert output.output_type != "error" and output.get("name") != "stderr"
             assert not re.search(r"(^|[\s'\"(])/\w", output.get("text", ""))  # a machine's path
-    assert len(pictures(notebook)) == 2  # a plot, a gallery
+    assert len(pictures(notebook)) >= 2  # a plot, a gallery
     assert path.stat().st_size < 1_000_000
 
 
