@@ -56,7 +56,8 @@ def scores(
 ) -> tuple[Array, list[str]]:
     """A model's scores of a benchmark [seeds, prompts], and the tag of each prompt. Raises
     ValueError where a seed lacks one."""
-    part = part_of(Column(name, documents[0]["benchmarks"][name].get("headline")))
+    column = Column(name, documents[0]["benchmarks"][name].get("headline"))
+    part = part_of(column)
     rows = [document["models"][model]["images"][name] for document in documents]
     keys = [[(row["index"], row.get("copy", 0), row["prompt"]) for row in some] for some in rows]
     if any(key != keys[0] for key in keys):
@@ -64,7 +65,8 @@ def scores(
     values = np.array([[row[part] for row in some] for some in rows], np.float64)
     if np.isnan(values).any():
         raise ValueError(f"{model}, {name}: {int(np.isnan(values).sum())} images have no score")
-    return values, [str(row["metadata"].get("tag", "")) for row in rows[0]]
+    tags = [str(row["metadata"].get("tag", "")) if column.headline else "" for row in rows[0]]
+    return values, tags
 
 
 def cells(documents: Sequence[Mapping[str, Any]], first: str, second: str = "") -> list[Cell]:
