@@ -43,7 +43,7 @@ def test_train_then_evaluate_then_load(tmp_path: Path) -> None:
     """The README's path in small: a teacher, its files, its scores, its pipeline."""
     run = [
         f"output={tmp_path}/run", "train.updates=1", "rollout.prompts=2", "rollout.copies=2",
-        "train.sample_every=1", "evaluation.prompts=4", "train.trackers=[]",
+        "train.sample_every=1", "evaluation.prompts=4", "train.trackers=[]", "alarm.images=16",
     ]  # fmt: skip
     done = command(
         "flowalign.commands.cli", "train", "--config", "configs/tiny/teacher_ocr.yaml", *run
