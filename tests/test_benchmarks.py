@@ -33,6 +33,7 @@ SMALLEST = {
     "wire_cost": ("slow", "--repeats 1 --images 1 --size 64"),
 }
 ELSEWHERE = {"gpu", "damage", "kill_test", "seeds"}  # have tests of their own
+UNTRIED = {"hpsv3_small"}  # its package needs an environment of its own
 RUINED = [  # of merges and evaluations: test_recipe, test_store; of one file: test_resume
     pytest.param("kill_test --only grpo_1 --kills 2 --workers 1", marks=pytest.mark.long),
     pytest.param("kill_test", marks=pytest.mark.long),
@@ -42,7 +43,7 @@ RUINED = [  # of merges and evaluations: test_recipe, test_store; of one file: t
 
 def test_every_benchmark_is_tried() -> None:
     scripts = {p.stem for p in FOLDER.glob("*.py") if "__main__" in p.read_text()}
-    assert scripts == SMALLEST.keys() | ELSEWHERE
+    assert scripts == SMALLEST.keys() | ELSEWHERE | UNTRIED
 
 
 @pytest.mark.parametrize(

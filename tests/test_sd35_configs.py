@@ -51,7 +51,7 @@ def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clip_extra: None) -> I
     monkeypatch.chdir(tmp_path)
     folder = tmp_path / "data"
     folder.mkdir()
-    for name, thing in (("train", "kite"), ("val", "lamp"), ("test", "clock")):
+    for name, thing in (("train", "kite"), ("val", "vase"), ("test", "clock")):
         row = {"tag": "single_object", "include": [{"class": thing, "count": 1}]}
         row["prompt"] = f"a photo of a {thing}"
         (folder / f"geneval_{name}.jsonl").write_text(json.dumps(row))

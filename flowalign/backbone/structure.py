@@ -113,9 +113,9 @@ def _interface(backbone: Backbone) -> dict[str, Any]:
     family, length = backbone.family, backbone.text.max_sequence_length
     found: dict[str, Any] = {"family": family.name, "latent": backbone.latent_shapes}
     found["text"] = family.text_shapes(length)
-    components: dict[str, Any] = backbone.pipe.components
-    for name, part in components.items():
-        if name in ENCODERS and part is not None:
+    parts = ((n, part) for n, part in backbone.pipe.components.items() if part is not None)
+    for name, part in parts:
+        if name in ENCODERS:
             weights = sum(parameter.numel() for parameter in part.parameters())
             found[name] = f"{type(part).__name__} of {weights:,} weights"
         elif name in ("vae", "scheduler"):
