@@ -125,9 +125,9 @@ def test_a_job_that_is_not_finished_is_requeued(
 @pytest.mark.parametrize(
     ("name", "nodes", "processes"),
     [
-        pytest.param("one_node", 1, 1, marks=pytest.mark.long),
+        pytest.param("one_node", 1, 1, marks=pytest.mark.slow),
         pytest.param("one_node", 1, 2, marks=pytest.mark.long),
-        pytest.param("several_nodes", 2, 2, marks=pytest.mark.slow),
+        pytest.param("several_nodes", 2, 2, marks=pytest.mark.long),
     ],
 )
 def test_a_job_out_of_time_saves_and_is_requeued(
