@@ -38,7 +38,7 @@ from flowalign.backbone.sd3 import SD3
 from flowalign.commands import build, recipe, train
 from flowalign.training.algorithm import STUDENT
 from flowalign.training.loop import Loop
-from flowalign.types import PromptBatch, Scores
+from flowalign.types import PromptBatch, Rollout, Scores
 
 sys.path.append(str(Path(__file__).parents[1] / "scripts" / "tiny"))  # in processes of ours, too
 import parts
@@ -107,6 +107,16 @@ def adapted(model: str, name: str = STUDENT, *, rank: int = 4, alpha: float = 6.
     found.add_adapter(name, rank=rank, alpha=alpha)
     shake(found, name)
     return found
+
+
+def velocities(backbone: Backbone, found: Rollout, rows: list[int], guidance: float) -> Tensor:
+    """Of a model that knows nothing of a student [B,S,C,h,w], at the states of some images."""
+    steps = len(found.steps)
+    sigma = found.sigmas[found.steps].repeat(len(rows))
+    cond = found.conditioning.select(torch.tensor(rows).repeat_interleave(steps))
+    with torch.no_grad():
+        flat = backbone.velocity(found.states[rows].flatten(0, 1), sigma, cond, guidance=guidance)
+    return flat.unflatten(0, (len(rows), steps))
 
 
 def shake(backbone: Backbone, name: str = STUDENT, seed: int = 1, scale: float = 0.1) -> None:

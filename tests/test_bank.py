@@ -52,12 +52,7 @@ def alone(model: str, member: Member, found: Rollout, guidance: float, rows: lis
     backbone = fakes.backbone(model)
     if member.adapter:
         backbone.load_adapter("only", member.adapter)
-    steps = len(found.steps)
-    sigma = found.sigmas[found.steps].repeat(len(rows))
-    cond = found.conditioning.select(torch.tensor(rows).repeat_interleave(steps))
-    with torch.no_grad():
-        flat = backbone.velocity(found.states[rows].flatten(0, 1), sigma, cond, guidance=guidance)
-    return flat.unflatten(0, (len(rows), steps))
+    return fakes.velocities(backbone, found, rows, guidance)
 
 
 @pytest.mark.parametrize("guidance", [1.0, 3.0])

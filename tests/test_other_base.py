@@ -9,9 +9,7 @@ import fakes
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
-from flowalign.backbone import Backbone
 from flowalign.backbone.adapters import read_lora
 from flowalign.backbone.lora import misfit
 from flowalign.backbone.structure import mismatches
@@ -31,7 +29,6 @@ from flowalign.config import (
 )
 from flowalign.training.preflight import world_problems
 from flowalign.training.rollout import Noise, sample
-from flowalign.types import Rollout
 
 ROOT = Path(__file__).parent.parent
 
@@ -58,16 +55,6 @@ def taught(model: str, large: str, output: Path, *overrides: str, **more: str) -
     return fakes.distillation(model, output, *keys, *overrides, **more)
 
 
-def alone(backbone: Backbone, rollout: Rollout, rows: list[int], guidance: float) -> Tensor:
-    """Velocities [B,S,C,h,w] of a model that knows nothing of a student."""
-    steps = len(rollout.steps)
-    sigma = rollout.sigmas[rollout.steps].repeat(len(rows))
-    cond = rollout.conditioning.select(torch.tensor(rows).repeat_interleave(steps))
-    with torch.no_grad():
-        flat = backbone.velocity(rollout.states[rows].flatten(0, 1), sigma, cond, guidance=guidance)
-    return flat.unflatten(0, (len(rows), steps))
-
-
 @pytest.mark.parametrize("guidance", [1.0, 3.0])
 def test_labels_are_those_of_that_transformer(
     random_model: str, large_model: str, large_lora: str, tmp_path: Path, guidance: float
@@ -87,7 +74,8 @@ def test_labels_are_those_of_that_transformer(
         if name == "odd":
             expected.load_adapter("only", large_lora)
         rows = [i for i, teacher in enumerate(label.teacher) if teacher == name]
-        assert torch.equal(label.velocity[rows], alone(expected, rollout, rows, guidance))
+        alone = fakes.velocities(expected, rollout, rows, guidance)
+        assert torch.equal(label.velocity[rows], alone)
     trained = [n for n, p in loop.backbone.core.named_parameters() if p.requires_grad]
     assert trained and len(trained) == len(loop.parameters)
     assert not any(p.requires_grad for p in others[0].core.parameters())
@@ -102,8 +90,8 @@ def test_a_target_beyond_it_has_the_students_base_as_reference(
     assert loop.algorithm.teachers
     label = loop.algorithm.teachers(rollout)
     rows = [i for i, teacher in enumerate(label.teacher) if teacher == "even"]
-    own = alone(fakes.backbone(large_model), rollout, rows, 1.0)
-    base = alone(fakes.backbone(random_model), rollout, rows, 1.0)
+    own = fakes.velocities(fakes.backbone(large_model), rollout, rows, 1.0)
+    base = fakes.velocities(fakes.backbone(random_model), rollout, rows, 1.0)
     torch.testing.assert_close(label.velocity[rows], base + 1.5 * (own - base), rtol=0, atol=1e-5)
 
 
@@ -117,7 +105,7 @@ def test_it_has_its_own_dtype(random_model: str, large_model: str, tmp_path: Pat
     assert loop.algorithm.teachers
     label = loop.algorithm.teachers(rollout)
     rows = [i for i, teacher in enumerate(label.teacher) if teacher == "even"]
-    expected = alone(fakes.backbone(large_model), rollout, rows, 1.0)
+    expected = fakes.velocities(fakes.backbone(large_model), rollout, rows, 1.0)
     gap = (label.velocity[rows] - expected).norm() / expected.norm()
     assert 0 < gap < 0.02
 

@@ -65,11 +65,9 @@ def parser() -> argparse.ArgumentParser:
     many("--reward", metavar="NAME", help=f"{help}(grpo, nft, awm, opd, sft) or benchmark (eval)")
     help = "of a single --reward; of one of several: NAME.key=value"
     many("--options", metavar="key=value", help=help)
-    help = (
-        "adapters (folders, files or Hub ids) to learn from, merge or evaluate, each a task of its "
-    )
-    help += "name, by default that of the folder or file"
-    many("--teachers", "--loras", metavar="[NAME=]ADAPTER", help=help)
+    help = "adapters (folders, files or Hub ids) to learn from, merge or evaluate, each a task of "
+    rest = "its name, by default that of the folder or file"
+    many("--teachers", "--loras", metavar="[NAME=]ADAPTER", help=help + rest)
     many("--prompts", metavar="FILE", help="one per reward or teacher")
     help = "held-out prompts, one per reward or teacher; without them evaluation is off"
     many("--validation", metavar="FILE", help=help)
