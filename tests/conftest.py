@@ -1,5 +1,7 @@
 """Shared by all tests: as many torch threads as there are cores, shared among xdist's workers."""
 
+import copy
+import functools
 import importlib
 import importlib.util
 import os
@@ -39,6 +41,29 @@ def random_model(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("model")
     fakes.pipeline().save_pretrained(folder)
     return str(folder)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def cheap(random_model: str) -> Iterator[None]:
+    """What costs most of a small run and what no test looks at: the random model is read once and
+    copied from then on, and files are not forced to the disk."""
+    from flowalign.backbone import base
+    from flowalign.system import files
+
+    read, plain = base.load_pipeline, ({}, None, torch.float32)
+
+    @functools.cache
+    def kept() -> Any:
+        return read(random_model)
+
+    def load(model: str, **options: Any) -> Any:
+        usual = all(value in plain for value in options.values())
+        return copy.deepcopy(kept()) if model == random_model and usual else read(model, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(base, "load_pipeline", load)
+        patch.setattr(files.os, "fsync", lambda number: None)
+        yield
 
 
 @pytest.fixture(scope="session")
