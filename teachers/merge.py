@@ -83,7 +83,7 @@ def merge(
 
     adapters: folders or Hub ids, whatever `flowalign.backbone.adapters.read_lora` takes.
     weights: one each, 1 by default: the plain sum. 1/n each is the average, as in the only
-        published script. (docs/log.md compares both on the tiny world.)
+        published script, and what all shipped recipes take (docs/results.md compares both).
     method: "concat": exact, the ranks add up. "svd": the best approximation of the sum of rank
         `rank` (default: the largest rank given; at most the sum of the ranks). "ties" (2306.01708):
         keep the `density` largest entries of each update, elect a sign, and average what agrees

@@ -270,7 +270,7 @@ def test_own_teachers() -> None:
     }
     assert config.routing == {"ocr": "ocr", "photo": "photo"}
     config = written("--stage", "merge", "--teachers", "tiny/ocr", "tiny/geneval")
-    assert config.adapters == ["tiny/ocr", "tiny/geneval"]
+    assert config.adapters == ["tiny/ocr", "tiny/geneval"] and config.weights == [0.5, 0.5]
     config = written("--stage", "eval", "--teachers", "runs/a/adapter", "x=runs/b/adapter")
     assert isinstance(config, EvalStage)
     assert config.models == {"base": None, "a": "runs/a/adapter", "x": "runs/b/adapter"}

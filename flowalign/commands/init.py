@@ -238,7 +238,7 @@ class Draft:
 
     def _merge(self) -> dict[str, Any]:
         shipped = [teacher["adapter"] for teacher in self.student["teachers"].values()]
-        return {"adapters": list(self.adapters.values()) or shipped, "method": "concat"}
+        return _average(list(self.adapters.values()) or shipped) | {"method": "concat"}
 
     def _recipe(self) -> dict[str, Any]:
         """The merge of the teachers, the student that starts from it, and the table."""
@@ -251,7 +251,7 @@ class Draft:
             )
         models, stages = {"base": None, **adapters}, {}
         if len(adapters) > 1:
-            stages["merge"] = {"stage": "merge", "adapters": list(adapters.values())}
+            stages["merge"] = {"stage": "merge"} | _average(list(adapters.values()))
             student["lora"] = {"init": "stage:merge"}
             models["merge"] = "stage:merge"
         models["student"] = "stage:student"
@@ -315,6 +315,11 @@ class Draft:
         options = shipped | assignments(own)
         reward_registry.check(name, options)
         return {"name": name, **({"options": options} if options else {})}
+
+
+def _average(adapters: list[str]) -> dict[str, Any]:
+    """Keys of a merge that averages."""
+    return {"adapters": adapters, "weights": [round(1 / len(adapters), 4)] * len(adapters)}
 
 
 def _teachers(folder: Path, stage: str) -> dict[str, dict[str, Any]]:
