@@ -121,8 +121,9 @@ def make_student(names: Sequence[str], out: Path, updates: int) -> None:
     if init.main([*words, "--out", str(config)]):
         raise SystemExit("no config was written")
     words = ["-m", "flowalign.commands.cli", "train", "--config", str(config), f"output={run}"]
-    words += [f"train.updates={updates}", f"evaluation.every={updates}", "alarm=null"]
+    words += [f"train.updates={updates}", "alarm=null"]
     words += ["optimizer.lr=2e-3", "optimizer.updates_per_rollout=8", "optimizer.micro_batch=16"]
+    words += [f"evaluation.every={max(1, updates // 3)}"]
     cost = in_child(words)
     (run / "cost.json").write_text(json.dumps(cost))
 
@@ -241,7 +242,7 @@ def main() -> None:
     add("--out", type=Path, default=Path("outputs/many_loras"))
     add("--counts", type=int, nargs="+", default=[2, 4, 8, 12])
     add("--steps", type=int, default=60, help="optimizer steps of a LoRA")
-    add("--updates", type=int, default=12, help="rollouts of a student")
+    add("--updates", type=int, default=60, help="rollouts of a student")
     add("--workers", type=int, default=2, help="processes at once, of one thread each")
     add("--only", nargs="+", help="make these LoRAs and nothing else")
     args = parser.parse_args()

@@ -69,7 +69,7 @@ def parser() -> argparse.ArgumentParser:
     rest = "its name, by default that of the folder or file"
     many("--teachers", "--loras", metavar="[NAME=]ADAPTER", help=help + rest)
     many("--prompts", metavar="FILE", help="one per reward or teacher")
-    help = "held-out prompts, one per reward or teacher; without them evaluation is off"
+    help = "held-out prompts, one per reward or teacher; default: NAME_val.txt beside NAME.txt"
     many("--validation", metavar="FILE", help=help)
     add("--all", action="store_true", help="also write the keys at their defaults")
     add("--out", type=Path, help="file to write; default: STAGE.yaml")
@@ -192,8 +192,9 @@ class Draft:
             )
         if data.get("stages", {}).get("student", data).get("evaluation", "on") is None:
             yield (
-                "evaluation is off, so the last weights are kept. To choose the best, give every "
-                "task held-out prompts and, but for a student, a reward (--validation, --reward)."
+                "evaluation is off, so the last weights are kept, not the best. Evaluation needs "
+                "held-out prompts for every task: NAME_val.txt beside NAME.txt, or --validation. "
+                "A teacher needs a reward, too."
             )
 
     def _training(self, stage: str) -> dict[str, Any]:
@@ -210,6 +211,8 @@ class Draft:
         held_out = _one_each("--validation", self.args.validation, len(names))
         data["tasks"] = list(map(self._task, names, rewards, prompts, held_out))
         scored = stage != "opd" or any("reward" in task for task in data["tasks"])
+        if not scored:  # LoRAs of styles matter at every sigma, rewards mostly at high ones
+            data["student"] = data["student"] | {"states": {"select": "random", "count": 1}}
         needed = {"validation", "reward"} if scored else {"validation"}  # or distances to teachers
         if not all(needed <= task.keys() for task in data["tasks"]):
             data["evaluation"] = None
