@@ -25,7 +25,7 @@ import json
 import pkgutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -35,7 +35,7 @@ from flowalign.rewards.base import Cost, RewardBase, as_reward, reward_class
 from flowalign.rewards.options import check_call, suggestion
 from flowalign.rewards.scoring import score
 from flowalign.system.devices import resolve
-from flowalign.system.packages import installed
+from flowalign.system.packages import entry_points, installed
 from flowalign.types import Metadata, Reward
 
 __all__ = [
@@ -268,13 +268,7 @@ def _is_dotted_path(text: str) -> bool:
 
 
 def _entry_points() -> dict[str, EntryPoint]:
-    return _installed(tuple(sys.path))
-
-
-@functools.cache
-def _installed(path: tuple[str, ...]) -> dict[str, EntryPoint]:
-    """The entry points of the packages on this sys.path, whose metadata is read once."""
-    return {point.name: point for point in entry_points(group="flowalign.rewards")}
+    return {point.name: point for point in entry_points("flowalign.rewards")}
 
 
 def _is_reward(factory: Callable[..., Any]) -> bool:

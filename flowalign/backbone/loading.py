@@ -6,7 +6,6 @@ import functools
 import inspect
 import json
 from collections.abc import Mapping
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +39,7 @@ PAGE = "docs/backbones.md"
 @functools.cache
 def families() -> Mapping[str, type[Family]]:
     """{pipeline class: Family}: those built in, and those of plugins (entry points)."""
-    plugins = [point.load() for point in entry_points(group=GROUP)]
+    plugins = [point.load() for point in packages.entry_points(GROUP)]
     return FAMILIES | {family.pipeline: family for family in plugins}
 
 

@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -27,6 +26,7 @@ from flowalign.config.section import (
     as_tuple,
     did_you_mean,
 )
+from flowalign.system.packages import entry_points
 
 # {layer: rank} of an adapter that a stage reads, or of a fresh one
 RanksOf = Callable[[str | None, LoraConfig], Mapping[str, int]]
@@ -863,14 +863,14 @@ PLUGINS = "flowalign.algorithms"  # entry points: name of a stage -> its config 
 
 def stage_names() -> list[str]:
     """The names of all stages: of STAGES, then of plugins."""
-    return list(dict.fromkeys([*STAGES, *sorted(p.name for p in entry_points(group=PLUGINS))]))
+    return list(dict.fromkeys([*STAGES, *sorted(p.name for p in entry_points(PLUGINS))]))
 
 
 def stage_class(name: str) -> type[Stage]:
     """The config class of a stage. A plugin is imported now; ConfigError if it cannot be."""
     if name in STAGES:
         return STAGES[name]
-    (point, *_) = entry_points(group=PLUGINS, name=name)
+    (point, *_) = entry_points(PLUGINS).select(name=name)
     try:
         kind = point.load()
         if not issubclass(kind, TrainingStage):

@@ -7,9 +7,11 @@ of the two. This module imports the standard library only.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.metadata
 import importlib.util
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +69,16 @@ def install_command(module: str) -> str:
     if (ROOT / "pyproject.toml").is_file():
         return f"pip install -e '{ROOT}{extra}'"
     return f"pip install '{DISTRIBUTION}{extra}'"
+
+
+def entry_points(group: str) -> importlib.metadata.EntryPoints:
+    """Those of a group, of the packages on sys.path, whose metadata is read once."""
+    return _entry_points(group, tuple(sys.path))
+
+
+@functools.lru_cache
+def _entry_points(group: str, path: tuple[str, ...]) -> importlib.metadata.EntryPoints:
+    return importlib.metadata.entry_points(group=group)
 
 
 def version(distribution: str) -> str:
