@@ -76,7 +76,7 @@ class Clip(nn.Module):
 
 def pipeline(architecture: Any) -> Any:
     main = {name: architecture.parts[name] for name in ("transformer", "vae", "scheduler")}
-    with torch.device("meta"):
+    with structure.weightless():
         return build(replace(architecture, parts=main), given={"text_encoder": Clip()})
 
 
@@ -86,7 +86,7 @@ def shapes(part: nn.Module) -> dict[str, torch.Size]:
 
 @cache  # the table's encoders, and most of the published ones, are those of several models
 def encoder_shapes(config: str) -> dict[str, torch.Size]:
-    with torch.device("meta"):
+    with structure.weightless():
         return shapes(structure._part(json.loads(config)))
 
 
