@@ -245,10 +245,11 @@ def settings(
         "lora": {"rank": 4, "alpha": 8.0},
         "tasks": [{"name": "red", "prompts": str(prompts), "reward": {"name": f"fakes:{reward}"}}],
         "rollout": {"steps": 4, "guidance": 1.0, "prompts": 2, "copies": 4, "batch_size": 8},
-        "optimizer": {"lr": 1e-3, "micro_batch": 8},
+        "optimizer": {"lr": 1e-3, "micro_batch": 32},
         "ema": {"decay": 0.5, "every": 1},
         "train": {"updates": 4, "checkpoint_every": 2, "trackers": []},
         "evaluation": None,
+        "alarm": None,
     }
     return config.parse(data, overrides)
 

@@ -106,8 +106,8 @@ def test_a_resumed_run_has_the_learning_rates_of_its_new_length(
 FORWARD = ["optimizer.lr=1e-2", "{}.kl_weight=0.1"]
 NFT = [*FORWARD, "nft.old={decay: 0.5, rise: 0.25}"]
 AWM = [*FORWARD, "awm.ema_kl_weight=1.0", "awm.average={decay: 0.5, rise: 0.25}"]
-EARLIER = ["grpo.earlier={amplify: 5.0, attenuate: 0.0}", "rollout.prompts=4",
-           "optimizer.eps=1.0", "optimizer.lr=30.0"]  # fmt: skip
+EARLIER = ["grpo.earlier={amplify: 5.0, attenuate: 0.0}", "rollout.prompts=8",
+           "rollout.batch_size=32", "optimizer.eps=1.0", "optimizer.lr=30.0"]  # fmt: skip
 PICK = ["tasks.0.reward={name: pickscore, options: {model: tiny}}", "rollout.prompts=7",
         "rollout.copies=2", "rollout.batch_size=14"]  # fmt: skip
 SIZES = "model.sizes=[[32, 32], [32, 64]]"
@@ -143,9 +143,9 @@ def test_so_they_are_under_every_algorithm(
         loop.run()
         return state(loop)
 
-    once = ran("once")
-    ran("parts", "train.updates=2")
-    assert_same(ran("parts", resume=True), once)
+    once = ran("once", "train.updates=2")
+    ran("parts", "train.updates=1")
+    assert_same(ran("parts", "train.updates=2", resume=True), once)
 
 
 def test_what_a_kill_left_half_written_is_ignored(
@@ -180,9 +180,10 @@ def test_a_signal_in_a_rollout_leaves_the_last_update(
 
 
 def test_ctrl_c_in_an_evaluation_repeats_it(random_model: str, tmp_path: Path) -> None:
-    once = state(run(random_model, tmp_path / "once" / "run", *EVALUATED))
+    given = [*EVALUATED, "train.updates=2"]
+    once = state(run(random_model, tmp_path / "once" / "run", *given))
     # calls: evaluation, 2 updates, evaluation
-    _, end = interrupted(random_model, tmp_path, 4, *EVALUATED)
+    _, end = interrupted(random_model, tmp_path, 4, *given)
     assert_same(end, once)
 
 

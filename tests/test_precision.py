@@ -66,9 +66,8 @@ def test_training_and_evaluation_have_the_same_arithmetic(
 
 def test_a_half_precision_base_is_under_no_autocast(random_model: str, tmp_path: Path) -> None:
     """Norms and modulation are computed in the base's dtype, in training as in sampling."""
-    loop = fakes.wired(
-        fakes.settings(random_model, tmp_path / "run", "model.dtype=bfloat16"), moved=True
-    )
+    given = ["model.dtype=bfloat16", "optimizer.micro_batch=8", "train.updates=2"]
+    loop = fakes.wired(fakes.settings(random_model, tmp_path / "run", *given), moved=True)
     kinds: set[Any] = set()
     for module in loop.backbone.core.modules():
         if isinstance(module, torch.nn.LayerNorm | CastingLinear):

@@ -75,7 +75,7 @@ def stages(path: Path, variant: Path | None = None, processes: int = 1) -> dict[
 @pytest.mark.usefixtures("data")
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_every_config_runs_on_one_gpu_and_on_two_machines_of_eight(path: Path) -> None:
-    for processes in (1, 2, 4, 8, 16):
+    for processes in (1, 16):  # what 16 can share, 2 to 8 can
         found = stages(path, processes=processes)
         assert found, processes
         for stage in found.values():

@@ -132,7 +132,7 @@ class Called:
 
 def config_file(model: str, folder: Path, reward: str, options: str, *words: str) -> str:
     given = [f"tasks.0.reward.name={reward}", f"tasks.0.reward.options={options}",
-             "train.checkpoint_every=100", *words]  # fmt: skip
+             "train.checkpoint_every=100", "rollout.steps=2", *words]  # fmt: skip
     path = folder / "config.yaml"
     path.write_text(to_yaml(fakes.settings(model, folder / "run", *given)))
     return str(path)
@@ -168,11 +168,11 @@ def assert_saved(folder: Path, said: str, reason: str) -> Path:
     return saved
 
 
-@pytest.mark.parametrize("number", NUMBERS)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_a_signal_ends_a_command_with_a_checkpoint_and_its_status(
     random_model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], number: int
 ) -> None:
-    options = f"{{call: 3, number: {number}}}"
+    options = f"{{call: 3, number: {int(number)}}}"
     path = config_file(random_model, tmp_path, "fakes:Interrupting", options)
     assert train.main(["--config", path]) == CODES[signal.Signals(number)]
     saved = assert_saved(tmp_path, capsys.readouterr().err, signal.Signals(number).name)
@@ -182,8 +182,8 @@ def test_a_signal_ends_a_command_with_a_checkpoint_and_its_status(
 def test_the_clock_ends_a_run_after_one_update_at_least(
     random_model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    limit = "train.max_minutes=0.0001"
-    path = config_file(random_model, tmp_path, "fakes:noisy_redness", "{}", limit)
+    given = ["train.max_minutes=0.0001", "train.updates=3"]
+    path = config_file(random_model, tmp_path, "fakes:noisy_redness", "{}", *given)
     assert train.main(["--config", path]) == UNFINISHED
     saved = assert_saved(tmp_path, capsys.readouterr().err, "train.max_minutes = 0.0001")
     assert saved.name == "update_000001"

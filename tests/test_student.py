@@ -163,7 +163,8 @@ def test_the_log_ratio_of_a_teacher_is_on_average_minus_the_kl(
     random_model: str, tmp_path: Path
 ) -> None:
     """E_old[log pi_T - log pi_old] = -KL(old || T): the policy form aims at the same minimum."""
-    given = ["student.gradient=policy", "rollout.prompts=32", "rollout.copies=16"]
+    given = ["student.gradient=policy", "rollout.prompts=32", "rollout.copies=16",
+             "rollout.batch_size=512", "student.label_batch=512"]  # fmt: skip
     _, student, labels = labelled(random_model, tmp_path / "run", *given)
     rollout, kl = labels.rollout, []
     for column, step in enumerate(rollout.steps):
@@ -208,7 +209,7 @@ def test_a_student_with_rewards_adds_their_loss(random_model: str, tmp_path: Pat
 
 def test_a_run_comes_nearer_to_its_teachers(random_model: str, tmp_path: Path) -> None:
     """On the states that it started from; and it logs what a researcher asks for."""
-    given = ["train.updates=20", "optimizer.lr=1e-2", "ema=null", "student.weighting=velocity",
+    given = ["train.updates=10", "optimizer.lr=2e-2", "ema=null", "student.weighting=velocity",
              "student.states={select: random}"]  # fmt: skip
     loop = fakes.wired(fakes.distillation(random_model, tmp_path / "run", *given, alone="odd"))
     student = loop.algorithm
@@ -236,7 +237,8 @@ def test_a_run_comes_nearer_to_its_teachers(random_model: str, tmp_path: Path) -
 def evaluated(model: str, folder: Path, *overrides: str) -> fakes.config.TrainingStage:
     """A run that is evaluated after every update."""
     prompts = folder / "prompts.txt"
-    given = ["evaluation={every: 1, prompts: 2}", "rollout.copies=1", "train.checkpoint_every=1"]
+    given = ["evaluation={every: 1, prompts: 2}", "rollout.copies=1", "train.checkpoint_every=1",
+             "student.fixed_prompts=2"]  # fmt: skip
     given += [f"tasks.{index}.validation={prompts}" for index in range(2)]
     return fakes.distillation(model, folder / "run", *given, *overrides)
 
@@ -379,7 +381,7 @@ def test_a_task_without_a_reward_is_trained_and_not_evaluated(
 ) -> None:
     """`evaluation` is on, as it is by default; the other task's scores are the headline."""
     prompts = str(tmp_path / "prompts.txt")
-    given = ["evaluation={}", "rollout.copies=1", "train.updates=1"]
+    given = ["evaluation={prompts: 2}", "rollout.copies=1", "train.updates=1"]
     for index, name in enumerate(["even", "odd"]):
         key = f"tasks.{index}"
         given += [f"{key}.validation={prompts}"] if name in scored else [f"{key}.reward=null"]

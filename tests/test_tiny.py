@@ -22,9 +22,10 @@ DETECTOR = TinyDetector()
 ENGINE = {"engine": "rapidocr", "limit_side_len": 64, "limit_type": "max", "rec_width": 96}
 
 
-def correct(image: np.ndarray, metadata: Mapping[str, Any]) -> bool:
+def correct(image: np.ndarray, *metadata: Mapping[str, Any]) -> bool:
+    """Whether an image fulfils any of these."""
     seen = DETECTOR.detect(image)
-    return judge(metadata, seen.boxes, seen.colors).correct
+    return any(judge(row, seen.boxes, seen.colors).correct for row in metadata)
 
 
 def drawn(tags: list[str], count: int, seed: int) -> list[tuple[dict[str, Any], np.ndarray]]:
@@ -79,15 +80,12 @@ def test_a_missing_or_a_surplus_shape_is_noticed():
 def test_a_wrong_colour_shape_or_place_is_noticed():
     opposite = {"left of": "right of", "right of": "left of", "above": "below", "below": "above"}
     for row, image in drawn(["colors", "color_attr"], 60, seed=4):
-        others = [name for name in scenes.COLORS if name != row["include"][0]["color"]]
-        for color in others:
-            first = {**row["include"][0], "color": color}
-            assert not correct(image, {"include": [first, *row["include"][1:]]})
+        first, *rest = row["include"]
+        others = [{**first, "color": name} for name in scenes.COLORS if name != first["color"]]
+        assert not correct(image, *({"include": [other, *rest]} for other in others))
     for row, image in drawn(["single_object"], 30, seed=5):
         others = [shape for shape in scenes.SHAPES if shape != row["include"][0]["class"]]
-        assert not any(
-            correct(image, {"include": [{"class": other, "count": 1}]}) for other in others
-        )
+        assert not correct(image, *({"include": [{"class": x, "count": 1}]} for x in others))
     for row, image in drawn(["position"], 30, seed=6):
         reference, placed = row["include"]
         placed = {**placed, "position": [opposite[placed["position"][0]], 0]}
@@ -138,7 +136,7 @@ def test_a_wrong_caption_is_wrong_and_a_bias_is_the_majority():
             name: np.mean(
                 [
                     correct(scenes.draw_shapes(scenes.compose(seen, rng), rng), row)
-                    for row in rng.choice(np.array(pool, dtype=object), 150)
+                    for row in rng.choice(np.array(pool, dtype=object), 80)
                     for seen in [mistakes.mistaken(row, rng)]
                 ]
             )
