@@ -111,7 +111,7 @@ def open_clip() -> Iterator[ModuleType]:
 
 @pytest.fixture
 def drawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Charts are drawn (fakes.save_undrawn)."""
+    """Figures are drawn (fakes.save_undrawn)."""
     import fakes
 
     monkeypatch.setattr(fakes.Figure, "savefig", fakes.savefig)

@@ -268,6 +268,7 @@ def config(tmp_path: Path, random_model: str) -> Path:
     )
 
 
+@pytest.mark.usefixtures("drawn")
 def test_the_command_writes_results_table_and_grid(
     config: Path, capsys: pytest.CaptureFixture[str]
 ):

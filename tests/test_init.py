@@ -83,7 +83,7 @@ PROMPTS = {  # each read by another reader, with the metadata of a reward
     "styles.jsonl": rows(style="oil"),
     "styles.csv": "prompt,style\na kite over a lake,oil\n",
 }
-OF = {  # reward -> prompts that it can score; None = those of the shipped configs
+OF: dict[str, list[str | None]] = {  # reward -> prompts; None = those of the shipped configs
     "ocr": [None, "signs.txt"],
     "geneval": [None, "kites.jsonl"],
     "pickscore": [None, *PROMPTS],
@@ -135,7 +135,10 @@ def test_what_is_written_for_any_stage_reward_and_prompts_can_run(
         Path(name).write_text(text.replace("kite", "star") if model == MODELS[0] else text)
     teachers = [f"one={lora(model)}", "two=lora"]
     taught = stage in USED["teachers"]
-    for reward, prompts in [(r, p) for r, several in OF.items() for p in several]:
+    every = [(r, p) for r, several in OF.items() for p in several]
+    if stage in ("nft", "awm", "sft"):  # the tasks of grpo and opd
+        every = [(reward, several[-1]) for reward, several in OF.items()]
+    for reward, prompts in every if stage in USED["reward"] else every[:1]:
         words = ["--stage", stage, "--model", model]
         if taught:
             words += ["--teachers", *teachers]

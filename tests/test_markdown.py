@@ -102,6 +102,7 @@ def test_a_table_has_its_rows_and_columns_whatever_names_and_tags_say(count: int
     holds(check, count, model=hostile, name=hostile, tag=hostile)
 
 
+@pytest.mark.usefixtures("drawn")
 def test_any_text_is_a_caption(tmp_path: Path) -> None:
     count = len(NASTY)
     grid(tmp_path / "x.png", torch.zeros(count, 3, 8, 8), NASTY, title=" ".join(NASTY))
