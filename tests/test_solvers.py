@@ -152,9 +152,8 @@ def test_forward_passes_are_at_the_noise_levels_of_the_model(
 def test_images_do_not_depend_on_batches_and_processes(backbone: Backbone, solver: str) -> None:
     whole = run(backbone, solver)
     assert torch.isfinite(latents(whole)).all()
-    for size in (1, 3):
-        other = run(backbone, solver, batch_size=size)
-        assert_close(latents(other), latents(whole), rtol=0, atol=1e-5)
+    other = run(backbone, solver, batch_size=3)
+    assert_close(latents(other), latents(whole), rtol=0, atol=1e-5)
     shares = [run(backbone, solver, prompts=slice(a, a + 2)) for a in (0, 2)]
     joined = torch.cat([latents(share) for share in shares])
     assert_close(joined, latents(whole), rtol=0, atol=1e-5)
