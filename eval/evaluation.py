@@ -76,7 +76,8 @@ def _evaluate(config: EvalStage, accelerator: Accelerator) -> None:
     backbone, weights, digests, update = None, "", {}, {}
     with phase("loading the models"):
         model, device = config.model if config.adapters else None, accelerator.device
-        sets = build_sets(config.scored, "benchmarks", device, model, config.given)
+        given, protocol = config.given, config.protocol
+        sets = build_sets(config.scored, "benchmarks", device, model, given, protocol)
         if size := sets[0].prompts.size:  # of the images, where no model says it
             update = {} if model else {"height": size[0], "width": size[1], "sizes": None}
         config = config.model_copy(update={"model": config.model.model_copy(update=update)})
@@ -153,14 +154,14 @@ def using(backbone: Backbone | None, config: EvalStage, name: str) -> AbstractCo
 
 def admit(stores: Iterable[Store], exports: Sequence[Export], accelerator: Accelerator) -> None:
     """Prepare the stores for writing; ConfigError if a folder holds images of another run."""
-    stores, problems = list(stores), []
+    stores, problems = list(stores), dict[str, str]()
     for folder in (*stores, *exports):
         try:
             folder.check()
-        except StoreError as error:
-            problems.append(f"output: {error}")
-    if problems := sorted(set(gather_object(problems))):  # on all processes, whoever saw it
-        raise ConfigError(problems)
+        except StoreError as error:  # what is equal in several folders is said of the first
+            problems.setdefault(str(error).replace(str(folder.folder), ""), f"output: {error}")
+    if listed := sorted(set(gather_object([*problems.values()]))):  # whichever process saw it
+        raise ConfigError(listed)
     if accelerator.is_main_process:
         for store in stores:
             store.prepare()

@@ -16,6 +16,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -54,28 +55,44 @@ def find_images(source: str) -> dict[str, list[Path]]:
     except ImagesError:
         raise
     except (OSError, ValueError, TypeError, RecursionError) as error:
-        raise ImagesError(f"{path}: {str(error).rstrip('.')}. {FORMS}") from None
+        where = "" if str(error).startswith(str(path)) else f"{path}: "
+        raise ImagesError(f"{where}{str(error).rstrip('.')}. {FORMS}") from None
     if not images:
         raise ImagesError(f"{path} holds no images of prompts. {FORMS}")
     return images
 
 
 def assign(
-    images: Mapping[str, list[Path]], prompts: PromptBatch, limit: int | None, copies: int
+    images: Mapping[str, list[Path]],
+    prompts: PromptBatch,
+    limit: int | None,
+    copies: int,
+    place: str,
+    protocol: str | None,
 ) -> dict[Key, Path]:
     """{image: its file}: of each of the first `limit` prompts, `copies`. A prompt that the set
-    lists again takes the next images."""
+    lists again takes the next images. place: the config key of the benchmark."""
     wanted, all_wanted = Counter(prompts.prompts[:limit]), Counter(prompts.prompts)
     if missing := [prompt for prompt in wanted if prompt not in images]:
-        raise ImagesError(
+        first = list(takewhile(images.__contains__, prompts.prompts[:limit]))
+        fewer = f", or score the first ones: {place}.limit={len(first)}" if first else ""
+        text = (
             f"{len(missing)} of {len(wanted)} prompts have no image; the first is "
-            f"{shown(repr(missing[0]))}. Add theirs, or score the first prompts only, by `limit`."
+            f"{shown(repr(missing[0]))}. Add theirs{fewer}, or give the file of your prompts: "
+            f"{place}.prompts=FILE."
         )
+        paths = (path for prompt in wanted for path in images.get(prompt, ()))
+        if lost := next((path for path in paths if not path.is_file()), None):
+            text += f" There is no image {lost}, either."
+        raise ImagesError(text)
     for prompt, times in wanted.items():
-        if len(images[prompt]) not in (times * copies, all_wanted[prompt] * copies):
+        n, files = len(images[prompt]), ", ".join(path.name for path in images[prompt][:2])
+        if n not in (times * copies, all_wanted[prompt] * copies):
+            wants = f"`--protocol {protocol}`" if protocol else "this benchmark"
+            fitting = f", or set {place}.images={n // times}" if n % times == 0 else ""
             raise ImagesError(
-                f"{len(images[prompt])} images of {shown(repr(prompt))}, and want {times * copies} "
-                f"({times} x `images: {copies}`). Remove or add some, or set `images`."
+                f"{n} image{'s' * (n > 1)} of {shown(repr(prompt))} ({files}{', ...' * (n > 2)}), "
+                f"but {wants} wants {times * copies} of this prompt. Add or remove some{fitting}."
             )
     files = {prompt: iter(images[prompt]) for prompt in wanted}
     keys = ((i, copy) for i in range(len(prompts.prompts[:limit])) for copy in range(copies))
@@ -108,7 +125,9 @@ def check_images(files: Iterable[Path], size: Size | None) -> Size:
 def _read_jsonl(path: Path) -> Iterator[tuple[str, Any]]:
     rows = load_prompts(path, "")
     for prompt, row in zip(rows.prompts, rows.metadata, strict=True):
-        yield prompt, row.get("images")
+        if "images" not in row:
+            raise ValueError(f"{prompt!r} has the keys {['prompt', *row]}, and no 'images'")
+        yield prompt, row["images"]
 
 
 def _read_json(path: Path) -> list[tuple[str, Any]]:
@@ -146,7 +165,7 @@ def _numbered(paths: Iterable[Path], pattern: str, where: Path) -> list[Path]:
     if not numbers or numbers != [*range(len(numbers))]:
         listed = ", ".join(path.name for path in matching[:3]) or "nothing"
         raise ImagesError(
-            f"{where} holds {listed} ... ({len(numbers)}), and want 0, 1, 2 ... without gaps. Add "
+            f"{where} holds {listed} ... ({len(numbers)}), but the numbers must be 0, 1, 2 ... without gaps. Add "
             "what is missing: it would change the score."
         )
     return matching

@@ -25,6 +25,7 @@ from flowalign.config.protocols import deviation
 from flowalign.eval.images import find_images
 from flowalign.training.rollout import Noise
 
+SD35 = "stabilityai/stable-diffusion-3.5-medium"
 WORDS = ["a dog", "two cats «ici»", "a dog"]  # the set lists the first one twice
 DOG = {"tag": "single_object", "include": [{"class": "star", "count": 1}]}
 CATS = {"tag": "counting", "include": [{"class": "circle", "count": 2}]}
@@ -164,13 +165,14 @@ BAD = {
     "a number among images": (in_file("images.json", '{"a dog": ["a.png", 3]}'), "images.json"),
     "no image in JSON": (in_file("images.json", '{"a dog": []}'), "no image of 'a dog'"),
     "no line of JSONL": (in_file("images.jsonl", "a dog"), "images.jsonl, line 1"),
-    "a line without images": (in_file("images.jsonl", '{"prompt": "a dog"}'), "no image of"),
+    "a line without images": (in_file("images.jsonl", '{"prompt": "a", "x": 1}'), "'prompt', 'x'"),
+    "a line without a prompt": (in_file("images.jsonl", '{"text": "a"}'), "line 1 has the keys"),
     "not UTF-8": (in_file("images.json", "\xff", encoding="latin-1"), "images.json"),
     "a file that is not there": (
         in_file("images.jsonl", table((WORDS[0], DOGS), (WORDS[1], ["x.png", "y.png"]))), "x.png"
     ),
     "one image where two are expected": (
-        in_file("images.jsonl", table((WORDS[0], DOGS), (WORDS[1], CAT[0]))), "1 images of 'two"
+        in_file("images.jsonl", table((WORDS[0], DOGS), (WORDS[1], CAT[0]))), "1 image of 'two"
     ),
     "three images where two are expected": (
         in_file("images.jsonl", table((WORDS[0], DOGS), (WORDS[1], CAT), (WORDS[1], CAT[0]))),
@@ -180,6 +182,12 @@ BAD = {
         in_file("images.json", f'{{"a dog": {json.dumps(DOGS)}, "a dog": "x.png"}}'), "no image"
     ),
     "fewer prompts": (in_file("images.jsonl", table((WORDS[0], DOGS))), "1 of 2 prompts have no"),
+    "only the last prompts": (
+        in_file("images.jsonl", table((WORDS[1], CAT))), "benchmarks.0.prompts=FILE"
+    ),
+    "a file and a prompt that are missing": (
+        in_file("images.jsonl", table((WORDS[0], ["x.png", *DOGS]))), "x.png"
+    ),
     "a repeated prompt once": (
         in_file("images.jsonl", table((WORDS[0], DOGS[:2]), (WORDS[1], CAT))), "2 images of 'a dog'"
     ),
@@ -195,7 +203,7 @@ BAD = {
         in_folder(lambda f: (f / "00001/samples/00000.png").unlink()), "gaps"
     ),
     "the last image of a prompt": (
-        in_folder(lambda f: (f / "00001/samples/00001.png").unlink()), "1 images of 'two cats"
+        in_folder(lambda f: (f / "00001/samples/00001.png").unlink()), "1 image of 'two cats"
     ),
     "a PNG that is cut off": (
         in_folder(lambda f: cut(f / "00001/samples/00001.png")), "00001.png is no image"
@@ -222,6 +230,7 @@ def test_bad_images_are_refused_in_a_sentence_before_a_judge_is_built(
     assert main(["--config", str(config(tmp_path, make(tmp_path / "theirs")))]) == 2
     (problem,) = [line for line in capsys.readouterr().err.splitlines() if "models." in line]
     assert problem.startswith("  - models.theirs: ") and said in problem
+    assert problem.count("images.json") <= 1 and "KeyError" not in problem
     assert not list((tmp_path / "out").glob("*.*"))
 
 
@@ -411,7 +420,8 @@ def of_tiny(folder: Path, benchmark: str, count: int) -> Path:
 
 
 @pytest.mark.usefixtures("never")
-def test_flags_choose_the_benchmark_that_the_images_are_of(tmp_path: Path, capsys):
+def test_flags_choose_the_benchmark_that_the_images_are_of(tmp_path: Path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # without fetched prompts
     source, out = of_tiny(tmp_path / "my.images", "geneval", 3), tmp_path / "out"
     assert main(["--images", str(source), "--limit", "3", "--out", str(out)]) == 0
     assert list(rows(tmp_path, "my")) == ["geneval"]
@@ -422,6 +432,8 @@ def test_flags_choose_the_benchmark_that_the_images_are_of(tmp_path: Path, capsy
         (["--images", str(source)], "models.my: geneval"),  # fewer prompts than the benchmark
         (["--images", str(tmp_path / "no")], "no such folder"),
         (["--images", str(geneval(tmp_path / "dogs"))], "--images"),
+        (["--images", str(tmp_path / "dogs"), "--benchmarks", "geneval"], "of tiny"),
+        (["--images", str(tmp_path / "dogs"), "--model", SD35], f"{SD35}. Not fetched: run"),
         (["--images", f"a b={source}"], "models.a b"),
     ):
         assert main([*given, "--out", str(tmp_path / "refused")]) == 2

@@ -31,6 +31,7 @@ from flowalign.backbone.conversion import convert
 from flowalign.backbone.family import Family, ModelError
 from flowalign.backbone.tiny import TEACHERS
 from flowalign.config import ADAPTER
+from flowalign.config.section import did_you_mean
 from flowalign.system.escape import shown
 from flowalign.system.files import replacing
 from flowalign.system.hub_address import HubAddress
@@ -126,7 +127,8 @@ def _adapter_file(folder: Path) -> Path:
         return folder
     if not folder.is_dir():
         shipped = sorted(f"tiny/{file.parent.name}" for file in TEACHERS.glob(f"*/{ADAPTER}"))
-        raise AdapterError(f"no such folder. Shipped adapters are {', '.join(shipped)}")
+        hint = did_you_mean(f"tiny/{folder.name}", shipped) if folder.parent == TEACHERS else ""
+        raise AdapterError(f"no such folder.{hint} Shipped adapters are {', '.join(shipped)}")
     names = sorted(path.name for path in folder.iterdir())
     if "model_index.json" in names:
         raise AdapterError("it is a whole pipeline; name a LoRA (null is the base)")

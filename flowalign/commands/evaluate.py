@@ -47,12 +47,12 @@ def main(argv: Sequence[str]) -> int:
         return run.main(argv)
     if argv[:1] == ["list"]:
         return show(argv[1:])
+    args = parser().parse_args(argv)  # before the imports, which take seconds: --help, mistakes
     from flowalign.config import ConfigError, EvalStage, parse
     from flowalign.config.safe_yaml import dump_yaml
     from flowalign.eval.evaluation import run_command
     from flowalign.system.files import replacing
 
-    args = parser().parse_args(argv)
     file = args.out / "eval.yaml"
     try:
         data = settings(args)
@@ -71,17 +71,18 @@ def settings(args: Namespace) -> dict[str, Any]:
     """The raw config: the evaluation of the model's family, its benchmarks by name. Raises
     ValueError for a name that it has not."""
     from flowalign.commands.init import Draft, named_sources
+    from flowalign.config.section import did_you_mean
     from flowalign.eval.images import find_images
+    from flowalign.training.sources import commands
 
     unused = {"reward": [], "options": [], "prompts": [], "validation": []}
-    draft = Draft(
-        Namespace(stage="eval", model=args.model, teachers=args.lora, out=args.out, **unused)
-    )
-    data: dict[str, Any] = {**draft.data(), "output": str(args.out)}
+    asked = Namespace(stage="eval", model=args.model, teachers=args.lora, out=args.out, **unused)
+    data: dict[str, Any] = {**Draft(asked).data(), "output": str(args.out)}
     shipped = {benchmark["name"]: benchmark for benchmark in data["benchmarks"]}
     known = shipped | more_benchmarks(args.model)
     if unknown := [name for name in args.benchmarks or () if name not in known]:
-        raise ValueError(f"--benchmarks: no {unknown[0]!r}; there are {', '.join(known)}.")
+        hint = did_you_mean(unknown[0], known)
+        raise ValueError(f"--benchmarks: no {unknown[0]!r}.{hint} There are {', '.join(known)}.")
     chosen = [known[name] for name in args.benchmarks or shipped]
     protocol = PROTOCOLS[args.protocol] if args.protocol else None
     if args.images:
@@ -94,14 +95,19 @@ def settings(args: Namespace) -> dict[str, Any]:
         sources = named_sources(named)
         given = {name: {"images": source, **sampled} for name, source in sources.items()}
         data["models"] = (data["models"] if args.lora else {}) | given
-        if not args.benchmarks:
-            there = {prompt for source in sources.values() for prompt in find_images(source)}
-            chosen = [benchmark for benchmark in chosen if _asks_for(benchmark, there)]
-        if not chosen:
+        there = {prompt for source in sources.values() for prompt in find_images(source)}
+        fits = {benchmark["name"]: _asks_for(benchmark, there) for benchmark in chosen}
+        own = args.benchmarks and any(".prompts=" in text for text in args.overrides)
+        if not any(fits.values()) and not own:
+            fetch = [c for b in chosen if fits[b["name"]] is None for c in commands(b["prompts"])]
+            missing = f" Not fetched: run {' and '.join(dict.fromkeys(fetch))}." if fetch else ""
             raise ValueError(
-                f"--images: no prompt of theirs is in {', '.join(known)}. Name another family's "
-                "--model, or write a config with your prompts."
+                f"--images: none of their prompts is in {', '.join(fits)}, the benchmarks of "
+                f"{args.model}.{missing} Give --model ID of the family that they are for, or the "
+                "file of your prompts: --benchmarks NAME benchmarks.0.prompts=FILE."
             )
+        if not args.benchmarks:
+            chosen = [benchmark for benchmark in chosen if fits[benchmark["name"]]]
     if protocol:
         data |= {"protocol": args.protocol, "model": {**data["model"], **protocol.model}}
         data["sampling"] = {**data.get("sampling", {}), **protocol.sampling}
@@ -113,14 +119,14 @@ def settings(args: Namespace) -> dict[str, Any]:
     return data | {"benchmarks": chosen}
 
 
-def _asks_for(benchmark: Mapping[str, Any], prompts: Collection[str]) -> bool:
-    """Whether some of its prompts are among these."""
+def _asks_for(benchmark: Mapping[str, Any], prompts: Collection[str]) -> bool | None:
+    """Whether some of its prompts are among these; None = they are not fetched."""
     from flowalign.training.data import PromptError, load_prompts
 
     try:
         return any(p in prompts for p in load_prompts(benchmark["prompts"], "").prompts)
-    except (PromptError, OSError):  # not fetched
-        return False
+    except (PromptError, OSError):
+        return None
 
 
 def more_benchmarks(model: str) -> dict[str, dict[str, Any]]:
@@ -135,15 +141,15 @@ def more_benchmarks(model: str) -> dict[str, dict[str, Any]]:
 
 def show(argv: Sequence[str]) -> int:
     """Print the benchmarks of a model's family."""
+    parser = argparse.ArgumentParser("flowalign eval list", description=show.__doc__)
+    parser.add_argument("--model", default="tiny", help="tiny (default), a folder or a Hub id")
+    model = parser.parse_args(argv).model
     from flowalign.commands.init import SD35, family_folder
     from flowalign.config import read
     from flowalign.system.escape import table
     from flowalign.training.data import PromptError, load_prompts
     from flowalign.training.sources import commands
 
-    parser = argparse.ArgumentParser("flowalign eval list", description=show.__doc__)
-    parser.add_argument("--model", default="tiny", help="tiny (default), a folder or a Hub id")
-    model = parser.parse_args(argv).model
     rows = []
     shipped = read((family_folder(model) or SD35) / "eval.yaml")["benchmarks"]
     for benchmark in [*shipped, *more_benchmarks(model).values()]:

@@ -141,7 +141,8 @@ def examine(
         )
         if isinstance(config, EvalStage) and config.given and not problems:
             model = config.model if config.adapters else None
-            _, problems = image_sets(config.scored, "benchmarks", model, config.given)
+            given, protocol = config.given, config.protocol
+            _, problems = image_sets(config.scored, "benchmarks", model, given, protocol)
         return {Path(config.output).name: config}, problems
     stages, problems = _read_stages(config.recipe, home)
     return stages, _problems(config.recipe, stages, problems, num_processes, any_world, trust)

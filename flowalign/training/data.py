@@ -137,7 +137,9 @@ def _json_row(text: str, where: str) -> Row:
         prompt = row.pop("prompt")
         if not (isinstance(prompt, str) and prompt.strip()):
             raise ValueError(f"the prompt is {repr(prompt)[:80]}")
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+    except KeyError:
+        raise PromptError(f"{where} has the keys {list(row)!r:.200}, and no 'prompt'.") from None
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise PromptError(
             f'{where}: want {{"prompt": "..."}}, an object of JSON '
             f"({type(error).__name__}: {str(error)[:200]})."
