@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -171,12 +172,13 @@ def markdown(
     first, second = map(escaped, names)
     rows = []
     for name, row in differences.items():
-        gap = f"{row.mean:+.4f} ± {row.stderr:.4f}"
-        ends = f"{row.low:+.4f} to {row.high:+.4f}"
+        gap = stats.shown(row, 4, signed=True)
+        ends = f"{row.low:+.4f} to {row.high:+.4f}" if math.isfinite(row.stderr) else "–"
         rows.append([escaped(name), escaped(row.metric), gap, ends, str(row.n)])
-    lines = table(["benchmark", "metric", "difference", "95 %", "n"], rows)
+    heads = ["benchmark", "metric", "difference", "95 %", "n"]
     title = f"{second} − {first}, paired: same {shared}."
-    return "\n".join([title, "", *lines]) + "\n"
+    below = [f"\n{note}" for note in stats.notes(differences.values())]
+    return "\n".join([title, "", *table(heads, rows), *below]) + "\n"
 
 
 @refusing("eval compare")
@@ -209,6 +211,9 @@ def main(argv: Sequence[str]) -> int:
     models = [d["models"][name] for d, name in zip(documents, names, strict=True)]
     known = all(model["settings"].get("seed") is not None for model in models)
     print(markdown(result, names, "prompts and noise" if known else "prompts"), end="")
+    asked = ("steps", "guidance", "max_sequence_length")
+    if unknown := [k for k in asked if any(m["settings"].get(k) is None for m in models)]:
+        print(f"note: not known, and so not compared: {', '.join(unknown)}")
     for name in result:
         a, b = (len(model["images"][name]) for model in models)
         if a != b:

@@ -20,7 +20,7 @@ from flowalign.config import EvalStage, to_yaml
 from flowalign.config.protocols import PROTOCOLS, deviation
 from flowalign.eval.compare import VERSION
 from flowalign.eval.fidelity import GROUPS
-from flowalign.eval.stats import AVERAGE, FIDELITY, FIELDS, part_of
+from flowalign.eval.stats import AVERAGE, FIDELITY, FIELDS, part_of, shown
 from flowalign.eval.suite import Benchmark, environment
 from flowalign.eval.table import (
     Results,
@@ -29,7 +29,6 @@ from flowalign.eval.table import (
     compared,
     details,
     markdown,
-    shown,
     tables,
     tally,
 )
@@ -403,9 +402,8 @@ def lines(results: Results, benchmark: Benchmark) -> list[Line]:
     copies, part, source = benchmark.copies, part_of(benchmark), benchmark.source or benchmark.name
     sharing = [b.name for b in results.benchmarks if (b.source or b.name) == source]
     first = next(iter(judged.values()))
-    pictures = {
-        index: i for i, index in enumerate(first.pictured(copies))
-    }  # the same for all models
+    # the same for all models
+    pictures = {index: i for i, index in enumerate(first.pictured(copies))}
     scores = {model: [row.get(part, math.nan) for row in j.rows] for model, j in judged.items()}
     all_scores = [score for values in scores.values() for score in values if math.isfinite(score)]
     low, high = min(all_scores, default=0.0), max(all_scores, default=0.0)
@@ -456,9 +454,7 @@ def _cell(
     else:  # all scores are equal: only a verdict can tell whether they are bad
         level = 0.0 if verdict == 0 else 100.0
     failed = level is None or (verdict == 0 if math.isfinite(verdict) else level < 50)
-    source = ""
-    if picture is not None:
-        source = _data_uri(pixels_of(picture))
+    source = _data_uri(pixels_of(picture)) if picture is not None else ""
     text = "failed" if math.isnan(score) else f"{score:.2f}"
     hint = ", ".join(f"{key} {value:.3g}" for key, value in row.items() if key not in FIELDS)
     return Cell(source, name, text, level, hint, str(row.get("reason") or ""), failed)

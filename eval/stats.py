@@ -6,7 +6,7 @@ An image is a row of `suite.Judged`: FIELDS, value (NaN = invalid) and the parts
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from statistics import NormalDist
 from typing import Annotated, Any, NamedTuple, Protocol
 
@@ -29,6 +29,9 @@ Array = NDArray[np.float64]
 Labels = NDArray[np.int64]
 Images = Sequence[Mapping[str, Any]]
 Score = Annotated[float, Field(ge=-1e38, le=1e38)] | None  # what a float32 holds; null = invalid
+
+
+NO_ERROR = "No ± and no interval: fewer than two prompts, or two of a tag, have a score."
 
 
 class Named(Protocol):
@@ -217,6 +220,26 @@ def part_row(benchmark: str, metric: str, images: Images, part: str) -> EvalRow:
     return EvalRow(benchmark, metric, mean, error, valid, low, high, len(images))
 
 
+def between(row: EvalRow | None, decimals: int) -> str:
+    """The 95 % interval of a number, "" if there is none."""
+    if row is None or not math.isfinite(row.low + row.high):
+        return ""
+    return f"[{row.low:.{decimals}f}, {row.high:.{decimals}f}]"
+
+
+def shown(row: EvalRow | None, decimals: int, signed: bool = False) -> str:
+    """A number with its error, if it has one (`NO_ERROR`); "–" = there is no number."""
+    if row is None or math.isnan(row.mean):
+        return "–"
+    error = "" if math.isnan(row.stderr) else f" ± {row.stderr:.{decimals}f}"
+    return f"{row.mean:{'+' if signed else ''}.{decimals}f}{error}"
+
+
+def notes(rows: Iterable[EvalRow]) -> list[str]:
+    """NO_ERROR where it holds for one of them."""
+    return [NO_ERROR] * any(math.isfinite(row.mean) and math.isnan(row.stderr) for row in rows)
+
+
 # Bootstrap intervals over prompts ---------------------------------------------------------------
 
 # Prompts are drawn, not images, because the images of one prompt resemble each other. Strata are
@@ -244,11 +267,12 @@ def prompts_mean(sums: Array, counts: Array, strata: Labels) -> Array:
 def bootstrap_interval(
     sums: Array, counts: Array, strata: Labels, seed: int = 0
 ) -> tuple[float, float]:
-    """The percentile bootstrap interval of `prompts_mean`; NaN for fewer than two prompts.
+    """The percentile bootstrap interval of `prompts_mean`; NaN for one prompt of a stratum or none.
 
     tests/test_bootstrap.py measures its coverage for shares. It is too short for a few prompts.
     """
-    if int((counts > 0).sum()) < 2:
+    sizes = np.bincount(strata[counts > 0])
+    if not sizes.any() or (sizes == 1).any():  # one prompt would give no width
         return float("nan"), float("nan")
     rng = np.random.default_rng(seed)
     times = np.zeros((DRAWS, len(strata)))  # how often each draw takes each prompt

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import product
+from itertools import chain, product
 
 import numpy as np
 
@@ -19,21 +19,24 @@ from flowalign.eval.stats import (
     AVERAGE,
     FIDELITY,
     average,
+    between,
     difference,
     headline_row,
+    notes,
     part_of,
     rows_of,
+    shown,
 )
 from flowalign.eval.store import Store
 from flowalign.eval.suite import Benchmark, Judged
-from flowalign.rewards import as_reward
+from flowalign.rewards import as_reward, describe
 from flowalign.system import escape
 from flowalign.system.escape import escaped
 from flowalign.training.report.page import Panel
 from flowalign.types import EvalRow
 
 LOWER_IS_BETTER = {FIDELITY}
-CLEAR = 2.0  # standard errors from 0: larger differences are coloured
+JUDGE = ("name", "engine", "model", "weights", "head", "revision", "version", "rule", "served")
 
 
 @dataclass(frozen=True)
@@ -129,6 +132,7 @@ class Table:
     rows: Mapping[str, Mapping[str, EvalRow]]  # {label: {column: number}}
     decimals: Mapping[str, int]  # {column: decimals}
     signed: bool = False  # differences
+    notes: Sequence[str] = ()  # below it
 
     @property
     def columns(self) -> list[str]:
@@ -169,9 +173,9 @@ class Table:
         return {label for label, value in rounded.items() if value == max(rounded.values())}
 
     def trend(self, label: str, column: str) -> str:
-        """ "better" or "worse" for a difference of more than CLEAR standard errors, else ""."""
+        """ "better" or "worse" for a difference whose interval excludes 0, else ""."""
         row = self.rows[label][column]
-        if not self.signed or not abs(row.mean) > CLEAR * row.stderr:  # NaN is not clear
+        if not self.signed or not (row.low > 0 or row.high < 0):  # NaN is neither
             return ""
         return "better" if (row.mean > 0) != (column in LOWER_IS_BETTER) else "worse"
 
@@ -183,16 +187,21 @@ def tables(results: Results, compare: Mapping[str, Sequence[str]]) -> list[Table
     """
     first, *others = results.judged
     main = {model: results.scores(model) for model in results.judged}
-    decimals = {column: _decimals(main.values(), column) for column in main[first]}
+    single = {AVERAGE} if len(results.benchmarks) == 1 else set()  # it would repeat the number
+    decimals = {c: _decimals(main.values(), c) for c in main[first] if c not in single}
     captions = {f"Difference to {first}": [(model, first) for model in others]}
     for model, references in compare.items():
         captions[f"{model} minus others"] = [(model, other) for other in references]
     # differences get the decimals of the scores, so that both tables can be read together
-    result = [Table("Mean ± standard error.", main, decimals)]
+    about = [(benchmark.name, describe(benchmark.reward)) for benchmark in results.benchmarks]
+    who = [f"{name}: {', '.join(str(a[k]) for k in JUDGE if a.get(k))}" for name, a in about]
+    who = [f"Judges. {'; '.join(who)}.", *notes(chain(*results.rows.values()))]
+    result = [Table("Mean ± standard error.", main, decimals, notes=who)]
     for caption, pairs in captions.items():
         rows = {f"{model} − {other}": results.difference(model, other) for model, other in pairs}
         if rows:
-            result.append(Table(f"{caption}, {results.shared}:", rows, decimals, signed=True))
+            said = notes(chain(*(row.values() for row in rows.values())))
+            result.append(Table(f"{caption}, {results.shared}:", rows, decimals, True, said))
     return result
 
 
@@ -211,7 +220,8 @@ def markdown(table: Table) -> str:
         cells = [(table.text(label, column), label in best[column]) for column in table.columns]
         rows.append([escaped(label), *(f"**{text}**" if bold else text for text, bold in cells)])
     rows.append(["n", *map(table.n, table.columns)])
-    return "\n".join([escaped(table.caption), "", *escape.table(heads, rows)]) + "\n"
+    below = [line for note in table.notes for line in ("", escaped(note, length=5000))]
+    return "\n".join([escaped(table.caption), "", *escape.table(heads, rows), *below]) + "\n"
 
 
 def details(rows: Mapping[str, Sequence[EvalRow]]) -> str:
@@ -233,18 +243,3 @@ def counts(rows: Iterable[EvalRow]) -> str:
     sizes = [row.n for row in rows]
     low, high = min(sizes), max(sizes)
     return str(low) if low == high else f"{low} to {high}"
-
-
-def between(row: EvalRow | None, decimals: int) -> str:
-    """The 95 % interval of a number, "" if there is none."""
-    if row is None or not math.isfinite(row.low + row.high):
-        return ""
-    return f"[{row.low:.{decimals}f}, {row.high:.{decimals}f}]"
-
-
-def shown(row: EvalRow | None, decimals: int, signed: bool = False) -> str:
-    """A number with its error; "–" = there is no number, "?" = its error is unknown."""
-    if row is None or math.isnan(row.mean):
-        return "–"
-    error = "?" if math.isnan(row.stderr) else f"{row.stderr:.{decimals}f}"
-    return f"{row.mean:{'+' if signed else ''}.{decimals}f} ± {error}"

@@ -20,6 +20,7 @@ from flowalign.eval.compare import (
     model_of,
 )
 from flowalign.eval.run import main
+from flowalign.eval.stats import NO_ERROR
 from flowalign.eval.store import Store, StoreError
 
 ROW = {"index": 1, "copy": 0, "prompt": "p1", "metadata": {}, "reason": None, "value": 0.5}
@@ -49,6 +50,15 @@ def test_the_difference_is_that_of_the_library_paired():
     row = compare(document(BASE), document(BETTER), NAMES)["ocr"]
     assert row.mean == pytest.approx(0.1) and row.n == 5 and row.stderr < 1e-9
     assert row.low == pytest.approx(0.1) and row.high == pytest.approx(0.1)
+
+
+def test_one_prompt_gives_no_error_and_what_is_not_known_is_said(tmp_path: Path, capsys):
+    for name, value in (("a", 0.1), ("b", 0.2)):
+        (tmp_path / name).write_text(json.dumps(document([value], guidance=None)))
+    assert main(["compare", str(tmp_path / "a"), str(tmp_path / "b")]) == 0
+    printed = capsys.readouterr().out
+    assert "| ocr | reward | +0.1000 | – | 1 |" in printed and NO_ERROR in printed
+    assert "not compared: guidance, max_sequence_length" in printed
 
 
 def changed(change: Any) -> list[str]:

@@ -20,7 +20,7 @@ from flowalign.eval import suite
 from flowalign.eval.fidelity import distance, frechet
 from flowalign.eval.geneval import summarize
 from flowalign.eval.run import main
-from flowalign.eval.stats import average, difference, lost, rows_of
+from flowalign.eval.stats import NO_ERROR, average, difference, lost, rows_of
 from flowalign.eval.store import Store
 from flowalign.eval.suite import Benchmark, ImageSet, Judged
 from flowalign.eval.table import details
@@ -96,6 +96,7 @@ def test_the_headline_is_overall_or_the_part_or_the_value():
     tagged, plain = judged("ab", [1, 0]), judged("  ", [1, 0], [0.5, 0.25])
     mixed = [row for rows in (rows_of(GENEVAL, tagged), rows_of(OCR, plain)) for row in rows]
     assert suite.headline(EvalReport(mixed), [GENEVAL, OCR]) == (0.5 + 0.375) / 2
+    assert math.isnan(named(rows_of(GENEVAL, tagged))["overall"].low)  # has no error
     report = EvalReport(rows_of(GENEVAL, plain))
     assert "overall" not in named(report.rows) and suite.headline(report, [GENEVAL]) == 0.5
 
@@ -286,7 +287,8 @@ def test_the_command_writes_results_table_and_grid(
     assert models["fresh"]["average"]["mean"] == first["value"]
     assert models["base"]["fidelity"] is None
     table = (folder / "table.md").read_text()
-    assert "| base − fresh | +0.00000 ± ? (n 1 of 2) | +0.00000 ± ? (n 1 of 2) |" in table
+    assert "| base − fresh | +0.00000 (n 1 of 2) |" in table and table.count(NO_ERROR) == 2
+    assert "Judges. red: Faulty." in table and "average" not in table.partition("\nEvery")[0]
     printed, _, places = capsys.readouterr().out.partition("\nResults:\n")
     assert table.startswith(printed.strip()) and "grid.png" in places
     assert (folder / "grid.png").stat().st_size > 1000
