@@ -165,7 +165,7 @@ def _numbered(paths: Iterable[Path], pattern: str, where: Path) -> list[Path]:
     if not numbers or numbers != [*range(len(numbers))]:
         listed = ", ".join(path.name for path in matching[:3]) or "nothing"
         raise ImagesError(
-            f"{where} holds {listed} ... ({len(numbers)}), but the numbers must be 0, 1, 2 ... without gaps. Add "
-            "what is missing: it would change the score."
+            f"{where} holds {listed} ... ({len(numbers)}), not 0, 1, 2 ... without gaps. Add what "
+            "is missing: it would change the score."
         )
     return matching

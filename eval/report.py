@@ -60,7 +60,7 @@ def write_files(config: EvalStage, results: Results) -> str:
     short, drawn = "No benchmark has a reward: images only.\n", []
     if results.benchmarks:
         title = config.report.title
-        on = f"{len(results.judged)} models on {config.model.id}"
+        on = f"{(n := len(results.judged))} model{'s' * (n > 1)} on {config.model.id}"
         title = title or f"flowalign eval: {on if config.adapters else ', '.join(config.given)}"
         scores, sentences = tables(results, config.compare), conditions(config, results, versions)
         equal = {name: text for name, a in config.adapters.items() if (text := unlearnt(a))}

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from flowalign.eval import report
 from flowalign.eval.fidelity import Distance
+from flowalign.eval.stats import NO_ERROR
 from flowalign.eval.suite import Benchmark, Judged
 from flowalign.eval.table import Results, Table, markdown, tables
 from flowalign.rewards import RewardBase
@@ -254,7 +255,8 @@ def test_the_page_has_the_numbers_the_conditions_and_safe_text(text: str):
     for part in ("T &lt; 1", "Seed 7.", "stage: eval", "student − ocr", "2 images", "value 0.9"):
         assert part in text
     assert "&lt;b&gt;cat&lt;/b&gt;" in text and "<b>cat" not in text
-    assert '<td class="best" title="95 % [1.000, 1.000]">1.000' in text
+    assert '<td class="best" title="">1.000 (n 3 of 4)</td>' in text  # one of a tag
+    assert 'title="95 % [' in text and NO_ERROR in text
 
 
 def test_models_disagree_where_scores_are_far_apart_or_missing(results: Results):
