@@ -31,7 +31,7 @@ Images = Sequence[Mapping[str, Any]]
 Score = Annotated[float, Field(ge=-1e38, le=1e38)] | None  # what a float32 holds; null = invalid
 
 
-NO_ERROR = "No ± and no interval: fewer than two prompts, or two of a tag, have a score."
+NO_ERROR = "No ± and no interval: fewer than two prompts have a score, in all or of one tag."
 
 
 class Named(Protocol):
