@@ -211,8 +211,7 @@ def main(argv: Sequence[str]) -> int:
     models = [d["models"][name] for d, name in zip(documents, names, strict=True)]
     known = all(model["settings"].get("seed") is not None for model in models)
     print(markdown(result, names, "prompts and noise" if known else "prompts"), end="")
-    asked = ("steps", "guidance", "max_sequence_length")
-    if unknown := [k for k in asked if any(m["settings"].get(k) is None for m in models)]:
+    if unknown := [k for k in SAMPLER[2:5] if any(m["settings"].get(k) is None for m in models)]:
         print(f"note: not known, and so not compared: {', '.join(unknown)}")
     for name in result:
         a, b = (len(model["images"][name]) for model in models)
