@@ -30,7 +30,7 @@ def pictures() -> list[Image.Image]:
     return [Image.fromarray(to_uint8(image)) for image in SHADES]
 
 
-def test_images_of_any_kind_are_scored_alike(tmp_path: Path) -> None:
+def test_images_of_any_kind_are_scored_alike(tmp_path: Path, drawn: None) -> None:
     for number, picture in enumerate(pictures()):
         picture.save(tmp_path / f"{number}.png")
     expected = fakes.redness(SHADES, PROMPTS, []).value
@@ -70,7 +70,7 @@ def test_metadata_stand_beside_the_prompt() -> None:
 
 
 @pytest.mark.slow
-def test_models_are_evaluated_and_a_mapping_is_trained(random_model: str) -> None:
+def test_models_are_evaluated_and_a_mapping_is_trained(random_model: str, drawn: None) -> None:
     small = {"sampling": {"steps": 2}, "report": {"images": 1}, "alarm": None}
     models = {"base": None, "ocr": "tiny/ocr"}
     table = flowalign.evaluate(models, PROMPTS, ["fakes:redness"], **small)
