@@ -34,6 +34,7 @@ from test_package import CONFIGS
 from flowalign import rewards
 from flowalign.backbone.adapters import adapter_folder
 from flowalign.backbone.structure import find
+from flowalign.backbone.tiny import MODEL
 from flowalign.commands import cli, recipe
 from flowalign.config import (
     ADAPTER,
@@ -419,7 +420,7 @@ def test_every_config_in_a_document_is_one_that_a_command_takes(
 
 PYTHON = [block for block in BLOCKS if block.language == "python"]
 SMALLER = {  # for a block that needs a GPU and the weights
-    "stabilityai/stable-diffusion-3.5-medium": "tiny",
+    "stabilityai/stable-diffusion-3.5-medium": str(MODEL),
     "cuda": "cpu",
     "bfloat16": "float32",
     "512": "64",
@@ -437,7 +438,7 @@ def test_python_in_a_document_runs(
     monkeypatch.chdir(tmp_path)
     Path("evaluation_metadata.jsonl").write_text(json.dumps(ROW))
     text = block.text
-    for adapter in re.findall(r'lora="(outputs/.+?)"', text):
+    for adapter in re.findall(r'(?:lora=|load_lora_weights\()"(outputs/.+?)"', text):
         shutil.copytree(adapter_folder("tiny/ocr"), adapter)
     for word, smaller in SMALLER.items() if "needs" in block.notes else ():
         text = re.sub(rf"\b{re.escape(word)}\b", smaller, text)
