@@ -69,6 +69,15 @@ def cheap(random_model: str) -> Iterator[None]:
         yield
 
 
+@pytest.fixture
+def read_from_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No copies (`cheap`): another process reads the random model from its files, where tensors lie
+    at other addresses, which changes last bits."""
+    from flowalign.backbone import base, loading
+
+    monkeypatch.setattr(base, "load_pipeline", loading.load_pipeline)
+
+
 @pytest.fixture(scope="session")
 def finished_run(random_model: str, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """A run that is over (fakes.FinishedRun), for all tests that only read it."""

@@ -10,6 +10,8 @@ from torch import distributed
 
 from flowalign.eval.run import main
 
+pytestmark = pytest.mark.usefixtures("read_from_files")
+
 
 def config(folder: Path, model: str, output: str) -> Path:
     """Two judges of two images a prompt and their diversity, an odd number of batches, and a second
