@@ -69,13 +69,15 @@ def cheap(random_model: str) -> Iterator[None]:
         yield
 
 
-@pytest.fixture
-def read_from_files(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(scope="module")
+def read_from_files(cheap: None) -> Iterator[None]:
     """No copies (`cheap`): another process reads the random model from its files, where tensors lie
     at other addresses, which changes last bits."""
     from flowalign.backbone import base, loading
 
-    monkeypatch.setattr(base, "load_pipeline", loading.load_pipeline)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(base, "load_pipeline", loading.load_pipeline)
+        yield
 
 
 @pytest.fixture(scope="session")

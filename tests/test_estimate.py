@@ -335,7 +335,7 @@ def test_flux_on_24_gib_is_told_what_fits_in_half_a_minute():
 @pytest.mark.parametrize(
     "family",
     [
-        pytest.param("flux2", marks=pytest.mark.slow),
+        pytest.param("flux2", marks=pytest.mark.long),
         pytest.param("z_image", marks=pytest.mark.slow),
         pytest.param("sd35_medium", marks=pytest.mark.long),
     ],

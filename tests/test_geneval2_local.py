@@ -37,7 +37,7 @@ LINE = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.skipif(is_torchvision_available(), reason="the other tests run")
 @pytest.mark.skipif(not TORCHVISION.is_dir(), reason="run scripts/setup.sh")
 def test_this_file_with_torchvision() -> None:

@@ -33,7 +33,7 @@ def test_flux2_has_the_real_processor() -> None:
     assert type(pipeline("flux2").tokenizer).__name__ == "PixtralProcessor"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.skipif(not TORCHVISION.is_dir(), reason="run scripts/setup.sh")
 def test_flux2_is_its_pipeline_with_the_real_processor() -> None:
     """`families.flux2` has it where there is a torchvision."""

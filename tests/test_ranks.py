@@ -189,7 +189,7 @@ def launcher(*command: object) -> subprocess.Popen[str]:
     )
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_ranks_of_a_killed_launcher_end(random_model: str, tmp_path: Path) -> None:
     path = config(tmp_path, random_model, "orphan")
     process = launcher(fakes.ROOT / "train.py", "--config", path)

@@ -43,7 +43,9 @@ def three_tasks(model: str, folder: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def recipe(random_model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def recipe(
+    random_model: str, read_from_files: None, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
     """GRPO with two optimizer steps a rollout, a merge, the student, and an evaluation."""
     folder = tmp_path_factory.mktemp("processes")
     grpo = fakes.settings(random_model, folder / "grpo", *SHARED, "grpo.advantage=batch_std",
@@ -73,7 +75,7 @@ def recipe(random_model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_four_processes_do_what_one_does(recipe: Path) -> None:
     """Stage after stage in the same processes. test_parallel.py has two."""
     one, several, world = recipe.parent / "one", recipe.parent / "four", 4
