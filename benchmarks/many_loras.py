@@ -121,9 +121,8 @@ def make_student(names: Sequence[str], out: Path, updates: int) -> None:
     if init.main([*words, "--out", str(config)]):
         raise SystemExit("no config was written")
     words = ["-m", "flowalign.commands.cli", "train", "--config", str(config), f"output={run}"]
-    words += [f"train.updates={updates}", "alarm=null"]
+    words += [f"train.updates={updates}", f"evaluation.every={max(1, updates // 3)}", "alarm=null"]
     words += ["optimizer.lr=2e-3", "optimizer.updates_per_rollout=8", "optimizer.micro_batch=16"]
-    words += [f"evaluation.every={max(1, updates // 3)}"]
     cost = in_child(words)
     (run / "cost.json").write_text(json.dumps(cost))
 
