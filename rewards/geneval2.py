@@ -167,9 +167,14 @@ class AskedReward(RewardBase):
 
     choice = ("model", MODEL)
     choices = {**RewardBase.choices, MODEL: "Apache-2.0"}
-    downloads = None  # 17.5 GB, or the tokenizer of an endpoint's model
+    downloads = {MODEL: 17.5}
     source: str
     questions: Callable[[Mapping[str, Any]], Any]
+
+    @classmethod
+    def files(cls, **options: Any) -> Mapping[str, float] | None:
+        """`downloads` with these options; of an endpoint's model only a tokenizer is needed."""
+        return {} if options.get("endpoint") else super().files(**options)
 
     @classmethod
     def check_options(cls, *_: Any, **options: Any) -> None:

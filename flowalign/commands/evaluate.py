@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import re
 import sys
@@ -144,6 +145,7 @@ def show(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser("flowalign eval list", description=show.__doc__)
     parser.add_argument("--model", default="tiny", help="tiny (default), a folder or a Hub id")
     model = parser.parse_args(argv).model
+    from flowalign import rewards
     from flowalign.commands.init import SD35, family_folder
     from flowalign.config import read
     from flowalign.system.escape import table
@@ -154,14 +156,22 @@ def show(argv: Sequence[str]) -> int:
     shipped = read((family_folder(model) or SD35) / "eval.yaml")["benchmarks"]
     for benchmark in [*shipped, *more_benchmarks(model).values()]:
         try:
-            there = f"{len(load_prompts(benchmark['prompts'], ''))} there"
+            number = str(len(load_prompts(benchmark["prompts"], "")))
         except (PromptError, OSError):
-            there = " or ".join(commands(benchmark["prompts"])) or "missing"
-        judges = []
+            number = "run " + (" or ".join(commands(benchmark["prompts"])) or "missing")
+        judges, licences, sizes = [], [], {}
         for reward in benchmark.get("rewards", {"": benchmark.get("reward")}).values():
-            options = (f"{key}={value}" for key, value in reward.get("options", {}).items())
-            judges.append(" ".join([reward["name"], *options]))
-        images = str(benchmark.get("images", 1))
-        rows.append([benchmark["name"], benchmark["prompts"], there, images, ", ".join(judges)])
-    print("\n".join(table(["benchmark", "prompts", "here", "images a prompt", "judge"], rows)))
+            name, options = reward["name"], reward.get("options", {})
+            judges.append(" ".join([name, *(f"{key}={value}" for key, value in options.items())]))
+            judge = rewards.declared(name, imports=False)
+            files = judge.files(**options)
+            sizes |= {name: math.nan} if files is None else files
+            licences += [judge.licence, judge.choices.get(judge.chosen(**options), "")]
+        total = sum(sizes.values())
+        download = "?" if math.isnan(total) else f"{total:.2g} GB" if sizes else "-"
+        images, terms = str(benchmark.get("images", 1)), "; ".join(dict.fromkeys(filter(None, licences)))
+        about = [", ".join(judges), download, terms]
+        rows.append([benchmark["name"], benchmark["prompts"], number, images, *about])
+    heads = ["benchmark", "prompts", "number", "images a prompt", "judge", "download", "licence"]
+    print("\n".join(table(heads, rows)))
     return 0
