@@ -173,8 +173,8 @@ def markdown(
     rows = []
     for name, row in differences.items():
         gap = stats.shown(row, 4, signed=True)
-        ends = f"{row.low:+.4f} to {row.high:+.4f}" if math.isfinite(row.stderr) else "–"
-        rows.append([escaped(name), escaped(row.metric), gap, ends, str(row.n)])
+        interval = stats.between(row, 4, signed=True) if math.isfinite(row.stderr) else ""
+        rows.append([escaped(name), escaped(row.metric), gap, interval or "–", str(row.n)])
     heads = ["benchmark", "metric", "difference", "95 %", "n"]
     title = f"{second} − {first}, paired: same {shared}."
     below = [f"\n{note}" for note in stats.notes(differences.values())]

@@ -313,6 +313,7 @@ def render(
         title=title,
         conditions=conditions,
         config=config,
+        shared=results.shared,
         tables=tables,
         models=list(results.judged),
         charts={

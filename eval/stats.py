@@ -220,11 +220,12 @@ def part_row(benchmark: str, metric: str, images: Images, part: str) -> EvalRow:
     return EvalRow(benchmark, metric, mean, error, valid, low, high, len(images))
 
 
-def between(row: EvalRow | None, decimals: int) -> str:
+def between(row: EvalRow | None, decimals: int, signed: bool = False) -> str:
     """The 95 % interval of a number, "" if there is none."""
     if row is None or not math.isfinite(row.low + row.high):
         return ""
-    return f"[{row.low:.{decimals}f}, {row.high:.{decimals}f}]"
+    form = f"{'+' if signed else ''}.{decimals}f"
+    return f"[{row.low:{form}}, {row.high:{form}}]"
 
 
 def shown(row: EvalRow | None, decimals: int, signed: bool = False) -> str:

@@ -96,7 +96,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
         Path(path).write_text(json.dumps(results))
     base, better, few, forty = paths
     assert main(["compare", base, better]) == 0
-    assert "| ocr | reward | +0.1000 ± 0.0000 | +0.1000 to +0.1000 |" in capsys.readouterr().out
+    assert "| ocr | reward | +0.1000 ± 0.0000 | [+0.1000, +0.1000] |" in capsys.readouterr().out
     assert main(["compare", base, better, "--models", "base", "student"]) == 2
     assert "no model 'student': ['base']" in capsys.readouterr().err
     assert main(["compare", base, forty]) == 2

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import fakes
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -359,7 +360,9 @@ def by_diffusers(folder: Path) -> Path:
 
 
 def test_images_of_plain_diffusers_code_have_the_scores_of_our_own(tmp_path: Path, capsys):
-    """To the bit, by several judges, in one table and in two results that are compared."""
+    """By several judges, in one table and in two compared results. What our run wrote has its
+    scores to the bit. Of diffusers' images a pixel may differ by one level: on some CPUs the last
+    bits of a product depend on where the weights lie in memory."""
     source = by_diffusers(tmp_path / "theirs")
     judges = {"red": {"name": "fakes:redness"},
               "geneval": {"name": "geneval", "options": {"detector": "tiny"}},
@@ -370,7 +373,15 @@ def test_images_of_plain_diffusers_code_have_the_scores_of_our_own(tmp_path: Pat
     file = config(tmp_path, source, mark, **SAMPLED, models=models, model=model)
     assert main(["--config", str(file)]) == 0
     ours, theirs = rows(tmp_path, "base"), rows(tmp_path)
-    assert ours == theirs and len(ours["x_pick"]) == 4
+    folders = (tmp_path / "out/images/base", source.parent)
+    made = [sorted(folder.rglob("*.png")) for folder in folders]
+    assert [len(files) for files in made] == [4, 4]
+    for pair in zip(*made, strict=True):
+        first, second = (np.asarray(Image.open(file).convert("RGB"), int) for file in pair)
+        assert abs(first - second).max() <= 1 and (first != second).mean() < 1e-3
+    for name, scored in ours.items():
+        values = [row["value"] for row in theirs[name]]
+        assert values == pytest.approx([row["value"] for row in scored], abs=1e-4)
     assert "same prompts:" in (tmp_path / "out" / "table.md").read_text()
     # the folder that our run wrote for GenEval's script, without the model
     for name in ("base", "theirs"):
@@ -381,7 +392,7 @@ def test_images_of_plain_diffusers_code_have_the_scores_of_our_own(tmp_path: Pat
         written["benchmarks"][0]["layout"] = None
         (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(written))
         assert main(["--config", str(tmp_path / f"{name}.yaml")]) == 0
-        assert rows(tmp_path / name) == ours
+        assert rows(tmp_path / name) == (ours if name == "base" else theirs)
     official = (tmp_path / "base/out/geneval/theirs/x_geneval.jsonl").read_text().splitlines()
     tags = [json.loads(line)["tag"] for line in official]
     assert tags == ["single_object", "single_object", "counting", "counting"]

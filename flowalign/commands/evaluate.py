@@ -169,9 +169,9 @@ def show(argv: Sequence[str]) -> int:
             licences += [judge.licence, judge.choices.get(judge.chosen(**options), "")]
         total = sum(sizes.values())
         download = "?" if math.isnan(total) else f"{total:.2g} GB" if sizes else "-"
-        images, terms = str(benchmark.get("images", 1)), "; ".join(dict.fromkeys(filter(None, licences)))
-        about = [", ".join(judges), download, terms]
-        rows.append([benchmark["name"], benchmark["prompts"], number, images, *about])
+        terms = "; ".join(dict.fromkeys(filter(None, licences)))
+        about = [number, str(benchmark.get("images", 1)), ", ".join(judges), download, terms]
+        rows.append([benchmark["name"], benchmark["prompts"], *about])
     heads = ["benchmark", "prompts", "number", "images a prompt", "judge", "download", "licence"]
     print("\n".join(table(heads, rows)))
     return 0
