@@ -101,7 +101,7 @@ class RewardBase:
         """`downloads` with these options; nothing for the tiny models, which ship with us."""
         if "tiny" in (options.get("model"), cls.chosen(**options)):
             return {}
-        return None if cls.downloads and cls.resizes & options.keys() else cls.downloads
+        return None if cls.resizes & options.keys() else cls.downloads
 
     @classmethod
     def chosen(cls, **options: Any) -> Any:

@@ -350,12 +350,17 @@ class OCR(RewardBase):
     name = "ocr"
     choice = ("engine", "rapidocr")
     choices = {"rapidocr": "Apache-2.0", "paddleocr": "Apache-2.0", "vlm": ""}
-    cost = Cost(seconds=0.306)  # docs/rewards/ocr.md. PaddleOCR downloads a few MB
+    cost = Cost(seconds=0.306)  # docs/rewards/ocr.md
     resizes = frozenset({"limit_side_len", "limit_type", "rec_width", "upscale"})
     breakdowns = {
         "by length of the text": "(letters|length)_.*",
         "by number of texts": r"regions_\d",
     }
+
+    @classmethod
+    def files(cls, **options: Any) -> Mapping[str, float]:
+        """Nothing: the models ship with RapidOCR, and PaddleOCR's have a few MB."""
+        return {}
 
     def __init__(
         self,

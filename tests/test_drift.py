@@ -178,9 +178,7 @@ def lines(loop: Loop) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (loop.folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_a_model_that_has_not_moved_drifts_by_exactly_nothing(
-    random_model: str, tmp_path: Path
-) -> None:
+def test_a_model_that_has_not_moved_does_not_drift(random_model: str, tmp_path: Path) -> None:
     loop = fakes.wired(validated(random_model, tmp_path / "run"))
     assert loop.monitor
     check = loop.monitor.evaluation()
@@ -188,7 +186,11 @@ def test_a_model_that_has_not_moved_drifts_by_exactly_nothing(
     rollout = loop.rollout(3)
     check = loop.monitor.rollout(rollout, 3)
     assert {found.name for found in check.drifts} >= {"dark", "entropy", "grid", "diversity"}
-    assert {found.sigmas for found in check.drifts} == {0.0} and check.drifts[0].n == 2
+    # the base samples these images in a smaller batch, which rounds differently on some CPUs
+    assert [found.sigmas for found in check.drifts] == pytest.approx(
+        [0] * len(check.drifts), abs=1e-3
+    )
+    assert check.drifts[0].n == 2
 
 
 def test_a_model_that_has_moved_drifts(random_model: str, tmp_path: Path) -> None:

@@ -184,7 +184,7 @@ class Draft:
     def notes(self, data: Mapping[str, Any]) -> Iterator[str]:
         """What the reader of this config should know."""
         if label := label_of(self.folder / "eval.yaml"):
-            yield f"label: {label}: of the settings of {self.folder.name}, {LABELS[label]}."
+            yield f"the settings of configs/{self.folder.name} are {label}: {LABELS[label]}."
         if not self.known:
             yield (
                 f"the family of {self.args.model} is not known here, so the values are those of "

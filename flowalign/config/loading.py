@@ -65,10 +65,10 @@ def load(
 
 
 LABELS = {
-    "measured": "docs have its figures, with the device",
-    "tested": "CI runs it at a small size",
-    "predicted": "it was checked in shapes, without weights or a GPU",
-    "untested": "nothing of it was run",
+    "measured": "the docs have their figures, and the device",
+    "tested": "CI runs them at a small size",
+    "predicted": "they were checked in shapes, without weights or a GPU",
+    "untested": "they were never run",
 }
 
 

@@ -88,7 +88,7 @@ def examine(args: argparse.Namespace) -> int:
     root = load(args.config, args.options, stage=Stage, variant=args.variant)
     show([ok(", ".join(f"{name} {version}" for name, version in environment().items()))])
     if label := label_of(args.config):
-        show([note(f"label: {label}: {LABELS[label]}")])
+        show([note(f"the settings are {label}: {LABELS[label]}")])
     home, any_world = Path(args.config).parent, args.allow_world_change
     stages, problems = recipe.examine(root, home, args.gpus, args.resume, any_world, args.trust)
     show(map(fault, problems))
