@@ -2,13 +2,14 @@
 
     python benchmarks/budget.py --seeds 0 1 2 --out outputs/budget
 
-Each variant changes one setting of the NFT teachers configs/tiny/teacher_TASK_nft.yaml; all else, the
-learning rate and its fall to 0 included, is held equal. The score is that of the last weights on 400
-test prompts, without guidance. Runs that are there are not repeated. Prints a Markdown table, draws
-docs/budget.png, and keeps the numbers in docs/budget.json; with `--present` nothing is trained.
+Each variant changes a setting of the NFT teachers configs/tiny/teacher_TASK_nft.yaml; all else, the
+learning rate and its fall to 0 included, is held equal. The score is that of the last weights on
+400 test prompts, without guidance. Runs that are there are not repeated. Prints a Markdown table,
+draws docs/budget.png, and keeps the numbers in docs/budget.json; with `--present` nothing is
+trained.
 
-A forward pass is one image through the transformer once; a backward pass counts as two. The passes of
-evaluations and rewards are not counted.
+A forward pass is one image through the transformer once; a backward pass counts as two. The passes
+of evaluations and rewards are not counted.
 """
 
 from __future__ import annotations
