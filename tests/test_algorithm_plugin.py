@@ -33,6 +33,7 @@ def run(model: str, folder: Path, *changes: str) -> Path:
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("installed")
 def test_it_trains_and_resumes_to_the_same_bits(random_model: str, tmp_path: Path) -> None:
     config = run(random_model, tmp_path / "run")

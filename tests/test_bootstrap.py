@@ -19,6 +19,7 @@ def coverage(shares: list[float], prompts: int, images: int, tries: int = 1000) 
     return hits / tries
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("shares", "prompts", "images"),
     [

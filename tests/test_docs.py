@@ -446,6 +446,7 @@ def test_python_in_a_document_runs(
     runpy.run_path("snippet.py")
 
 
+@pytest.mark.slow
 def test_rewards_that_a_reader_writes_score_images(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

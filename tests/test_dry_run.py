@@ -78,6 +78,7 @@ def test_it_refuses_what_train_refuses(random_model, tmp_path, capsys, key):
     assert said[0] == said[1] and key.split("=")[0].rsplit(".", 1)[0] in said[0]
 
 
+@pytest.mark.slow
 def test_a_finished_run_is_continued_only_by_resume(random_model, tmp_path, capsys):
     run = fakes.settings(random_model, tmp_path / "run")
     path = tmp_path / "config.yaml"

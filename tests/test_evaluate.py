@@ -61,6 +61,7 @@ def test_the_judges_of_other_benchmarks_are_rewards_with_options_that_they_take(
             rewards.check(judge.name, judge.options)
 
 
+@pytest.mark.slow
 def test_the_config_that_it_keeps_is_the_same_evaluation(tmp_path: Path) -> None:
     """Run again from there, nothing is sampled or scored a second time."""
     out = tmp_path / "out"

@@ -228,6 +228,7 @@ def test_every_weight_that_is_trained_has_a_gradient(name: str) -> None:
     assert {key.split(".lora_")[0] for key in idle} == set(ours.family.unused)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # of torch itself, while it traces
 def test_how_it_computes_changes_nothing(name: str) -> None:
     """Velocity and gradient with activations recomputed, another attention backend, traced blocks

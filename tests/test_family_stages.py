@@ -58,6 +58,7 @@ def run(model: str, output: Path, stage: str, updates: int = 2, resume: bool = F
     return loop
 
 
+@pytest.mark.slow
 def test_all_that_saves_memory_goes_together(model: str, tmp_path: Path) -> None:
     """The keys of docs/scaling.md, which recommends fp8 with checkpointing; images of two sizes."""
     given = ["model.dtype=bfloat16", "model.quantization=fp8", "model.gradient_checkpointing=true",
@@ -82,6 +83,7 @@ def test_a_stage_learns_and_goes_on_where_it_stopped(
     test_checkpoint.assert_same(again, whole)
 
 
+@pytest.mark.slow
 def test_adapters_merge_load_and_are_evaluated(model: str, tmp_path: Path) -> None:
     teachers = fakes.teachers(model, tmp_path)
     merge(list(teachers.values()), tmp_path / "merged")

@@ -30,6 +30,7 @@ def first_update(folder: Path, *overrides: str) -> dict[str, float]:
     return json.loads((folder / "metrics.jsonl").read_text().splitlines()[0])
 
 
+@pytest.mark.slow
 def test_a_student_that_starts_as_its_own_teacher_keeps_its_velocity(tmp_path: Path) -> None:
     """With guidance as it is by default. (At a teacher's 1.0 and a rollout's 4.5 thirty updates
     took OCR from .70 to .02.)"""

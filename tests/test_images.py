@@ -359,6 +359,7 @@ def by_diffusers(folder: Path) -> Path:
     return folder / "images.jsonl"
 
 
+@pytest.mark.slow
 def test_images_of_plain_diffusers_code_have_the_scores_of_our_own(tmp_path: Path, capsys):
     """By several judges, in one table and in two compared results. What our run wrote has its
     scores to the bit. Of diffusers' images a pixel may differ by one level: on some CPUs the last

@@ -168,6 +168,7 @@ def test_a_student_comes_nearer_and_resumes_to_the_bit(
     assert go(found, "--resume") == 2
 
 
+@pytest.mark.slow
 def test_it_teaches_by_images_and_by_log_ratios(
     random_model: str, large_model: str, tmp_path: Path
 ) -> None:

@@ -81,6 +81,7 @@ def test_doctor_samples_nothing_for_code_that_it_may_not_run(tmp_path: Path, cap
     assert "no image was sampled" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_module_beside_the_config_replaces_no_package(tmp_path: Path):
     for name in ("bitsandbytes", "wandb", "paddleocr", "open_clip"):
         (tmp_path / f"{name}.py").write_text(TRACE)

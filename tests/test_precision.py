@@ -79,6 +79,7 @@ def test_a_half_precision_base_is_under_no_autocast(random_model: str, tmp_path:
     assert all(row["grad_norm"] > 0 and row["ratio_error"] == 0 for row in rows)
 
 
+@pytest.mark.slow
 def test_sample_draws_what_an_evaluation_scores(
     random_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

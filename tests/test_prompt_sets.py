@@ -290,6 +290,7 @@ def test_ocr_prompts_from_the_command_line(tmp_path: Path, capsys) -> None:
     assert main(["data", "check", str(first), *tokens[2:]]) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["geneval", "ocr"])
 def test_a_generated_set_comes_with_validation_prompts_that_neither_train_nor_test_has(
     tmp_path: Path, kind: str

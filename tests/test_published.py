@@ -117,6 +117,7 @@ def test_our_table_of_shapes_is_what_was_published(published: Published) -> None
         assert count * each == pytest.approx(size, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_text_encoders_are_what_was_published(published: Published) -> None:
     family = published.family(published.theirs)
     for one, other in published.encoders.values():

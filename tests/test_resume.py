@@ -170,6 +170,7 @@ def test_a_teacher_that_was_replaced_is_named(
     assert main("--config", tmp_path / "config.yaml", "--resume", "train.updates=2") == 0
 
 
+@pytest.mark.slow
 def test_a_base_model_that_was_replaced_is_named(
     random_model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

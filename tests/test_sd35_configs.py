@@ -72,6 +72,7 @@ def stages(path: Path, variant: Path | None = None, processes: int = 1) -> dict[
     return {path.stem: config}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("data")
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_every_config_runs_on_one_gpu_and_on_two_machines_of_eight(path: Path) -> None:

@@ -69,6 +69,7 @@ def test_a_run_trains_each_size(random_model: str, tmp_path: Path) -> None:
     assert all(row["grad_norm"] > 0 for row in fakes.lines(loop))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", ["opd", "sft"])
 def test_tasks_of_two_sizes_are_distilled(random_model: str, tmp_path: Path, stage: str) -> None:
     found = fakes.distillation(random_model, tmp_path / "run", "train.updates=2", stage=stage)
@@ -101,6 +102,7 @@ def test_the_schedule_is_that_of_the_size(tmp_path: Path) -> None:
     assert ratio_errors(loop, square, torch.ones(8, dtype=torch.bool), 8).numel() == 24
 
 
+@pytest.mark.slow
 def test_held_out_images_have_the_sizes_of_their_tasks(random_model: str, tmp_path: Path) -> None:
     """And the alarm measures them, and the base's, in that size."""
     found = fakes.mixed(fakes.settings(random_model, tmp_path / "run")).model_dump(mode="json")
@@ -145,6 +147,7 @@ def test_impossible_sizes_are_refused(changes: list[str], problem: str, tmp_path
         fakes.settings("tiny", tmp_path / "run", *changes)
 
 
+@pytest.mark.slow
 def test_the_largest_size_is_predicted(random_model: str, tmp_path: Path) -> None:
     wide, both = (
         predict(fakes.settings(random_model, tmp_path / "run", *changes))

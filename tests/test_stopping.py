@@ -95,6 +95,7 @@ def test_the_clock_ends_what_would_end_too_late() -> None:
     assert seen.value.code == UNFINISHED
 
 
+@pytest.mark.slow
 def test_a_process_ends_with_its_status_whatever_its_threads_do() -> None:
     """A pool that hangs is not waited for; and while Python ends, a thread that comes back from
     torch's C++ would abort the process."""
@@ -179,6 +180,7 @@ def test_a_signal_ends_a_command_with_a_checkpoint_and_its_status(
     assert saved.name == "update_000002"
 
 
+@pytest.mark.slow
 def test_the_clock_ends_a_run_after_one_update_at_least(
     random_model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -288,6 +288,7 @@ def test_an_interrupted_command_continues_and_leaves_the_files_of_an_uninterrupt
     assert sorted(Watched.asked) == sorted(PROMPTS * 4)  # each image was scored once
 
 
+@pytest.mark.slow
 def test_an_evaluation_that_lost_images_fails_and_then_scores_no_others(
     config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
@@ -356,6 +357,7 @@ def test_a_changed_adapter_and_changed_prompts_are_refused(
     assert capsys.readouterr().err.count("prompts.0 was 'a \"A\"' there") == 1
 
 
+@pytest.mark.slow
 def test_a_larger_limit_continues_and_a_smaller_one_takes_the_first(
     config: Path, sampled: list[str]
 ):

@@ -159,6 +159,7 @@ def test_the_ratio_is_one_and_only_the_published_form_leaks(
     assert_close(ours, expected, rtol=1e-3, atol=1e-5 * float(expected.abs().max()))
 
 
+@pytest.mark.slow
 def test_the_log_ratio_of_a_teacher_is_on_average_minus_the_kl(
     random_model: str, tmp_path: Path
 ) -> None:
@@ -183,6 +184,7 @@ def test_the_log_ratio_of_a_teacher_is_on_average_minus_the_kl(
     assert ((mean - expected).abs() < 4 * error).all()
 
 
+@pytest.mark.slow
 def test_reward_to_go_sums_what_comes_after(random_model: str, tmp_path: Path) -> None:
     given = ["student.gradient=policy", "student.advantage_clip=1e9"]
     plain = labelled(random_model, tmp_path / "a", *given)[2]
@@ -192,6 +194,7 @@ def test_reward_to_go_sums_what_comes_after(random_model: str, tmp_path: Path) -
     assert torch.equal(summed.advantage[:, -1], plain.advantage[:, -1])
 
 
+@pytest.mark.slow
 def test_a_student_with_rewards_adds_their_loss(random_model: str, tmp_path: Path) -> None:
     """OPD + GRPO: at the first update, the gradient is the sum of both."""
     found = {}
@@ -243,6 +246,7 @@ def evaluated(model: str, folder: Path, *overrides: str) -> fakes.config.Trainin
     return fakes.distillation(model, folder / "run", *given, *overrides)
 
 
+@pytest.mark.slow
 def test_the_distance_at_fixed_states_is_that_to_the_targets(
     random_model: str, tmp_path: Path
 ) -> None:
@@ -258,6 +262,7 @@ def test_the_distance_at_fixed_states_is_that_to_the_targets(
         assert min(row["fixed_path/odd"], row["fixed_noised/odd"]) > 1e-4
 
 
+@pytest.mark.slow
 def test_a_resumed_run_has_the_same_fixed_states(random_model: str, tmp_path: Path) -> None:
     config = evaluated(random_model, tmp_path, "train.updates=2")
     train(config)
@@ -269,6 +274,7 @@ def test_a_resumed_run_has_the_same_fixed_states(random_model: str, tmp_path: Pa
             assert key.startswith("seconds") or key == "images_per_second" or old[key] == new[key]
 
 
+@pytest.mark.slow
 def test_a_run_ends_where_its_student_comes_no_nearer(random_model: str, tmp_path: Path) -> None:
     """After `patience` evaluations, with a checkpoint; to resume it ends at once."""
     given = ["student.patience=2", "optimizer.lr=1e-30", "train.updates=9"]
@@ -282,6 +288,7 @@ def test_a_run_ends_where_its_student_comes_no_nearer(random_model: str, tmp_pat
     assert log_of(config) == rows
 
 
+@pytest.mark.slow
 def test_without_rewards_the_nearest_student_is_kept(random_model: str, tmp_path: Path) -> None:
     given = ["tasks.0.reward=null", "tasks.1.reward=null", "train.updates=2", "alarm=null"]
     config = evaluated(random_model, tmp_path, *given)
@@ -374,6 +381,7 @@ def test_a_student_of_extrapolated_teachers(random_model: str, tmp_path: Path, f
     assert gradient(loop, loss).any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scored", [[], ["odd"]])
 @pytest.mark.parametrize("stage", ["opd", "sft"])
 def test_a_task_without_a_reward_is_trained_and_not_evaluated(

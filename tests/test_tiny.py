@@ -126,6 +126,7 @@ def test_pretraining_draws_nothing_that_is_held_out(wrong: bool):
         assert not set(text.split('"')[1:2]) & prompts.HELD_OUT
 
 
+@pytest.mark.slow
 def test_a_wrong_caption_is_wrong_and_a_bias_is_the_majority():
     rng = np.random.default_rng(6)
     for tag in prompts.TAGS:
@@ -169,6 +170,7 @@ def test_the_first_held_out_prompts_hold_the_tags_in_equal_shares(split: str):
         assert Counter(tags[:count]) == dict.fromkeys(prompts.TAGS, count // 4)
 
 
+@pytest.mark.slow
 def test_signs_are_read():
     rng = np.random.default_rng(8)
     rows = shipped("ocr_test")[:40]
