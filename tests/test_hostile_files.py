@@ -87,7 +87,7 @@ descriptions = st.fixed_dictionaries(
 )
 
 
-@examples(500)
+@examples(200)
 def test_any_description_is_read_or_refused(
     count: int, tmp_path: Path, bare: SD3Transformer2DModel
 ) -> None:
