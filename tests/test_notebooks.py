@@ -50,8 +50,17 @@ def test_what_is_committed_shows_its_outputs_and_is_short(path: Path) -> None:
     assert path.stat().st_size < 1_000_000
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("path", runner.NOTEBOOKS, ids=lambda path: path.stem)
+LONG = ("inference", "custom_reward")  # what they show is tested elsewhere, too
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        pytest.param(path, marks=pytest.mark.long if path.stem in LONG else pytest.mark.slow)
+        for path in runner.NOTEBOOKS
+    ],
+    ids=lambda path: path.stem,
+)
 def test_a_notebook_runs_top_to_bottom(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
