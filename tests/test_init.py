@@ -277,6 +277,7 @@ def test_own_teachers() -> None:
     config = written("--stage", "eval", "--teachers", "runs/a/adapter", "x=runs/b/adapter")
     assert isinstance(config, EvalStage)
     assert config.models == {"base": None, "a": "runs/a/adapter", "x": "runs/b/adapter"}
+    assert config.compare == {"x": ["a"]}  # the last one, besides the base
 
 
 def test_loras_without_rewards_are_measured_by_their_distance() -> None:
@@ -292,6 +293,22 @@ def test_loras_without_rewards_are_measured_by_their_distance() -> None:
     assert config.student.states.select == "random"  # styles matter at low noise, too
     Path("ink_val.txt").unlink()
     assert not written(*words, "--prompts", "ink.txt", "dots.txt", "--force").evaluates
+
+
+def test_a_task_without_a_reward_stands_beside_one_with(capsys: Any) -> None:
+    for name in ("signs", "signs_val", "brand", "brand_val"):
+        Path(f"{name}.txt").write_text('a sign that says "KITE"\n')
+    words = ["--stage", "opd", "--loras", "text=runs/text/adapter", "brand=me/brand"]
+    words += ["--prompts", "signs.txt", "brand.txt", "--reward", "ocr", "none"]
+    config = written(*words)
+    assert isinstance(config, OpdStage)
+    assert [task.reward and task.reward.name for task in config.tasks] == ["ocr", None]
+    assert [task.validation for task in config.tasks] == ["signs_val.txt", None]
+    assert config.evaluates and config.student.states.select == "high_noise"
+    assert "not there yet" not in capsys.readouterr().out
+    words[3] = "text=outputs/text/adapter"
+    written(*words)
+    assert "not there yet: outputs/text/adapter" in capsys.readouterr().out
 
 
 def test_a_recipe_of_own_teachers_scores_test_prompts() -> None:

@@ -101,6 +101,7 @@ def test_a_run_says_which_adapter_was_kept_and_warns_if_it_is_the_one_it_began_w
     fakes.AcceleratorState._reset_state(reset_partial_state=True)
     assert train.main(given) == 0
     assert "kept: update 0 of 2 (held-out " in capsys.readouterr().out
+    assert (folder / "samples" / "update_000002.png").exists()  # the last, before it is due
     warnings = [json.loads(line)["text"] for line in (folder / WARNINGS).read_text().splitlines()]
     (warning,) = [text for text in warnings if "update 0 of 2" in text]
     assert "optimizer.lr" in warning and "the base model" in warning

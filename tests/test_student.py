@@ -16,6 +16,7 @@ from flowalign import sde
 from flowalign.commands.run import train
 from flowalign.config import StatesConfig
 from flowalign.training import metrics
+from flowalign.training.report.results import kept
 from flowalign.training.algorithm import pairs_of
 from flowalign.training.loop import Loop
 from flowalign.training.losses import velocity_error
@@ -300,6 +301,8 @@ def test_without_rewards_the_nearest_student_is_kept(random_model: str, tmp_path
     best = json.loads((Path(config.output) / "adapter" / "scores.json").read_text())
     assert best["headline"] == max(row[metrics.HEADLINE] for row in rows)
     assert [row["update"] for row in rows] == [0, 1, 2]
+    # for people a distance, which is not negative
+    assert f"(distance to the teachers {-best['headline']:.4f}" in str(kept(Path(config.output)))
 
 
 def log_of(config: fakes.config.TrainingStage) -> list[dict[str, float]]:

@@ -50,6 +50,7 @@ USED = {  # options that say what a config holds, by the stages that have it
     "prompts": SAMPLING,
     "validation": SAMPLING[:-1],
 }
+NONE = "none"  # a task without a reward
 SHARED = ("model", "output", "seed")  # keys that a recipe gives to its stages
 
 
@@ -62,7 +63,10 @@ def parser() -> argparse.ArgumentParser:
     add("--stage", choices=STAGES, required=True, help=stages)
     add("--model", default="tiny", help="tiny (default), a folder or a Hub id")
     help = "what scores the images, such as ocr, geneval or my_rewards:redness; one per task "
-    many("--reward", metavar="NAME", help=f"{help}(grpo, nft, awm, opd, sft) or benchmark (eval)")
+    help += (
+        f"(grpo, nft, awm, opd, sft; {NONE} = a task of opd or sft without one) or benchmark (eval)"
+    )
+    many("--reward", metavar="NAME", help=help)
     help = "of a single --reward; of one of several: NAME.key=value"
     many("--options", metavar="key=value", help=help)
     help = "adapters (folders, files or Hub ids) to learn from, merge or evaluate, each a task of "
@@ -92,7 +96,8 @@ def main(argv: Sequence[str]) -> int:
         text = "\n".join([*head, _Writer(args.all).text(config)])
         part.write_text(f"{text}\n", encoding="utf-8")
     print("\n".join([str(out), *notes]))
-    print(f"next: flowalign doctor --config {out}\nthen: {config.command} --config {out}")
+    fits = "" if args.model == "tiny" else " --gpu 4090 --hours 24"  # whatever the user has
+    print(f"next: flowalign doctor --config {out}{fits}\nthen: {config.command} --config {out}")
     return 0
 
 
@@ -184,17 +189,29 @@ class Draft:
     def notes(self, data: Mapping[str, Any]) -> Iterator[str]:
         """What the reader of this config should know."""
         if label := label_of(self.folder / "eval.yaml"):
-            yield f"the settings of configs/{self.folder.name} are {label}: {LABELS[label]}."
+            yield f"settings as in configs/{self.folder.name}: {label} ({LABELS[label]})."
         if not self.known:
             yield (
                 f"the family of {self.args.model} is not known here, so the values are those of "
                 "Stable Diffusion 3.5. Check model, guidance and steps."
             )
-        if data.get("stages", {}).get("student", data).get("evaluation", "on") is None:
+        student = data.get("stages", {}).get("student", data)
+        if student.get("evaluation", "on") is None:
             yield (
                 "evaluation is off, so the last weights are kept, not the best. Evaluation needs "
-                "held-out prompts for every task: NAME_val.txt beside NAME.txt, or --validation. "
-                "A teacher needs a reward, too."
+                "held-out prompts for every task that has a reward, or for all if none has: "
+                "NAME_val.txt beside NAME.txt, or --validation."
+            )
+        taught = {name: t["adapter"] for name, t in student.get("teachers", {}).items()}
+        if missing := [
+            a for a in taught.values() if a.startswith("outputs/") and not Path(a).exists()
+        ]:
+            yield f"not there yet: {', '.join(missing)}. Train them first, or name yours: --loras."
+        if self.args.stage == "opd":
+            yield (
+                "the student starts from the base. `flowalign merge` with equal weights makes a "
+                "start nearer to its teachers: lora.init=FOLDER. With teachers.NAME.guidance=2 it "
+                "learns their velocities with CFG."
             )
 
     def _training(self, stage: str) -> dict[str, Any]:
@@ -213,8 +230,12 @@ class Draft:
         scored = stage != "opd" or any("reward" in task for task in data["tasks"])
         if not scored:  # LoRAs of styles matter at every sigma, rewards mostly at high ones
             data["student"] = data["student"] | {"states": {"select": "random", "count": 1}}
-        needed = {"validation", "reward"} if scored else {"validation"}  # or distances to teachers
-        if not all(needed <= task.keys() for task in data["tasks"]):
+        # what is evaluated: scores, or without any reward the distances to the teachers
+        judged = [task for task in data["tasks"] if "reward" in task or not scored]
+        for task in data["tasks"]:
+            if task not in judged:
+                task.pop("validation", None)
+        if not judged or not all("validation" in task for task in judged):
             data["evaluation"] = None
         return data
 
@@ -275,7 +296,9 @@ class Draft:
             self._benchmark(_short(name), self._reward(name), file)
             for name, file in zip(self.rewards, files, strict=True)
         ]
-        return self._table({"base": None, **self.adapters}, rows or self.eval["benchmarks"])
+        data = self._table({"base": None, **self.adapters}, rows or self.eval["benchmarks"])
+        *others, last = ["", *self.adapters]
+        return data | ({"compare": {last: others[1:]}} if len(others) > 1 else {})
 
     def _table(self, models: Mapping[str, Any], rows: list[dict[str, Any]]) -> dict[str, Any]:
         """The family's evaluation of other models on these benchmarks."""
@@ -298,7 +321,10 @@ class Draft:
     def _task(self, name: str, reward: str, prompts: str, held_out: str) -> dict[str, Any]:
         """A task; what is "" comes from the shipped task of that reward or name, if any."""
         general = {key: self.tasks["preference"][key] for key in ("prompts", "validation")}
-        task = {**self.tasks.get(reward or name, general), "name": name}
+        if reward == NONE:
+            reward, task = "", {**general, "name": name}
+        else:
+            task = {**self.tasks.get(reward or name, general), "name": name}
         if reward:
             task["reward"] = self._reward(reward)
         if prompts:

@@ -145,8 +145,8 @@ class NftConfig(ForwardConfig):
     advantage: AdvantageName = "batch_std"
     """Variant of flowalign.credit, as in `grpo`."""
     beta: Positive = 1.0
-    """How far the two branches lie from the old policy. Official: 1, or 0.1 for OCR and for several
-    rewards."""
+    """Distance of the positive and the negative velocity from the old policy's. Official: 1, or 0.1
+    for OCR and for several rewards."""
     adv_mode: Literal["all", "positive_only", "negative_only", "binary", "one_only"] = "all"
     """Which advantages count. positive_only, negative_only: the others are 0. binary: their sign.
     one_only: 1 where they are above 0, else 0."""

@@ -65,10 +65,10 @@ def load(
 
 
 LABELS = {
-    "measured": "the docs have their figures, and the device",
+    "measured": "docs/results.md has the scores of such runs",
     "tested": "CI runs them at a small size",
-    "predicted": "they were checked in shapes, without weights or a GPU",
-    "untested": "they were never run",
+    "predicted": "memory and hours only; nobody ran them",
+    "untested": "nobody ran them",
 }
 
 

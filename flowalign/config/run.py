@@ -33,7 +33,7 @@ class TrainConfig(Section):
     keep: Many = 3
     """Number of newest checkpoints that are kept."""
     sample_every: Many = 20
-    """Rollouts between two sample grids."""
+    """Rollouts between two sample grids; the last rollout has one, too."""
     keep_samples: Count | None = Field(default=200, examples=[50])
     """Number of newest sample grids in <output>/samples that are kept, of rollouts and of
     evaluations each; the oldest one stays, too. null = keep all. What else grows with a run:

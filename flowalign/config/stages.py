@@ -349,8 +349,11 @@ class TrainingStage(Job):
         for index, task in enumerate(self.tasks):
             evaluated = self.evaluation and task.validation and not self.unrewarded
             if task.reward is None and (self.learns_from_rewards or evaluated):
-                why = "this run learns from it" if self.learns_from_rewards else "it is evaluated"
-                yield f"tasks.{index}.reward: missing, and {why}. Add the keys name, options."
+                why, leave = "it is evaluated", ", or leave out its `validation`"
+                if self.learns_from_rewards:
+                    why, leave = "this run learns from it", ""
+                text = f"missing, and {why}. Add the keys name, options{leave}."
+                yield f"tasks.{index}.reward: {text}"
             elif task.reward and self.evaluation and not task.validation:
                 yield (
                     f"tasks.{index}.validation: missing, though `evaluation` is on. Name a prompt "

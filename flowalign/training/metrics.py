@@ -7,6 +7,8 @@ several names, one for each task, step or benchmark: TEACHER_KL + "ocr" is "kl/o
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 UPDATE = "update"  # rollouts done when the line was written
 
 # Every update
@@ -64,6 +66,13 @@ STEP = "step_"  # begins what a step of the schedule is called after a "/"
 def step_label(step: int) -> str:
     """What a step of the schedule is called after a "/"; tasks are called by their names."""
     return f"{STEP}{step}"
+
+
+def headline(values: Mapping[str, float]) -> str:
+    """The headline of an evaluation for people. Without a reward it is minus a distance."""
+    if any(name.startswith(EVAL) and name != HEADLINE for name in values):
+        return f"held-out {values[HEADLINE]:.3f}"
+    return f"distance to the teachers {-values[HEADLINE]:.4f}"
 
 
 # What a curve means, in a sentence below it; see `meaning`.

@@ -62,8 +62,9 @@ class RunLog:
             log.warning("update %d: %s", update, text)
 
     def rollout(self, update: int, rollout: Rollout, notes: list[str]) -> None:
-        """Some images of a rollout, where they are due."""
-        if self.main and update % self.settings.sample_every == 0 and rollout.images is not None:
+        """Some images of a rollout, where they are due, and of the last."""
+        due = update % self.settings.sample_every == 0 or update == self.settings.updates
+        if self.main and due and rollout.images is not None:
             keep = self.settings.keep_samples
             path = samples.write_rollout(self.folder, update, rollout, notes, keep)
             trackers.image(self.accelerator, "samples", path, update)

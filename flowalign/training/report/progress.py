@@ -32,7 +32,6 @@ SHOWN = {
     metrics.VELOCITY_DRIFT: "velocity drift {:.2e}",
     metrics.CLIP_FRACTION: "clip {:.0%}",
     metrics.IMAGES_PER_SECOND: "{:.1f} images/s",
-    metrics.HEADLINE: "held-out {:.3f}",
     metrics.LOST: "held-out scores are missing",
 }
 
@@ -86,7 +85,7 @@ class Progress:
             del shown[metrics.LOSS]  # a policy's is about 0 whatever it learns
         line = "  ".join(text.format(values[key]) for key, text in shown.items())
         if metrics.HEADLINE in values:
-            self.held_out = line
+            self.held_out = line = metrics.headline(values)
         elif metrics.LOST not in values:
             self.marks.append((time.monotonic(), update))
             (began, first), (now, last) = self.marks[0], self.marks[-1]

@@ -37,16 +37,16 @@ PARTS = ("report", "grid", "adapter")  # what is named of a stage of a recipe
 
 @dataclass(frozen=True)
 class Kept:
-    """Which evaluation chose the adapter of a run, and its held-out score; the same of the last."""
+    """Which evaluation chose the adapter of a run, and its headline; the same of the last."""
 
     update: int
-    score: float
+    headline: str
     last: int
-    last_score: float
+    last_headline: str
 
     def __str__(self) -> str:
-        last = "" if self.update == self.last else f"; the last: {self.last_score:.3f}"
-        return f"update {self.update} of {self.last} (held-out {self.score:.3f}{last})"
+        last = "" if self.update == self.last else f"; the last: {self.last_headline.split()[-1]}"
+        return f"update {self.update} of {self.last} ({self.headline}{last})"
 
 
 def kept(folder: Path) -> Kept | None:
@@ -59,7 +59,8 @@ def kept(folder: Path) -> Kept | None:
     if not best or not headlines:
         return None
     last = headlines[-1]
-    return Kept(best["update"], best["headline"], last[metrics.UPDATE], last[metrics.HEADLINE])
+    shown = metrics.headline(last | {metrics.HEADLINE: best["headline"]})
+    return Kept(best["update"], shown, last[metrics.UPDATE], metrics.headline(last))
 
 
 def unlearnt(adapter: str | None) -> str:
