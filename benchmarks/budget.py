@@ -35,6 +35,8 @@ VARIANTS: dict[str, list[str]] = {
     "8 x 8 images": ["rollout.prompts=8"],
     "4 x 8 images": ["rollout.prompts=4"],
     "2 x 8 images": ["rollout.prompts=2"],
+    "8 x 8 images, 80 rollouts": ["rollout.prompts=8", "train.updates=80"],
+    "4 x 8 images, 160 rollouts": ["rollout.prompts=4", "train.updates=160"],
     "group size 4": ["rollout.prompts=32", "rollout.copies=4"],
     "group size 2": ["rollout.prompts=64", "rollout.copies=2"],
     "4 noise levels": ["nft.states=4"],
