@@ -135,6 +135,19 @@ def _unequal(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[tuple[str, Any,
     return [(key, x, y) for key, x, y in pairs if x != y]
 
 
+def _undeclared(
+    first: Mapping[str, Any], second: Mapping[str, Any], names: tuple[str, str]
+) -> list[str]:
+    """Keys of the sampler that one of two models does not say, with the values of the other."""
+    pair = [d["models"][name]["settings"] for d, name in zip((first, second), names, strict=True)]
+    return [
+        f"models.{name}.{key}={there[key]}"
+        for name, here, there in ((names[0], *pair), (names[1], *reversed(pair)))
+        for key in SAMPLER
+        if here.get(key) is None and there.get(key) is not None and key != "seed"
+    ]
+
+
 def key_of(row: Mapping[str, Any]) -> tuple[int, int, str, str]:
     """What makes two images comparable: index, copy, prompt, metadata."""
     # the first files have no `copy`: there was one image per prompt
@@ -147,10 +160,13 @@ def compare(
     """{benchmark: second minus first} of those in common; Incomparable with the `differences`."""
     if problems := differences(first, second, names):
         listed = "\n  - ".join(["these results do not compare:", *problems])
-        raise Incomparable(
-            f"{listed}\nEvaluate both with one config. Of another program's images, say how they "
-            "were sampled, where that is None: in `models`, or by --protocol."
-        )
+        text = f"{listed}\nEvaluate both with one config."
+        if keys := _undeclared(first, second, names):
+            text += (
+                f" If another program's images were sampled so, say it: {' '.join(keys)}, or by "
+                "--protocol."
+            )
+        raise Incomparable(text)
     result = {}
     for name, about in first["benchmarks"].items():
         if name in second["benchmarks"]:

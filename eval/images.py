@@ -16,6 +16,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from difflib import get_close_matches
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -81,6 +82,10 @@ def assign(
             f"{shown(repr(missing[0]))}. Add theirs{fewer}, or give the file of your prompts: "
             f"{place}.prompts=FILE."
         )
+        strays = [prompt for prompt in images if prompt not in all_wanted]
+        if stray := get_close_matches(missing[0], strays, 1, cutoff=0) if len(strays) < 100 else []:
+            at = images[stray[0]][0]
+            text += f" The prompt of {at} is none of them: {shown(repr(stray[0]))}."
         paths = (path for prompt in wanted for path in images.get(prompt, ()))
         if lost := next((path for path in paths if not path.is_file()), None):
             text += f" There is no image {lost}, either."

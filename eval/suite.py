@@ -100,9 +100,10 @@ def image_sets(
             by_prompt[name] = find_images(source.images)
         except ImagesError as error:
             problems.append(f"models.{name}: {error}")
-    common = model.image_sizes[0] if model else None
+    common, asked = model.image_sizes[0] if model else None, set[str]()
     for index, config in enumerate(configs):
         prompts, size, files = load_prompts(config.prompts, config.name), config.size or common, {}
+        asked.update(prompts.prompts)
         for name, images in by_prompt.items():
             try:
                 place, copies = f"{config_key}.{index}", config.images
@@ -124,6 +125,9 @@ def image_sets(
             problems.append(f"{config_key}.{index}.layout: {error}")
         layout = config.layout
         sets.append(ImageSet(config.name, prompts, config.images, layout=layout, files=files))
+    for name, images in by_prompt.items():
+        if ignored := sum(len(files) for prompt, files in images.items() if prompt not in asked):
+            log.warning("models.%s: ignored, of other prompts: %d images.", name, ignored)
     return sets, problems
 
 

@@ -13,6 +13,7 @@ FOLDER = fakes.ROOT / "benchmarks"
 TEACHER = fakes.ROOT / "configs" / "tiny" / "teacher_preference_nft.yaml"
 # Its words, and "slow" where that takes up to ten seconds, else "long". {} is a new folder.
 SMALLEST = {
+    "budget": ("slow", "--present --out {} --picture {}/a.png"),
     "credit_ablation": ("long", "--updates 1 --prompts 4 --seeds 0 --only group_std --out {}"),
     "damage_files": ("long", ""),
     "family_memory": ("long", "--families sana --stages eval"),

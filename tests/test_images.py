@@ -183,6 +183,9 @@ BAD = {
         in_file("images.json", f'{{"a dog": {json.dumps(DOGS)}, "a dog": "x.png"}}'), "no image"
     ),
     "fewer prompts": (in_file("images.jsonl", table((WORDS[0], DOGS))), "1 of 2 prompts have no"),
+    "a prompt with a slip": (
+        in_file("images.jsonl", table((WORDS[0], DOGS), ("a cta", CAT))), "none of them: 'a cta'"
+    ),
     "only the last prompts": (
         in_file("images.jsonl", table((WORDS[1], CAT))), "benchmarks.0.prompts=FILE"
     ),
@@ -309,6 +312,9 @@ def test_more_prompts_than_the_benchmark_has_are_left_alone_and_a_limit_takes_th
         assert main(["--config", path, f"benchmarks.0.limit={limit}"]) == 0
         assert len(rows(tmp_path)["red"]) == count
         assert len([r for r in caplog.messages if "1 of 2 tags" in r]) == lost
+        assert [r for r in caplog.messages if "ignored" in r] == [
+            "models.theirs: ignored, of other prompts: 1 images."
+        ]
 
 
 @pytest.mark.usefixtures("never")
@@ -400,7 +406,8 @@ def test_images_of_plain_diffusers_code_have_the_scores_of_our_own(tmp_path: Pat
     results = [str(tmp_path / part / "results.json") for part in ("out", "base/out")]
     capsys.readouterr()
     assert main(["compare", *results, "--models", "base", "theirs"]) == 2
-    assert f"steps: {STEPS} and None" in capsys.readouterr().err
+    refused = capsys.readouterr().err
+    assert f"steps: {STEPS} and None" in refused and f"models.theirs.steps={STEPS}" in refused
     known = [f"models.theirs.{k}={v}" for k, v in (("steps", STEPS), ("guidance", GUIDANCE))]
     known += ["models.theirs.max_sequence_length=16"]
     assert main(["--config", str(tmp_path / "base.yaml"), *known]) == 0

@@ -57,7 +57,7 @@ def main(argv: Sequence[str]) -> int:
     file = args.out / "eval.yaml"
     try:
         data = settings(args)
-        config = parse(data, args.overrides, source="flowalign eval", stage=EvalStage)
+        config = parse(data, args.overrides, source="the command line", stage=EvalStage)
     except (ConfigError, ValueError) as error:
         print(f"flowalign eval: {error}", file=sys.stderr)
         return 2
@@ -169,7 +169,7 @@ def show(argv: Sequence[str]) -> int:
             licences += [judge.licence, judge.choices.get(judge.chosen(**options), "")]
         total = sum(sizes.values())
         download = "?" if math.isnan(total) else f"{total:.2g} GB" if sizes else "-"
-        terms = "; ".join(dict.fromkeys(filter(None, licences)))
+        terms = "; ".join(dict.fromkeys(filter(None, licences))) or "see its page"
         about = [number, str(benchmark.get("images", 1)), ", ".join(judges), download, terms]
         rows.append([benchmark["name"], benchmark["prompts"], *about])
     heads = ["benchmark", "prompts", "number", "images a prompt", "judge", "download", "licence"]
