@@ -18,7 +18,7 @@ import argparse
 import json
 import math
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from teacher_methods import passes
@@ -54,6 +54,7 @@ VARIANTS: dict[str, list[str]] = {
 KINDS = {  # of the lines that are drawn
     "rollouts": ("20 rollouts", "10 rollouts"),
     "images of a rollout": ("8 x 8 images", "4 x 8 images", "2 x 8 images"),
+    "images, with more rollouts": ("8 x 8 images, 80 rollouts", "4 x 8 images, 160 rollouts"),
     "group size": ("group size 4", "group size 2"),
     "noise levels": ("4 noise levels", "1 noise level"),
     "steps": ("6 steps", "4 steps"),
@@ -99,14 +100,14 @@ def measured(data: Mapping[str, float], task: str, name: str) -> list[float]:
     return [score for key, score in data.items() if key.startswith(start)]
 
 
-def table(data: Mapping[str, float], relative: Mapping[str, float]) -> str:
+def table(data: Mapping[str, float], relative: Mapping[str, float], tasks: Sequence[str]) -> str:
     """Rows: variants; columns: passes, and for each task mean and standard error over seeds."""
     lines = [
-        "| | passes | " + " | ".join(TASKS) + " | seeds |",
-        "|---|---|" + "---|" * (len(TASKS) + 1),
+        "| | passes | " + " | ".join(tasks) + " | seeds |",
+        "|---|---|" + "---|" * (len(tasks) + 1),
     ]
     for name in ["base model", *VARIANTS]:
-        found = [measured(data, task, name) for task in TASKS]
+        found = [measured(data, task, name) for task in tasks]
         if not any(found):
             continue
         cells = []
@@ -120,15 +121,19 @@ def table(data: Mapping[str, float], relative: Mapping[str, float]) -> str:
     return "\n".join(lines)
 
 
-def draw(path: Path, data: Mapping[str, float], relative: Mapping[str, float]) -> None:
+def draw(
+    path: Path, data: Mapping[str, float], relative: Mapping[str, float], tasks: Sequence[str]
+) -> None:
     """Score against forward passes, a line for each setting that is made smaller."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(10, 4.4), dpi=110, layout="constrained")
-    axes = figure.subplots(1, len(TASKS), squeeze=False)[0]
-    for axis, task in zip(axes, TASKS, strict=True):
+    figure = Figure(figsize=(2 + 5 * len(tasks), 4.6), dpi=110, layout="constrained")
+    axes = figure.subplots(1, len(tasks), squeeze=False)[0]
+    for axis, task in zip(axes, tasks, strict=True):
         for kind, names in KINDS.items():
             line = [name for name in (FULL, *names) if measured(data, task, name)]
+            if len(line) < 2:
+                continue
             means = [statistics.fmean(measured(data, task, name)) for name in line]
             axis.plot([relative[name] for name in line], means, marker="o", label=kind)
             for name, mean in zip(line[1:], means[1:], strict=True):
@@ -137,8 +142,12 @@ def draw(path: Path, data: Mapping[str, float], relative: Mapping[str, float]) -
                     textcoords="offset points")  # fmt: skip
         if base := measured(data, task, "base model"):
             axis.axhline(statistics.fmean(base), color="#777777", linestyle=":")
-            axis.annotate("base model", (0.03, statistics.fmean(base)), fontsize=8)
+            place = (0.02, statistics.fmean(base))
+            axis.annotate("base model", place, xycoords=("axes fraction", "data"), fontsize=8)
         axis.set(xscale="log", title=task, xlabel="forward passes (1 = all)", ylabel="test score")
+        shares = [1 / 16, 1 / 8, 1 / 4, 1 / 2, 1]
+        axis.set_xticks(shares, ["1/16", "1/8", "1/4", "1/2", "1"], minor=False)
+        axis.set_xticks([], minor=True)
         axis.grid(alpha=0.3)
     axes[0].legend(fontsize=8, title="made smaller")
     figure.savefig(path)
@@ -169,8 +178,8 @@ def main() -> None:
                 first, last = scores(Path(config.output))
                 data |= {f"{task} base model {seed}": first, key: last}
                 args.data.write_text(json.dumps(data, indent=0, sort_keys=True) + "\n")
-    print(table(data, relative))
-    draw(args.picture, data, relative)
+    print(table(data, relative, args.tasks))
+    draw(args.picture, data, relative, args.tasks)
 
 
 if __name__ == "__main__":
