@@ -437,6 +437,7 @@ def test_python_in_a_document_runs(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("evaluation_metadata.jsonl").write_text(json.dumps(ROW))
+    Path("flowalign").symlink_to(ROOT / "flowalign")  # as in a checkout
     text = block.text
     for adapter in re.findall(r'(?:lora=|load_lora_weights\()"(outputs/.+?)"', text):
         shutil.copytree(adapter_folder("tiny/ocr"), adapter)

@@ -318,7 +318,8 @@ def test_two_processes_measure_what_one_does(random_model: str, tmp_path: Path) 
         found.append([json.loads(row) for row in rows])
     for one, two in zip(*found, strict=True):
         for name in (name for name in one if name.startswith("image_drift")):
-            assert two[name] == pytest.approx(one[name], rel=1e-3, abs=1e-3), name
+            # in standard deviations; batches of other sizes round differently on some CPUs
+            assert two[name] == pytest.approx(one[name], rel=1e-3, abs=1e-2), name
     checks = [
         samples.read_sample(tmp_path / name, samples.HELD_OUT_DRIFT) for name in ("one", "two")
     ]
