@@ -106,7 +106,8 @@ def merge(argv: Sequence[str]) -> int:
                 "has ended.",
                 file=sys.stderr,
             )
-    print(merging.merge(args.pop("adapters"), out := args.pop("out"), **args))
+    report = merging.merge(args.pop("adapters"), out := args.pop("out"), **args)
+    print(report if report.worst > 1e-6 else report.summary)  # layers, where one has an error
     print(results.merged(out))
     return 0
 
