@@ -24,6 +24,8 @@ def test_it_lists_what_there_is_and_what_must_be_fetched(
     (geneval2,) = [line for line in published.splitlines() if line.startswith("| geneval2")]
     assert "18 GB" in geneval2
     assert "its prompts: CC BY-NC 4.0; Apache-2.0" in geneval2  # Apache-2.0 is its judge's
+    assert main(["list", "--model", str(tmp_path)]) == 0
+    assert "is not known" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -153,7 +153,11 @@ def show(argv: Sequence[str]) -> int:
     from flowalign.training.sources import commands
 
     rows = []
-    shipped = read((family_folder(model) or SD35) / "eval.yaml")["benchmarks"]
+    folder = family_folder(model)
+    if folder is None:
+        text = f"the family of {model} is not known here; these are Stable Diffusion 3.5's"
+        print(f"flowalign eval list: note: {text}", file=sys.stderr)
+    shipped = read((folder or SD35) / "eval.yaml")["benchmarks"]
     for benchmark in [*shipped, *more_benchmarks(model).values()]:
         try:
             number = str(len(load_prompts(benchmark["prompts"], "")))
