@@ -40,7 +40,7 @@ CUTS = (
     Cut(
         "rollout.prompts",
         8,
-        "a quarter of the images cost less than half of the rollouts (budget)",
+        "a quarter of the images cost as little as half of the rollouts (budget)",
         taught=128,
     ),
     Cut("rollout.copies", 8, "groups of 8 learn (results); larger ones were not compared"),
