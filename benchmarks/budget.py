@@ -21,7 +21,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from teacher_methods import passes
+from teacher_methods import evaluated, passes
 
 from flowalign.commands import run
 from flowalign.config import TrainingStage, load
@@ -86,12 +86,6 @@ def cost(config: TrainingStage) -> float:
     """Forward passes of a run."""
     assert config.train.updates is not None
     return passes(config) * config.rollout.images * config.train.updates
-
-
-def scores(folder: Path) -> list[float]:
-    """Held-out scores of a run, in their order."""
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [row["eval/headline"] for row in rows if "eval/headline" in row]
 
 
 def measured(data: Mapping[str, float], task: str, name: str) -> list[float]:
@@ -175,7 +169,7 @@ def main() -> None:
                     continue
                 config = settings(task, name, seed, args.out)
                 run.train(config, resume=True)
-                first, last = scores(Path(config.output))
+                first, last = evaluated(Path(config.output))[1]
                 data |= {f"{task} base model {seed}": first, key: last}
                 args.data.write_text(json.dumps(data, indent=0, sort_keys=True) + "\n")
     print(table(data, relative, args.tasks))

@@ -202,10 +202,8 @@ class Draft:
                 "held-out prompts for every task that has a reward, or for all if none has: "
                 "NAME_val.txt beside NAME.txt, or --validation."
             )
-        taught = {name: t["adapter"] for name, t in student.get("teachers", {}).items()}
-        if missing := [
-            a for a in taught.values() if a.startswith("outputs/") and not Path(a).exists()
-        ]:
+        taught = [teacher["adapter"] for teacher in student.get("teachers", {}).values()]
+        if missing := [a for a in taught if a.startswith("outputs/") and not Path(a).exists()]:
             yield f"not there yet: {', '.join(missing)}. Train them first, or name yours: --loras."
         if self.args.stage == "opd":
             yield (
@@ -297,8 +295,8 @@ class Draft:
             for name, file in zip(self.rewards, files, strict=True)
         ]
         data = self._table({"base": None, **self.adapters}, rows or self.eval["benchmarks"])
-        *others, last = ["", *self.adapters]
-        return data | ({"compare": {last: others[1:]}} if len(others) > 1 else {})
+        names = list(self.adapters)
+        return data | ({"compare": {names[-1]: names[:-1]}} if len(names) > 1 else {})
 
     def _table(self, models: Mapping[str, Any], rows: list[dict[str, Any]]) -> dict[str, Any]:
         """The family's evaluation of other models on these benchmarks."""
