@@ -38,7 +38,7 @@ def cell(path: Path, variant: str) -> str:
     estimate = predict(config, ranks={})
     if estimate.peak > usable(size, "cuda"):
         return f"no ({estimate.peak / GIB:.0f})"
-    hours = times(estimate, Pace.of_gpu(GPUS[kind], config.model.dtype)).hours
+    hours = times(estimate, Pace.of_gpu(GPUS[kind], estimate)).hours
     return f"{estimate.peak / GIB:.1f}, {hours:,.{0 if hours >= 10 else 1}f} h"
 
 

@@ -22,6 +22,7 @@ import multiprocessing
 import os
 import platform
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -39,7 +40,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import medium  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
-CONFIG = ROOT / "configs/sd35_medium/student_flow_opd_paper.yaml"
+CONFIGS = ROOT / "configs"
 GIB = 2**30
 PACKAGES = ("torch", "diffusers", "transformers", "peft", "accelerate", "bitsandbytes", "xformers",
             "flash-attn", "sageattention")  # fmt: skip
@@ -146,14 +147,39 @@ def merged(setup: Setup, case: Case) -> Mapping[str, Any]:
 def written(setup: Setup, case: Case) -> Mapping[str, Any]:
     """The model of random weights and its teachers, for the cases that follow."""
     names = [f"t{index}" for index in range(case.teachers)]
-    medium.write(setup.folder, setup.width, setup.layers, adapters=names, dtype="bfloat16")
+    medium.write(
+        setup.folder, setup.width, setup.layers,
+        adapters=names, dtype="bfloat16", device=setup.device,
+    )  # fmt: skip
+    return {}
+
+
+def written_flux(setup: Setup, case: Case) -> Mapping[str, Any]:
+    """FLUX.1-dev with random weights, in place of the Medium: a disk may not hold both."""
+    folder = setup.folder / "model"
+    shutil.rmtree(folder)
+    torch.set_default_dtype(torch.bfloat16)  # its 12 billion weights in float32 fill a GPU
+    try:
+        pipe = medium.pipeline(medium.flux(setup.width, setup.layers), device=setup.device)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    pipe.save_pretrained(folder)
     return {}
 
 
 def student(setup: Setup, case: Case) -> Mapping[str, Any]:
     """An update of the student: its second one (the first warms up)."""
+    return updated(student_config(setup, case), setup, case)
+
+
+def teacher(setup: Setup, case: Case) -> Mapping[str, Any]:
+    """The same of a teacher: the file of its method, then changes."""
+    return updated(teacher_config(setup, case), setup, case)
+
+
+def updated(config: Any, setup: Setup, case: Case) -> Mapping[str, Any]:
+    """Seconds, peak of memory and operations of a second update, and the doctor's peak."""
     _check_here(case)
-    config = config_of(setup, case)
     from accelerate.state import AcceleratorState
 
     from flowalign.commands.doctor.estimate import predict
@@ -175,7 +201,7 @@ def _check_here(case: Case) -> None:
     """Raise NotHere where a case needs what is not installed, or another version."""
     from flowalign.config import TrainConfig
 
-    given = dict(pair.split("=", 1) for pair in case.given)
+    given = dict(pair.split("=", 1) for pair in case.given if "=" in pair)
     if given.get("model.quantization") == "nf4" and not importlib.util.find_spec("bitsandbytes"):
         raise NotHere("bitsandbytes is not installed")
     if "train.deterministic" in given and "deterministic" not in TrainConfig.model_fields:
@@ -190,9 +216,10 @@ def _check_here(case: Case) -> None:
             raise NotHere(_reason(error)) from error
 
 
-def config_of(setup: Setup, case: Case) -> Any:
-    """The preset with random teachers, each with a task of the tiny world's prompts: rollouts of
-    seven forward passes with guidance, of which two states are labelled and learnt from."""
+def student_config(setup: Setup, case: Case) -> Any:
+    """The student's preset with random teachers, each with a task of the tiny world's prompts:
+    rollouts of seven forward passes with guidance, of which two states are labelled and learnt
+    from."""
     from flowalign.config import OpdStage, load, parse
 
     shape = [
@@ -203,7 +230,8 @@ def config_of(setup: Setup, case: Case) -> Any:
         "student.label_batch=8", "student.diagnose_every=1000000", "optimizer.micro_batch=4",
         "optimizer.updates_per_rollout=1", f"output={setup.folder / 'run'}",
     ]  # fmt: skip
-    config = load(CONFIG, [*shape, *case.given], stage=OpdStage)
+    path = CONFIGS / "sd35_medium/student_flow_opd_paper.yaml"
+    config = load(path, [*shape, *case.given], stage=OpdStage)
     names = [f"t{index}" for index in range(case.teachers)]
     data = config.model_dump(mode="json")
     data["model"] |= {"id": str(setup.folder / "model")}
@@ -213,6 +241,24 @@ def config_of(setup: Setup, case: Case) -> Any:
     data["tasks"] = [{"name": n, "prompts": "tiny/ocr_train"} for n in names]
     data["train"] |= {"trackers": [], "updates": 3, "sample_every": 10**6}
     return parse(data, stage=OpdStage)
+
+
+def teacher_config(setup: Setup, case: Case) -> Any:
+    """A preset of a teacher with groups of two images and a small reward."""
+    from flowalign.config import TrainingStage, load, parse
+
+    name, *changes = case.given
+    shape = [
+        "evaluation=null", f"model.id={setup.folder / 'model'}", "model.dtype=bfloat16",
+        f"model.height={setup.size}", f"model.width={setup.size}",
+        "model.offload_text_encoders=false", f"rollout.prompts={setup.prompts // 2}",
+        "rollout.copies=2", "optimizer.updates_per_rollout=1", "train.trackers=[]",
+        "train.updates=3", "train.sample_every=1000000", f"output={setup.folder / 'run'}",
+    ]  # fmt: skip
+    data = load(CONFIGS / name, [*shape, *changes], stage=TrainingStage).model_dump(mode="json")
+    reward = {"name": "pickscore", "options": {"model": "tiny"}}
+    data["tasks"] = [{"name": "any", "prompts": "tiny/preference_train", "reward": reward}]
+    return parse(data, stage=TrainingStage)
 
 
 def _deterministic(config: Any) -> Any:
@@ -256,6 +302,8 @@ JUDGES = ("benchmarks=[{name: geneval, prompts: tiny/geneval_test, limit: 16, re
           "geneval, options: {detector: tiny}}}, {name: preference, prompts: tiny/preference_test, "
           "limit: 16, reward: {name: pickscore, options: {model: tiny, normalizer: 25}}}]",
           "models={base: null, ocr: tiny/ocr}", "fidelity=null")  # fmt: skip
+FLUX = ("flux/teacher_pickscore_nft.yaml", "model.gradient_checkpointing=true",
+        "rollout.batch_size=2", "optimizer.micro_batch=2")  # fmt: skip
 
 
 def cases() -> list[Case]:
@@ -271,6 +319,8 @@ def cases() -> list[Case]:
         Case("write the Medium", written, teachers=4, limit=150),
         Case("2 teachers", student),
         Case("4 teachers", student, teachers=4),
+        Case("NFT teacher", teacher, ("sd35_medium/teacher_pickscore_nft.yaml",)),
+        Case("GRPO teacher", teacher, ("sd35_medium/teacher_pickscore.yaml",)),
         Case("checkpointing", student, ("model.gradient_checkpointing=true",)),
         *(Case(f"attention {name}", student, (f"model.attention={name}",)) for name in ATTENTION),
         Case("fp8", student, ("model.quantization=fp8", "model.gradient_checkpointing=true")),
@@ -279,6 +329,9 @@ def cases() -> list[Case]:
              environment=(("CUBLAS_WORKSPACE_CONFIG", ":4096:8"),)),
         Case("pytest -m gpu", tests, limit=150),
         Case("compiled", student, ("model.compile=true",), alone=True, limit=180),
+        Case("write FLUX.1-dev", written_flux, limit=180),
+        Case("FLUX.1-dev, NFT", teacher, FLUX, limit=120),
+        Case("FLUX.1-dev, NFT, nf4", teacher, (*FLUX, "model.quantization=nf4"), limit=150),
     ]  # fmt: skip
 
 
@@ -408,9 +461,9 @@ python benchmarks/gpu.py
 This command runs the GPU tests, every stage on the tiny model, and updates of Flow-OPD on the exact
 architecture of Stable Diffusion 3.5 Medium with random weights. Those updates use 8 images of 512
 pixels, guidance, seven forward passes per rollout, two trained states, an anchor, batches of 4, and
-bfloat16. The results are written to this page.
+bfloat16. An update of an NFT and of a GRPO teacher has the shipped settings, but 8 images. The
+results are written to this page, above its first heading of the second level.
 """
-NEVER = "\nIt has not run on a GPU yet. On a CPU, a test runs all of it at a small scale.\n"
 
 
 def machine(device: str) -> dict[str, Any]:
@@ -448,7 +501,8 @@ def _numbers(row: Mapping[str, Any], speed: float | None) -> list[str]:
         return ["-"] * 6
     found = []
     for name, seconds in row["seconds"].items():
-        share = f" ({row['flops'][name] / seconds / speed:.0%})" if speed else ""
+        flops = row["flops"].get(name)  # a GRPO teacher may have no labels
+        share = f" ({flops / seconds / speed:.0%})" if speed and flops else ""
         found.append(f"{seconds:.2f}{share}")
     peak = f"{row['peak'] / GIB:.2f}" if row["peak"] else "-"
     pace = row["images"] / sum(row["seconds"].values())
@@ -478,7 +532,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     def write(rows: list[dict[str, Any]]) -> None:
         report = {"machine": about, "width": args.width, "size": args.size, "cases": rows}
         (args.out / f"gpu_{name}.json").write_text(json.dumps(report, indent=1) + "\n")
-        (args.out / "gpu.md").write_text(HEAD + table(rows, about), encoding="utf-8")
+        page = args.out / "gpu.md"
+        _, mark, rest = (page.read_text("utf-8") if page.is_file() else "").partition("\n## ")
+        page.write_text(HEAD + table(rows, about) + mark + rest, encoding="utf-8")
 
     chosen = [case for case in cases() if args.cases is None or case.name in args.cases]
     with TemporaryDirectory() as folder:

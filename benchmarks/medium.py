@@ -1,5 +1,5 @@
-"""The structure of Stable Diffusion 3.5 Medium with random weights, and random LoRAs on it: the
-model that the benchmarks beside this file measure."""
+"""The structures of Stable Diffusion 3.5 Medium and FLUX.1-dev with random weights, and random
+LoRAs on them: the models that the benchmarks beside this file measure."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from flowalign.backbone.structure import build
 from flowalign.backbone.tiny import MODEL
 from flowalign.config import ModelConfig
 
-MEDIUM = "stabilityai/stable-diffusion-3.5-medium"
+MEDIUM, FLUX = "stabilityai/stable-diffusion-3.5-medium", "black-forest-labs/FLUX.1-dev"
 
 
 def shapes(width: float = 1.0, layers: int | None = None) -> Architecture:
@@ -30,15 +30,34 @@ def shapes(width: float = 1.0, layers: int | None = None) -> Architecture:
     return medium.changed("transformer", num_layers=layers, dual_attention_layers=dual)
 
 
+def flux(width: float = 1.0, layers: int | None = None) -> Architecture:
+    """FLUX.1-dev with a share of the attention heads, and with so many double blocks and twice as
+    many single ones."""
+    layers = layers or 19
+    whole = PUBLIC[FLUX].changed(
+        "transformer",
+        num_attention_heads=max(1, round(24 * width)),
+        num_layers=layers,
+        num_single_layers=2 * layers,
+    )
+    return with_scaled_vae(whole, width)
+
+
 def scaled(whole: Architecture, width: float) -> Architecture:
     """The same structure with `width` times the attention heads and VAE channels."""
-    transformer, vae = whole.parts["transformer"], whole.parts["vae"]
+    transformer = whole.parts["transformer"]
     heads = max(1, round(transformer["num_attention_heads"] * width))
-    groups = max(1, round(vae["norm_num_groups"] * width))
-    channels = [groups * max(1, round(n * width / groups)) for n in vae["block_out_channels"]]
     inside = heads * transformer["attention_head_dim"]
     narrow = whole.changed("transformer", num_attention_heads=heads, caption_projection_dim=inside)
-    return narrow.changed("vae", block_out_channels=channels, norm_num_groups=groups)
+    return with_scaled_vae(narrow, width)
+
+
+def with_scaled_vae(whole: Architecture, width: float) -> Architecture:
+    """With `width` times the channels of the VAE."""
+    vae = whole.parts["vae"]
+    groups = max(1, round(vae["norm_num_groups"] * width))
+    channels = [groups * max(1, round(n * width / groups)) for n in vae["block_out_channels"]]
+    return whole.changed("vae", block_out_channels=channels, norm_num_groups=groups)
 
 
 def with_small_text(whole: Architecture, vocabulary: int) -> Architecture:
@@ -53,14 +72,17 @@ def with_small_text(whole: Architecture, vocabulary: int) -> Architecture:
     return whole
 
 
-def pipeline(architecture: Architecture, seed: int = 0) -> Any:
-    """A whole pipeline on the CPU: random weights, small text encoders of the right output sizes,
-    and the tiny world's tokenizer."""
+def pipeline(architecture: Architecture, seed: int = 0, device: str = "cpu") -> Any:
+    """A whole pipeline on a device, where its weights are drawn: random weights, small text
+    encoders of the right output sizes, and the tiny world's tokenizer."""
     tokenizers = {
-        name: PreTrainedTokenizerFast.from_pretrained(MODEL / "tokenizer", model_max_length=length)
-        for name, length in (("tokenizer", 77), ("tokenizer_2", 77), ("tokenizer_3", 256))
+        name.replace("text_encoder", "tokenizer"): PreTrainedTokenizerFast.from_pretrained(
+            MODEL / "tokenizer", model_max_length=77 if "clip" in part["model_type"] else 512
+        )
+        for name, part in architecture.parts.items()
+        if name.startswith("text_encoder")
     }
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), torch.device(device):
         torch.manual_seed(seed)
         pipe = build(with_small_text(architecture, len(tokenizers["tokenizer"])))
     for name, tokenizer in tokenizers.items():
@@ -78,10 +100,12 @@ def write(
     dtype: str = "float32",
     rank: int = 32,
     alpha: float = 64.0,
+    device: str = "cpu",
 ) -> str:
-    """Write the model and LoRAs on it, each into its folder there; returns the model's."""
+    """Write the Medium and LoRAs on it, each into its folder there; returns the model's. device:
+    where the weights are drawn."""
     model = str(folder / "model")
-    pipeline(shapes(width, layers)).to(DTYPES[dtype]).save_pretrained(model)
+    pipeline(shapes(width, layers), device=device).to(DTYPES[dtype]).save_pretrained(model)
     config = ModelConfig.model_validate({"id": model, "dtype": dtype})
     write_adapters(folder, config, adapters, rank=rank, alpha=alpha)
     return model

@@ -18,6 +18,7 @@ SMALLEST = {
     "damage_files": ("long", ""),
     "family_memory": ("long", "--families sana --stages eval"),
     "floors": ("long", "tiny --repeats 1 --prompts 8"),
+    "gpu_pass": ("long", "--device cpu --width 0.05 --layers 2 --size 64"),
     "gradient_noise": ("long", f"{TEACHER} --states 2 --rollouts 2"),
     "hacks": ("long", "--seeds 0 --hacks darkened --out {}"),
     "learn_flux": ("long", "--minutes 0.02 --out {}"),

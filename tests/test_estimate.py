@@ -22,7 +22,7 @@ from flowalign.commands.doctor import estimate as estimate_module
 from flowalign.commands.doctor import predictions
 from flowalign.commands.doctor.estimate import predict
 from flowalign.commands.doctor.meter import Meter, measure, size_of
-from flowalign.commands.doctor.pace import Pace, times
+from flowalign.commands.doctor.pace import GPUS, PRODUCTS, WIDTH, Pace, times
 
 sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
 import medium  # noqa: E402  # pyright: ignore[reportMissingImports]
@@ -38,7 +38,7 @@ CONFIGS = Path(__file__).parent.parent / "configs"
 def test_the_meter_counts_what_autograd_keeps_and_what_is_freed():
     x, weight = torch.empty(256, 128, device="meta"), torch.empty(128, 64, device="meta")
     weight.requires_grad_()
-    with Meter() as meter:
+    with Meter("cpu") as meter:
         y = x @ weight  # 64 KiB
         assert meter.now == meter.peak == 256 * 64 * 4
         y = y.exp()  # kept for its gradient; what came before is let go
@@ -48,7 +48,8 @@ def test_the_meter_counts_what_autograd_keeps_and_what_is_freed():
         del y
     assert weight.grad is not None
     assert meter.now == 128 * 64 * 4  # the gradient alone
-    with Meter() as meter:  # what was there before counts for nothing, seen through a view or not
+    # what was there before counts for nothing, seen through a view or not
+    with Meter("cpu") as meter:
         weight.detach().view(-1).mul_(2)
     assert meter.peak == 0
 
@@ -56,7 +57,7 @@ def test_the_meter_counts_what_autograd_keeps_and_what_is_freed():
 def test_attention_on_a_device_does_not_hold_its_matrix():
     q = torch.empty(1, 8, 1024, 64, device="meta", dtype=torch.bfloat16, requires_grad=True)
     matrix = 8 * 1024 * 1024 * 2
-    plain = Meter()
+    plain = Meter("cpu")
     with plain:
         scaled_dot_product_attention(q, q, q)
     assert plain.peak > matrix
@@ -190,6 +191,33 @@ def test_the_peak_is_within_a_tenth_on_a_gpu(wide, case, dtype):
     run = memory.settings(*wide, case.split(",")[0], *changes)
     seen, foreseen = memory.compared(run, "cuda")["PEAK"]
     assert foreseen == pytest.approx(seen, rel=0.1)
+
+
+MEASURED = json.loads((fakes.ROOT / "docs/gpu_nvidia_h100_80gb_hbm3.json").read_text())["cases"]
+
+
+@pytest.mark.parametrize("case", ["2 teachers", "NFT teacher", "GRPO teacher", "checkpointing"])
+def test_an_h100_took_as_long_as_its_rates_say(case):
+    """The measured updates of docs/gpu.md, by the operations that were counted then."""
+    (row,) = (row for row in MEASURED if row["case"] == case)
+    model = config.ModelConfig(id="any", dtype="bfloat16")
+    kinds = {"rollout": "sampling", "labels": "labels", "update": "learning"}
+    phases = row["flops"].keys() & row["seconds"].keys()
+    predicted = sum(
+        row["flops"][name] / GPUS["h100"].rate(model, WIDTH, kinds[name]) for name in phases
+    )
+    assert predicted == pytest.approx(sum(row["seconds"][name] for name in phases), rel=0.2)
+
+
+def test_compiled_and_wider_models_are_nearer_to_the_peak():
+    eager, compiled = (
+        config.ModelConfig(id="any", dtype="bfloat16", compile=c) for c in (False, True)
+    )
+    for gpu in GPUS.values():
+        rates = [
+            gpu.rate(m, w, "sampling") for m, w in ((eager, 1536), (eager, 3072), (compiled, 3072))
+        ]
+        assert sorted(rates) == rates and rates[-1] < PRODUCTS * gpu.bfloat16 * 1e12
 
 
 @pytest.mark.slow

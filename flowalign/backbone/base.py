@@ -105,8 +105,11 @@ class Backbone:
             parts={name: part for name, part in parts.items() if name != "transformer"},
         )
         backbone = beside._with(pipe, model, device) if beside else cls(pipe, model, device)
-        if model.attention:
-            use_backend(backbone.core, model.attention)
+        attention = model.attention
+        if torch.device(device).type == "cuda" and backbone.dtype != torch.float32:
+            attention = attention or backbone.family.gpu_attention
+        if attention:
+            use_backend(backbone.core, attention)
         if model.gradient_checkpointing:
             backbone.core.enable_gradient_checkpointing()
         return backbone

@@ -15,6 +15,8 @@ class Flux(PackedFamily):
     diffusers. Classifier-free guidance beside the model's own (`true_cfg_scale`) is left out."""
 
     name = "flux"
+    # on an H100 torch 2.11 takes cuDNN's, whose backward pass made an illegal memory access here
+    gpu_attention = "_native_flash"
     pipeline = "FluxPipeline"
     targets = JOINT_ATTENTION
     cards = {"flux.1-dev": (50, 3.5), "flux.1-krea-dev": (28, 4.5), "flux.1-schnell": (4, 1.0)}

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from flowalign.backbone.family import JOINT_ATTENTION, Family, Text, by_prompt
+from flowalign.backbone.flux import Flux
 
 
 class Flux2(Family):
@@ -15,6 +16,7 @@ class Flux2(Family):
     have no mask: their padding is seen, as in diffusers."""
 
     name = "flux2"
+    gpu_attention = Flux.gpu_attention  # its single blocks are those of FLUX.1
     pipeline = "Flux2Pipeline"
     targets = [
         *JOINT_ATTENTION,

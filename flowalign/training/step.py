@@ -48,8 +48,9 @@ class Step:
         self.parameters = backbone.adapter_parameters(STUDENT)
         optimizer = build_optimizer(config, self.parameters)
         self.parallel = processes.of(accelerator)
-        self.optimizer = self.parallel.prepare(backbone, optimizer)
+        # before `prepare`: accelerate's scaled steps (float16) put optimizer.step back as it was
         self.lr = learning_rate(config, optimizer)
+        self.optimizer = self.parallel.prepare(backbone, optimizer)
         self.ema = MovingAverage(self.parameters, **config.ema.model_dump()) if config.ema else None
         self.count = 0
         self.fault: NotFinite | None = None

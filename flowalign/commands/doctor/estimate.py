@@ -8,6 +8,7 @@ phase of an update. What is stored between them follows from what the algorithm 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
@@ -199,6 +200,8 @@ class _Shapes:
                 store_in_fp8(pipe.transformer, self.dtype)
         self.encoders = self.backbone.family.encoders
         self.base = size_of(pipe.transformer)
+        linear = (m for m in pipe.transformer.modules() if isinstance(m, nn.Linear))
+        (self.width, _), *_ = Counter(layer.in_features for layer in linear).most_common(1)
         modules = (pipe.transformer, pipe.vae, *self.encoders)
         self.host = size_of(*modules)
         files = [SIXTEEN * sum(p.numel() for p in part.parameters()) for part in modules]

@@ -1,8 +1,8 @@
 """From operations to hours: how long a stage takes on a GPU of the table, or at measured rates.
 
-Memory and peaks of the table are from the makers' data sheets: dense (no sparsity), bfloat16 with
-float32 accumulation, and float32 without tensor cores, which is torch's default for products. No
-stage of flowalign has been measured on any of them.
+The table is from the makers' data sheets: dense peaks (no sparsity), bfloat16 with float32
+accumulation, and float32 without tensor cores, which is torch's default for products. What a run
+sustains of them was measured on an H100 (docs/gpu.md), and is carried over to the others.
 """
 
 from __future__ import annotations
@@ -15,37 +15,54 @@ from typing import Any
 import torch
 
 from flowalign.commands.doctor.estimate import Estimate, evaluated_images
+from flowalign.config import ModelConfig
 from flowalign.rewards import declared, leaves
 
 KINDS: tuple[str, ...] = ("sampling", "labels", "learning", "alarm")  # of phases
-# Of the peak that a run sustains. Llama 3's training reports 38 to 43 % on H100 (arXiv 2407.21783,
-# table 4). A small transformer in eager mode may reach less: measure with `benchmarks/gpu.py`.
-EFFICIENCY = 0.4
+# Shares of an H100's peak that Stable Diffusion 3.5 Medium sustains at 512 pixels in bfloat16, by
+# kind of phase: eager, compiled (docs/gpu.md); and its width
+SHARES = {
+    "sampling": (0.20, 0.38), "labels": (0.23, 0.44),
+    "learning": (0.18, 0.24), "alarm": (0.20, 0.38),
+}  # fmt: skip
+WIDTH = 1536
+PRODUCTS = 0.65  # of the peak, in matrix products and attention alone; the rest moves memory
+REWARDS = 0.4  # of the float32 peak; not measured
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """memory in GiB; peaks in TFLOP/s."""
+    """memory in GiB; peaks in TFLOP/s; bandwidth of the memory in TB/s."""
 
     title: str
     memory: float
     bfloat16: float
     float32: float
+    bandwidth: float
 
-    def rate(self, dtype: str) -> float:
-        """FLOP/s that a run sustains in a dtype of the config."""
-        peak = self.float32 if dtype == "float32" else self.bfloat16
-        return peak * 1e12 * EFFICIENCY
+    def rate(self, model: ModelConfig, width: int, kind: str) -> float:
+        """FLOP/s that a run of a transformer of a width sustains in a kind of phase.
+
+        1 / rate = 1 / (PRODUCTS peak) + bytes per FLOP / bandwidth. The bytes are what the H100's
+        measured share leaves: norms, modulations and casts, which compiling fuses. They grow with
+        the width, and the operations of products with its square.
+        """
+        h100, share = GPUS["h100"], SHARES[kind][model.compile]
+        moved = (1 / share - 1 / PRODUCTS) / h100.bfloat16 * h100.bandwidth * WIDTH / width
+        peak = self.bfloat16
+        if model.dtype == "float32":
+            peak, moved = self.float32, 2 * moved
+        return 1e12 / (1 / (PRODUCTS * peak) + moved / self.bandwidth)
 
 
 GPUS = {
-    "4090": Gpu("GeForce RTX 4090", 24, 165, 82.6),
-    "a100-40gb": Gpu("A100 40GB", 40, 312, 19.5),
-    "a100": Gpu("A100 80GB", 80, 312, 19.5),
-    "l40s": Gpu("L40S", 48, 362, 91.6),
-    "h100": Gpu("H100 SXM", 80, 989, 67),
-    "h200": Gpu("H200", 141, 989, 67),
-    "b200": Gpu("B200", 180, 2250, 75),
+    "4090": Gpu("GeForce RTX 4090", 24, 165, 82.6, 1.01),
+    "a100-40gb": Gpu("A100 40GB", 40, 312, 19.5, 1.56),
+    "a100": Gpu("A100 80GB", 80, 312, 19.5, 2.04),
+    "l40s": Gpu("L40S", 48, 362, 91.6, 0.86),
+    "h100": Gpu("H100 SXM", 80, 989, 67, 3.35),
+    "h200": Gpu("H200", 141, 989, 67, 4.8),
+    "b200": Gpu("B200", 180, 2250, 75, 8.0),
 }
 DEFAULT_GPU = "h100"  # where torch sees no GPU and none is named
 
@@ -79,11 +96,13 @@ class Pace:
         return cls(dict.fromkeys([*KINDS, "rewards"], rate), source, **measured)
 
     @classmethod
-    def of_gpu(cls, gpu: Gpu, dtype: str) -> Pace:
-        """What a GPU of the table sustains in a dtype of the config; rewards compute in float32."""
-        rate = gpu.rate(dtype)
-        rates = dict.fromkeys(KINDS, rate) | {"rewards": gpu.rate("float32")}
-        return cls(rates, f"{gpu.title}, {rate / 1e12:.3g} TFLOP/s sustained")
+    def of_gpu(cls, gpu: Gpu, estimate: Estimate) -> Pace:
+        """What a GPU of the table sustains in a stage; rewards compute in float32."""
+        model, width = estimate.config.model, estimate.shapes.width
+        rates = {kind: gpu.rate(model, width, kind) for kind in KINDS}
+        rates["rewards"] = gpu.float32 * 1e12 * REWARDS
+        low, high = (f"{limit(rates[kind] for kind in KINDS) / 1e12:.3g}" for limit in (min, max))
+        return cls(rates, f"{gpu.title}, {low} to {high} TFLOP/s sustained")
 
 
 @dataclass(frozen=True)

@@ -75,8 +75,8 @@ class Forecast:
             self.pace = Pace.constant(tflops * 1e12, f"{tflops:g} TFLOP/s, --tflops")
         elif measured and not self.device.gpu:
             self.pace = measured
-        elif gpu:
-            self.pace = Pace.of_gpu(gpu, self.stage.model.dtype)
+        elif gpu and self.estimate:
+            self.pace = Pace.of_gpu(gpu, self.estimate)
         if self.estimate and self.pace:
             self.times = times(self.estimate, self.pace)
 
