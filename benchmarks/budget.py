@@ -2,8 +2,9 @@
 
     python benchmarks/budget.py --seeds 0 1 2 --out outputs/budget
 
-Each variant changes a setting of the NFT teachers configs/tiny/teacher_TASK_nft.yaml; all else, the
-learning rate and its fall to 0 included, is held equal. The score is that of the last weights on
+Each variant changes a setting of NFT teachers that start from the base model (ALL over
+configs/tiny/teacher_TASK_nft.yaml); all else, the learning rate and its fall to 0 included, is held
+equal. The score is that of the last weights on
 400 test prompts, without guidance. Runs that are there are not repeated. Prints a Markdown table,
 draws docs/budget.png, and keeps the numbers in docs/budget.json; with `--present` nothing is
 trained.
@@ -27,6 +28,8 @@ from flowalign.commands import run
 from flowalign.config import TrainingStage, load
 
 TASKS = ("geneval", "ocr")
+ALL = ["lora={rank: 32, alpha: 64}", "rollout.prompts=16", "train.updates=40"]
+LR = {"geneval": "1e-3", "ocr": "1.5e-3"}
 FULL = "all: 40 rollouts of 16 x 8 images, 8 noise levels, 10 steps"
 VARIANTS: dict[str, list[str]] = {
     FULL: [],
@@ -78,6 +81,8 @@ def settings(task: str, name: str, seed: int, out: Path) -> TrainingStage:
         "train.sample_every=1000",
         "train.trackers=[]",
         "model.compile=true",
+        f"optimizer.lr={LR[task]}",
+        *ALL,
     ]
     return load(f"configs/tiny/teacher_{task}_nft.yaml", [*given, *changes], stage=TrainingStage)
 

@@ -2,7 +2,7 @@ r"""Does another family learn? A FLUX as small as the tiny Stable Diffusion 3, f
 
     python benchmarks/learn_flux.py --minutes 15 --out outputs/learn_flux
     flowalign train --config configs/tiny/teacher_preference_nft.yaml \
-        model.id=outputs/learn_flux/model
+        model.id=outputs/learn_flux/model lora.init=null
 
 The first command builds a FluxPipeline of the tiny model's text encoders and autoencoder with a new
 transformer, and trains that by flow matching on rendered scenes, through the library's own forward

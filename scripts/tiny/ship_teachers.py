@@ -1,6 +1,7 @@
-"""Turn trained teachers into the adapters that the package ships as tiny/NAME.
+"""Turn trained adapters into those that the package ships as tiny/NAME.
 
-    python scripts/tiny/ship_teachers.py geneval=RUN ocr=RUN preference=RUN --rank 16
+    python scripts/tiny/ship_teachers.py guided=RUN --rank 32
+    python scripts/tiny/ship_teachers.py geneval=RUN ocr=RUN preference=RUN --rank 24
 
 Each run's adapter is brought to the rank (the best approximation of its update, layer by layer),
 stored in fp16, and given a card. What the shipped ones score is in the README's table: they are
@@ -29,14 +30,17 @@ tags: [lora, tiny, flowalign]
 
 # tiny/{name}
 
-A teacher of flowalign's tiny model: a LoRA trained by DiffusionNFT on one reward, in the run below,
-then brought from rank {old} to {rank} (relative error of a layer's update: at most {worst:.2f}) and
-stored in fp16.
+{what}
 
-    flowalign train --config configs/tiny/teacher_{name}_nft.yaml seed={seed}
+    flowalign train --config configs/tiny/{config}.yaml seed={seed}
 
-On the validation prompts the run's own adapter has {score:.3f}, the base {base:.3f}.
+Its run had rank {old}. It is stored in fp16 with rank {rank} (relative error of a layer's update:
+at most {worst:.2f}). {scores}
 """
+GUIDED = """A LoRA on flowalign's tiny model that has absorbed its classifier-free guidance. It was
+trained by Flow-OPD with the base at CFG scale 2 as the only teacher:"""
+TEACHER = """A teacher of flowalign's tiny model: a LoRA trained by DiffusionNFT on one reward. It
+started from tiny/guided:"""
 
 
 def ship(name: str, run: Path, rank: int) -> Path:
@@ -51,10 +55,17 @@ def ship(name: str, run: Path, rank: int) -> Path:
     config = yaml.safe_load((run / "config.yaml").read_text())
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     scores = [row["eval/headline"] for row in rows if "eval/headline" in row]
+    said = f"Held-out score: {max(scores):.3f}, of tiny/guided {scores[0]:.3f}." if scores else ""
     card = CARD.format(
-        name=name, old=config["lora"]["rank"], rank=rank, worst=report.worst,
-        seed=config["seed"], score=max(scores), base=scores[0],
-    )  # fmt: skip
+        name=name,
+        what=TEACHER if scores else GUIDED,
+        config=f"teacher_{name}_nft" if scores else name,
+        seed=config["seed"],
+        old=max(read_lora(run / "adapter").ranks.values()),
+        rank=rank,
+        worst=report.worst,
+        scores=said,
+    )
     (folder / "README.md").write_text(card)
     return folder
 
