@@ -123,6 +123,7 @@ def make_student(names: Sequence[str], out: Path, updates: int) -> None:
     words = ["-m", "flowalign.commands.cli", "train", "--config", str(config), f"output={run}"]
     words += [f"train.updates={updates}", f"evaluation.every={max(1, updates // 3)}", "alarm=null"]
     words += ["optimizer.lr=2e-3", "optimizer.updates_per_rollout=8", "optimizer.micro_batch=16"]
+    words += ["model.compile=true"] if updates > 10 else []  # which takes a minute itself
     cost = in_child(words)
     (run / "cost.json").write_text(json.dumps(cost))
 
