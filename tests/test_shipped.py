@@ -63,10 +63,10 @@ def test_train_then_evaluate_then_load(tmp_path: Path) -> None:
     flowalign.load("tiny", lora=adapter)
 
 
-@pytest.mark.parametrize("name", ["geneval", "ocr", "preference"])
+@pytest.mark.parametrize("name", ["geneval", "guided", "ocr", "preference"])
 def test_the_shipped_teachers_are_small_and_know_their_base(name: str) -> None:
     folder = adapter_folder(f"tiny/{name}")
-    assert (folder / ADAPTER).stat().st_size < 500_000
+    assert (folder / ADAPTER).stat().st_size < 900_000
     assert read_lora(folder).base == "tiny"
     pipe = flowalign.load("tiny", lora=f"tiny/{name}")
     assert pipe.get_list_adapters()["transformer"]
