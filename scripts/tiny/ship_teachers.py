@@ -35,7 +35,7 @@ tags: [lora, tiny, flowalign]
     flowalign train --config configs/tiny/{config}.yaml seed={seed}
 
 Its run had rank {old}. It is stored in fp16 with rank {rank} (relative error of a layer's update:
-at most {worst:.2f}). {scores}
+at most {worst:.2f}).{scores}
 """
 GUIDED = """A LoRA on flowalign's tiny model that has absorbed its classifier-free guidance. It was
 trained by Flow-OPD with the base at CFG scale 2 as the only teacher:"""
@@ -55,7 +55,7 @@ def ship(name: str, run: Path, rank: int) -> Path:
     config = yaml.safe_load((run / "config.yaml").read_text())
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     scores = [row["eval/headline"] for row in rows if "eval/headline" in row]
-    said = f"Held-out score: {max(scores):.3f}, of tiny/guided {scores[0]:.3f}." if scores else ""
+    said = f" Held-out score: {max(scores):.3f}, of tiny/guided {scores[0]:.3f}." if scores else ""
     card = CARD.format(
         name=name,
         what=TEACHER if scores else GUIDED,
