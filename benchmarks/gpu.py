@@ -101,9 +101,15 @@ def tests(setup: Setup, case: Case) -> Mapping[str, Any]:
 
 def rate(setup: Setup, case: Case) -> Mapping[str, Any]:
     """FLOP/s of large matrix products in bf16."""
-    cuda, repeats = setup.device == "cuda", 8
+    found = products(setup.device)
+    return {"rate": found, "note": f"{found / 1e12:.4g} TFLOP/s"}
+
+
+def products(device: str) -> float:
+    """FLOP/s of large matrix products in bf16 on a device."""
+    cuda, repeats = device == "cuda", 8
     size = 8192 if cuda else 1024
-    a = torch.randn(size, size, device=setup.device, dtype=torch.bfloat16)
+    a = torch.randn(size, size, device=device, dtype=torch.bfloat16)
 
     def seconds() -> float:
         began = time.perf_counter()
@@ -114,8 +120,7 @@ def rate(setup: Setup, case: Case) -> Mapping[str, Any]:
         return time.perf_counter() - began
 
     seconds()  # the first product loads its library
-    found = 2 * size**3 * repeats / seconds()  # a multiplication and an addition each
-    return {"rate": found, "note": f"{found / 1e12:.4g} TFLOP/s"}
+    return 2 * size**3 * repeats / seconds()  # a multiplication and an addition each
 
 
 def stage(setup: Setup, case: Case) -> Mapping[str, Any]:
@@ -216,6 +221,18 @@ def _check_here(case: Case) -> None:
             raise NotHere(_reason(error)) from error
 
 
+def of_all(setup: Setup) -> list[str]:
+    """What the updates of students and teachers share: three of them, of the model that was
+    written."""
+    return [
+        "evaluation=null", f"model.id={setup.folder / 'model'}", "model.dtype=bfloat16",
+        f"model.height={setup.size}", f"model.width={setup.size}",
+        "model.offload_text_encoders=false", "optimizer.updates_per_rollout=1",
+        "train.trackers=[]", "train.updates=3", "train.sample_every=1000000",
+        f"output={setup.folder / 'run'}",
+    ]  # fmt: skip
+
+
 def student_config(setup: Setup, case: Case) -> Any:
     """The student's preset with random teachers, each with a task of the tiny world's prompts:
     rollouts of seven forward passes with guidance, of which two states are labelled and learnt
@@ -223,23 +240,19 @@ def student_config(setup: Setup, case: Case) -> Any:
     from flowalign.config import OpdStage, load, parse
 
     shape = [
-        "evaluation=null", "model.dtype=bfloat16", f"model.height={setup.size}",
-        f"model.width={setup.size}", "model.offload_text_encoders=false", "rollout.kind=sde",
+        *of_all(setup), "rollout.kind=sde",
         "rollout.steps=10", "rollout.window=[6, 8]", f"rollout.prompts={setup.prompts}",
         "rollout.copies=1", "rollout.batch_size=4", "student.states={select: all}",
         "student.label_batch=8", "student.diagnose_every=1000000", "optimizer.micro_batch=4",
-        "optimizer.updates_per_rollout=1", f"output={setup.folder / 'run'}",
     ]  # fmt: skip
     path = CONFIGS / "sd35_medium/student_flow_opd_paper.yaml"
     config = load(path, [*shape, *case.given], stage=OpdStage)
     names = [f"t{index}" for index in range(case.teachers)]
     data = config.model_dump(mode="json")
-    data["model"] |= {"id": str(setup.folder / "model")}
     guidance = config.rollout.guidance
     data["lora"]["init"] = None
     data["teachers"] = {n: {"adapter": str(setup.folder / n), "guidance": guidance} for n in names}
     data["tasks"] = [{"name": n, "prompts": "tiny/ocr_train"} for n in names]
-    data["train"] |= {"trackers": [], "updates": 3, "sample_every": 10**6}
     return parse(data, stage=OpdStage)
 
 
@@ -248,13 +261,7 @@ def teacher_config(setup: Setup, case: Case) -> Any:
     from flowalign.config import TrainingStage, load, parse
 
     name, *changes = case.given
-    shape = [
-        "evaluation=null", f"model.id={setup.folder / 'model'}", "model.dtype=bfloat16",
-        f"model.height={setup.size}", f"model.width={setup.size}",
-        "model.offload_text_encoders=false", f"rollout.prompts={setup.prompts // 2}",
-        "rollout.copies=2", "optimizer.updates_per_rollout=1", "train.trackers=[]",
-        "train.updates=3", "train.sample_every=1000000", f"output={setup.folder / 'run'}",
-    ]  # fmt: skip
+    shape = [*of_all(setup), f"rollout.prompts={setup.prompts // 2}", "rollout.copies=2"]
     data = load(CONFIGS / name, [*shape, *changes], stage=TrainingStage).model_dump(mode="json")
     reward = {"name": "pickscore", "options": {"model": "tiny"}}
     data["tasks"] = [{"name": "any", "prompts": "tiny/preference_train", "reward": reward}]

@@ -14,6 +14,7 @@ from collections.abc import Callable
 
 import medium
 import torch
+from gpu import products
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -21,9 +22,10 @@ from flowalign.backbone import Backbone
 from flowalign.config import ModelConfig
 
 ROWS = 8  # images of a forward pass
+REPEATS = 8
 
 
-def seconds(call: Callable[[], object], device: str, repeats: int = 8) -> float:
+def seconds(call: Callable[[], object], device: str) -> float:
     """Of a call, after two that warm up."""
 
     def wait() -> None:
@@ -34,10 +36,10 @@ def seconds(call: Callable[[], object], device: str, repeats: int = 8) -> float:
         call()
     wait()
     began = time.perf_counter()
-    for _ in range(repeats):
+    for _ in range(REPEATS):
         call()
     wait()
-    return (time.perf_counter() - began) / repeats
+    return (time.perf_counter() - began) / REPEATS
 
 
 def counted(call: Callable[[], object]) -> int:
@@ -70,10 +72,8 @@ def main() -> None:
     parser.add_argument("--size", type=int, default=512, help="pixels")
     args = parser.parse_args()
     if args.device == "cuda":
-        a = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
-        rate = 2 * 8192**3 / seconds(lambda: torch.mm(a, a), "cuda", 30)
         print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}; matrix products "
-              f"{rate / 1e12:.0f} TFLOP/s\n")  # fmt: skip
+              f"{products('cuda') / 1e12:.0f} TFLOP/s\n")  # fmt: skip
     backbone = student(args.device, args.width, args.layers, args.size)
     x = torch.randn(16, *backbone.latent_shape, device=args.device)
 
