@@ -28,6 +28,9 @@ SHARES = {
 WIDTH = 1536
 PRODUCTS = 0.65  # of the peak, in matrix products and attention alone; the rest moves memory
 REWARDS = 0.4  # of the float32 peak; not measured
+# Times as many seconds in passes without and with gradients, as weights are unpacked in each. Of FLUX
+# with batches of 2 and of Medium with batches of 4 (docs/gpu.md)
+QUANTIZED = {None: (1.0, 1.0), "nf4": (1.5, 1.25), "fp8": (1.15, 1.15)}
 
 
 @dataclass(frozen=True)
@@ -45,14 +48,17 @@ class Gpu:
 
         1 / rate = 1 / (PRODUCTS peak) + bytes per FLOP / bandwidth. The bytes are what the H100's
         measured share leaves: norms, modulations and casts, which compiling fuses. They grow with
-        the width, and the operations of products with its square.
+        the width, and the operations of products with its square. A faster memory than the H100's
+        does not count: an H200 gained nothing by it.
         """
         h100, share = GPUS["h100"], SHARES[kind][model.compile]
         moved = (1 / share - 1 / PRODUCTS) / h100.bfloat16 * h100.bandwidth * WIDTH / width
         peak = self.bfloat16
         if model.dtype == "float32":
             peak, moved = self.float32, 2 * moved
-        return 1e12 / (1 / (PRODUCTS * peak) + moved / self.bandwidth)
+        bandwidth = min(self.bandwidth, h100.bandwidth)
+        longer = QUANTIZED[model.quantization][kind == "learning"]
+        return 1e12 / longer / (1 / (PRODUCTS * peak) + moved / bandwidth)
 
 
 GPUS = {
