@@ -242,7 +242,7 @@ def main() -> None:
     add("--out", type=Path, default=Path("outputs/many_loras"))
     add("--counts", type=int, nargs="+", default=[2, 4, 8, 12])
     add("--steps", type=int, default=60, help="optimizer steps of a LoRA")
-    add("--updates", type=int, default=60, help="rollouts of a student")
+    add("--updates", type=int, default=8, help="rollouts of a student, for each of its LoRAs")
     add("--workers", type=int, default=2, help="processes at once, of one thread each")
     add("--only", nargs="+", help="make these LoRAs and nothing else")
     args = parser.parse_args()
@@ -259,7 +259,7 @@ def main() -> None:
     again = [__file__, "--out", str(out), "--steps", str(args.steps), "--only"]
     with ThreadPoolExecutor(args.workers) as pool:
         costs = list(pool.map(in_child, [[*again, *share] for share in shares]))
-        list(pool.map(lambda n: make_student(names[:n], out, args.updates), counts))
+        list(pool.map(lambda n: make_student(names[:n], out, n * args.updates), counts))
     spent = sum(cpu for cpu, _ in costs)
     judge, found = Judge(names, out), {}
     for count in counts:

@@ -22,7 +22,7 @@ SMALLEST = {
     "gradient_noise": ("long", f"{TEACHER} --states 2 --rollouts 2"),
     "hacks": ("long", "--seeds 0 --hacks darkened --out {}"),
     "learn_flux": ("long", "--minutes 0.02 --out {}"),
-    "many_loras": ("long", "--counts 2 --steps 1 --updates 2 --workers 1 --out {}"),
+    "many_loras": ("long", "--counts 2 --steps 1 --updates 1 --workers 1 --out {}"),
     "memory": ("long", "--width 0.05 --layers 2 --size 64 --cases grpo"),
     "ocr_signs": ("slow", "--count 2"),
     "pace": ("long", "teacher_ocr --updates 1"),

@@ -17,7 +17,7 @@ from PIL import Image
 
 from flowalign.backbone.adapters import ADAPTER, read_lora
 from flowalign.commands import recipe
-from flowalign.commands.card import licence, write_card
+from flowalign.commands.card import licence, score_table, write_card
 from flowalign.commands.cli import main
 from flowalign.config import MergeStage, load, parse, to_yaml
 from flowalign.eval.run import main as evaluate
@@ -308,3 +308,14 @@ def test_what_looks_like_a_secret_stays_here(run: Path, capsys: pytest.CaptureFi
         assert "README.md, line" in said and line.split()[-1] not in said, line
     path.write_text(f"{text}\ntoken_env: MY_TOKEN\ntoken: null\nmax_tokens: 7\n")
     assert push(run, "--dry-run") == 0  # a variable's name is no secret
+
+
+def test_a_card_of_a_run_without_rewards_has_its_distances() -> None:
+    rows = [
+        {"update": u, "eval/headline": -d, "fixed_path/a": d, "fixed_path/b": d, "loss": 1.0}
+        for u, d in ((0, 0.03), (10, 0.01), (20, 0.02))
+    ]
+    table = score_table(rows, "base").splitlines()
+    names = [line.split("|")[1].strip() for line in table if line.startswith("|")]
+    assert names[2:] == ["fixed_path/a", "fixed_path/b"]
+    assert "0.0300 | 0.0100 | 0.0200" in table[2]

@@ -202,11 +202,13 @@ def score_table(rows: Sequence[Mapping[str, Any]], start: str) -> str:
         return "(none were taken)"
     first, best, last = rows[0], _best(rows), rows[-1]
     title = start if first["update"] == 0 else "first"  # the start's may not have counted
+    names, digits = [name for name in first if name.startswith(metrics.EVAL)], 3
+    if names == [metrics.HEADLINE]:  # without rewards it is minus the mean of these distances
+        names, digits = [name for name in first if name.startswith(metrics.FIXED_PATH)], 4
     lines = []
-    for name in first:
-        if name.startswith(metrics.EVAL):
-            cells = [f"{row.get(name, float('nan')):.3f}" for row in (first, best, last)]
-            lines.append([escaped(name.removeprefix(metrics.EVAL)), *cells])
+    for name in names:
+        cells = [f"{row.get(name, float('nan')):.{digits}f}" for row in (first, best, last)]
+        lines.append([escaped(name.removeprefix(metrics.EVAL)), *cells])
     note = (
         f"Taken at updates {first['update']}, {best['update']} and {last['update']}; the best one "
         "was chosen by its headline on these very prompts."

@@ -275,7 +275,7 @@ def show_total(listed: Sequence[Forecast]) -> None:
             why = "not predicted" if f.stage.samples else "minutes, no GPU"
             table.add_row(f.name, peak, "-", "-", "-", why, "-")
     timed = [f.times for f in listed if f.times]
-    if len(listed) > 1:
+    if timed and len(listed) > 1:
         table.add_section()
         sums = sum(t.hours for t in timed), sum(t.gpu_hours for t in timed)
         table.add_row("sum", "", "", "", "", *map(shown_hours, sums))
