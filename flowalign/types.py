@@ -235,11 +235,12 @@ class EvalRow:
 
 @dataclass(frozen=True)
 class Example:
-    """An image of an evaluation. score: the benchmark's number for it, NaN = invalid."""
+    """An image of an evaluation. score: the benchmark's number for it, NaN = invalid, None = it has
+    no reward."""
 
     benchmark: str
     prompt: str
-    score: float
+    score: float | None
     picture: bytes  # a PNG file
 
 

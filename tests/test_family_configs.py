@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 from test_sd35_configs import ROOT, data, stages
 
 from flowalign.backbone import loading
@@ -186,3 +187,13 @@ def test_sd35_large_has_the_latents_and_the_text_of_medium() -> None:
     )
     assert large.keys() == medium.keys()
     assert all(large[part] == medium[part] for part in large if part != "transformer")
+
+
+@pytest.mark.usefixtures("data")
+def test_a_run_for_another_machine_needs_no_gpu_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    path = ROOT / "configs/flux/teacher_ocr_nft.yaml"
+    config = load(path, ["model.quantization=nf4"], stage=TrainingStage)
+    here, there = (set(world_problems(config, 1, elsewhere=e)) for e in (False, True))
+    assert there < here
+    assert {text.partition(":")[0] for text in here - there} == {"model.quantization"}

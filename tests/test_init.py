@@ -437,3 +437,11 @@ def test_a_distilled_model_has_the_steps_and_the_guidance_of_its_card(
     assert set(config.scales.values()) <= {1.0}
     if stage == "grpo":
         assert config.rollout.window is None or config.rollout.trained[-1] < steps
+
+
+def test_a_lora_of_one_s_own_is_learnt_as_it_is() -> None:
+    """At the student's scale, and not at the one that was tuned for the shipped teachers."""
+    Path("signs.txt").write_text('a sign that says "CUP"\n')
+    words = ("--stage", "opd", "--loras", "one=tiny/ocr", "two=tiny/preference")
+    config = written(*words, "--prompts", "signs.txt", "signs.txt")
+    assert config.mixtures == {}

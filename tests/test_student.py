@@ -19,6 +19,7 @@ from flowalign.training import metrics
 from flowalign.training.algorithm import pairs_of
 from flowalign.training.loop import Loop
 from flowalign.training.losses import velocity_error
+from flowalign.training.report import samples
 from flowalign.training.report.results import kept
 from flowalign.training.student.opd import Labels, Opd, chosen
 from flowalign.training.student.sft import Sft
@@ -303,6 +304,11 @@ def test_without_rewards_the_nearest_student_is_kept(random_model: str, tmp_path
     assert [row["update"] for row in rows] == [0, 1, 2]
     # for people a distance, which is not negative
     assert f"(distance to the teachers {-best['headline']:.4f}" in str(kept(Path(config.output)))
+    # and images of the held-out prompts, which have no score
+    assert (Path(config.output) / "before_after.png").is_file()
+    seen = samples.read_sample(Path(config.output), samples.EVALUATION)
+    assert seen and {row["task"] for row in seen[1]} == {"even", "odd"}
+    assert {row["note"] for row in seen[1]} == {""}
 
 
 def log_of(config: fakes.config.TrainingStage) -> list[dict[str, float]]:

@@ -347,9 +347,9 @@ def _plain_weights(stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
     for key, value in weights.items():
         if not (NAME.fullmatch(key) and key.isprintable() and value.dtype in FLOATS):
             raise AdapterError(
-                f"it is no plain LoRA of a transformer: {shown(key)} is no A or B of a layer (but "
-                "DoRA, a bias, alpha, a text encoder, another program's name, which is read where "
-                "the model is known). Convert or train a plain one."
+                f"{shown(key)} is no A or B of a layer of a transformer. Names of other programs "
+                "(kohya, ai-toolkit) are read where the base model is known: --model. DoRA, biases "
+                "and text encoders are not."
             )
     if len(weights) < len(stored):
         raise AdapterError("it has two weights of one layer, under two prefixes")

@@ -33,6 +33,12 @@ def convert(stored: Mapping[str, Tensor], family: type[Family]) -> dict[str, Ten
                 f"it is no plain LoRA of a transformer: {shown(name)} is no A or B of a layer, and "
                 "no alpha above 0 (but DoRA, a bias, a text encoder). Convert or train a plain one."
             )
+    if encoders := sorted(name for name in stored if re.match(r"lora_te|text_encoder", name)):
+        raise ValueError(
+            f"{len(encoders)} of its {len(stored)} weights are of a text encoder, such as "
+            f"{shown(encoders[0])}. flowalign leaves text encoders as they are. Remove these "
+            "weights from the file, and see whether its images stay as they were."
+        )
     refusal = f"diffusers' {family.pipeline} does not read a LoRA with names such as {min(stored)}"
     reader = getattr(diffusers, family.pipeline).lora_state_dict
     try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -20,16 +20,18 @@ from flowalign.system.devices import resolve
 from flowalign.system.signals import Clock
 from flowalign.teachers.bank import Bank, Member
 from flowalign.training.algorithm import STUDENT, Parts, algorithm_class
-from flowalign.training.data import PromptSampler, subset
+from flowalign.training.data import PromptSampler, spread, subset
 from flowalign.training.loop import Loop
 from flowalign.training.preflight import Inputs, group_problems, parts_problems
 from flowalign.training.report import samples, trackers
 from flowalign.training.report.drift.monitor import Monitor
 from flowalign.training.report.drift.statistics import ImageStatistics
 from flowalign.training.report.listeners import Evaluate
+from flowalign.training.report.pictures import png
 from flowalign.training.report.progress import Progress
+from flowalign.training.rollout import generate
 from flowalign.training.run import processes
-from flowalign.types import EvalReport, Reward
+from flowalign.types import EvalReport, Example, Reward
 
 log = logging.getLogger("flowalign")
 
@@ -68,7 +70,7 @@ def wire(
         accelerator,
         PromptSampler.of(config, inputs.prompts),
         algorithm_class(config)(parts),
-        evaluator(parts, benchmarks),
+        evaluator(parts, benchmarks, inputs),
         progress.update,
         clock,
         monitor,
@@ -76,8 +78,8 @@ def wire(
     trackers.begin(accelerator, config)
     for key, scale in config.mixtures.items() if accelerator.is_main_process else ():
         log.warning(
-            "%s: labels at guidance %g for a student that is trained at %g: a mixture, which "
-            "teaches the student that scale, too", key, scale, config.guidance
+            "%s: labels at guidance %g for a student that is trained at %g: its images will look "
+            "as if sampled at a scale between the two", key, scale, config.guidance
         )  # fmt: skip
     return loop, progress, built
 
@@ -161,8 +163,9 @@ def algorithm_parts(
 # Evaluation --------------------------------------------------------------------------------------
 
 
-def evaluator(parts: Parts, benchmarks: Sequence[Benchmark]) -> Evaluate | None:
-    """What the loop calls to score the current adapter on held-out prompts; None without any."""
+def evaluator(parts: Parts, benchmarks: Sequence[Benchmark], inputs: Inputs) -> Evaluate | None:
+    """What the loop calls to score the current adapter on held-out prompts, or to sample a few of
+    them where nothing has a reward; None without any."""
     config: TrainingStage = parts.config
     if config.evaluation is None or not config.evaluates:
         return None
@@ -176,7 +179,18 @@ def evaluator(parts: Parts, benchmarks: Sequence[Benchmark]) -> Evaluate | None:
             parts.backbone, sets, settings, parts.accelerator,
             seconds=config.train.score_seconds, max_invalid_share=share, shown=samples.HELD_OUT,
         )  # fmt: skip
-        return suite.headline(report, benchmarks) if benchmarks else None, report
+        if benchmarks:
+            return suite.headline(report, benchmarks), report
+        return None, replace(report, examples=[*report.examples, *pictured()])
+
+    def pictured() -> Iterator[Example]:
+        for task in config.tasks:  # on every process: a sharded base needs all in a forward pass
+            prompts = inputs.prompts(task.validation or task.prompts, task.name)
+            shown = spread(len(prompts), samples.HELD_OUT)
+            some = replace(prompts.select(shown), size=task.size or config.model.image_sizes[0])
+            images = generate(parts.backbone, some, settings, shown)
+            for prompt, image in zip(some.prompts, images, strict=True):
+                yield Example(task.name, prompt, None, png(image))
 
     return evaluate
 

@@ -208,8 +208,8 @@ class Draft:
         if self.args.stage == "opd":
             yield (
                 "the student starts from the base. `flowalign merge` with equal weights makes a "
-                "start nearer to its teachers: lora.init=FOLDER. With teachers.NAME.guidance=2 it "
-                "learns their velocities with CFG."
+                "start nearer to its teachers: lora.init=FOLDER. With a larger teachers.NAME."
+                "guidance it learns CFG, too, and looks as if it was sampled with it."
             )
 
     def _training(self, stage: str) -> dict[str, Any]:
@@ -218,6 +218,8 @@ class Draft:
         names = list(map(_short, self.rewards))
         if "teachers" in data:
             like = next(iter(data["teachers"].values()))
+            if like.get("guidance") != data["rollout"]["guidance"]:  # tuned for those teachers
+                like = {key: value for key, value in like.items() if key != "guidance"}
             given = {name: like | {"adapter": adapter} for name, adapter in self.adapters.items()}
             data["teachers"] = given or data["teachers"]
             names = list(data["teachers"])

@@ -131,13 +131,20 @@ def examine(
     resume: bool = False,
     any_world: bool = False,
     trust: bool = True,
+    elsewhere: bool = False,
 ) -> tuple[dict[str, Stage], list[str]]:
     """The config of every stage that can be read, by name, and everything that keeps them from
     starting here: what `train` and `eval` refuse. A stage that is no recipe is named by its
-    folder. resume, any_world: as for `train`. trust: as for `world_problems`."""
+    folder. resume, any_world: as for `train`. trust, elsewhere: as for
+    `world_problems`."""
     if config.recipe is None:
         problems = world_problems(
-            config, num_processes, resume=resume, any_world=any_world, trust=trust
+            config,
+            num_processes,
+            resume=resume,
+            any_world=any_world,
+            trust=trust,
+            elsewhere=elsewhere,
         )
         if isinstance(config, EvalStage) and config.given and not problems:
             model = config.model if config.adapters else None
@@ -145,7 +152,9 @@ def examine(
             _, problems = image_sets(config.scored, "benchmarks", model, given, protocol)
         return {Path(config.output).name: config}, problems
     stages, problems = _read_stages(config.recipe, home)
-    return stages, _problems(config.recipe, stages, problems, num_processes, any_world, trust)
+    return stages, _problems(
+        config.recipe, stages, problems, num_processes, any_world, trust, elsewhere
+    )
 
 
 # Planning --------------------------------------------------------------------------------------
@@ -220,6 +229,7 @@ def _problems(
     num_processes: int,
     any_world: bool,
     trust: bool = True,
+    elsewhere: bool = False,
 ) -> list[str]:
     """These problems, and whatever else keeps the stages from running."""
     problems = list(problems)
@@ -229,7 +239,9 @@ def _problems(
         if name in stages:
             stage = stages[name]
             resume = None if damages[name] is None else True
-            texts = world_problems(stage, num_processes, pending, resume, any_world, trust)
+            texts = world_problems(
+                stage, num_processes, pending, resume, any_world, trust, elsewhere
+            )
             problems += [f"stages.{name}.{text}" for text in texts]
         pending.append(_adapter_of(config, name))  # of a wrong stage, too, which is blamed once
     dtypes = {n: s.model.dtype for n, s in stages.items() if s.trains}

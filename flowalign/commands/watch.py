@@ -248,7 +248,8 @@ def _facts(curves: Mapping[str, Curve], status: Status) -> list[tuple[str, str]]
     if shown := [point for point in curves.get(metrics.HEADLINE, []) if math.isfinite(point[1])]:
         best = max(shown, key=lambda point: point[1])  # the first of equals, as the run keeps it
         for which, (update, score) in {"best": best, "newest": shown[-1]}.items():
-            facts.append((f"{which} held-out score", f"{score:.3f} at update {update}"))
+            said = metrics.headline({**dict.fromkeys(curves, 0.0), metrics.HEADLINE: score})
+            facts.append((f"{which} evaluation", f"{said} at update {update}"))
     return facts + [
         (label, style.format(curves[name][-1][1])) for name, label, style in FACTS if name in curves
     ]

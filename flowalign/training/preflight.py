@@ -82,6 +82,7 @@ def world_problems(
     resume: bool | None = None,
     any_world: bool = False,
     trust: bool = True,
+    elsewhere: bool = False,
     inputs: Inputs | None = None,
 ) -> list[str]:
     """What keeps a stage from starting here: missing packages, adapters, rewards and prompt sets,
@@ -91,10 +92,11 @@ def world_problems(
     earlier stage of a recipe will write them. resume: whether the run is to continue what its
     folder holds; None = the folder is not looked at. any_world: also with another number of
     processes. trust: whether to run the code that the config names (`own_code`); without it, what
-    needs that code is not checked. inputs: keeps what is opened.
+    needs that code is not checked. elsewhere: the run is planned for another machine, so no GPU is
+    looked for. inputs: keeps what is opened.
     """
     inputs = Inputs(config.model) if inputs is None else inputs
-    problems = [*_package_problems(config), *_adapter_problems(config, pending, inputs)]
+    problems = [*_package_problems(config, elsewhere), *_adapter_problems(config, pending, inputs)]
     problems += _model_problems(config)
     for judged in config.judged:
         problems += _scoring_problems(judged, trust, inputs)
@@ -133,12 +135,12 @@ def unexamined(stages: Mapping[str, Stage]) -> list[str]:
     ]
 
 
-def _package_problems(config: Stage) -> Iterator[str]:
+def _package_problems(config: Stage, elsewhere: bool) -> Iterator[str]:
     """What asks for a package or a device that is not here."""
     for key, package in config.packages.items():
         if not packages.installed(package):
             yield f"{key}: needs {package}, which is not installed. {packages.hint(package)}"
-        if key.endswith(".quantization") and not torch.cuda.is_available():
+        if key.endswith(".quantization") and not (elsewhere or torch.cuda.is_available()):
             yield f"{key}: 'nf4' needs a GPU, and torch sees none. Use 'fp8', or null."
     model = config.model
     if model.attention and (reason := unavailable(model.attention)):

@@ -90,7 +90,9 @@ def examine(args: argparse.Namespace) -> int:
     if label := label_of(args.config):
         show([note(f"the settings are {label}: {LABELS[label]}")])
     home, any_world = Path(args.config).parent, args.allow_world_change
-    stages, problems = recipe.examine(root, home, args.gpus, args.resume, any_world, args.trust)
+    stages, problems = recipe.examine(
+        root, home, args.gpus, args.resume, any_world, args.trust, elsewhere=bool(args.gpu)
+    )
     show(map(fault, problems))
     if not args.trust:
         show(map(note, unexamined(stages)))

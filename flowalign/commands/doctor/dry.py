@@ -31,7 +31,9 @@ def run(
     if gpu not in (None, *GPUS):
         raise ConfigError([f"--gpu: got {gpu!r}; want one of {', '.join(GPUS)}."])
     processes = state().num_processes
-    stages, problems = recipe.examine(config, home, processes, resume, any_world, trust)
+    stages, problems = recipe.examine(
+        config, home, processes, resume, any_world, trust, elsewhere=bool(gpu)
+    )
     if problems:
         raise ConfigError(problems)
     if not state().is_main_process:

@@ -19,7 +19,7 @@ from typing import Any
 from PIL import Image
 from torch import Tensor
 
-from flowalign.system.files import replacing
+from flowalign.system.files import read_lines, replacing
 from flowalign.training import metrics
 from flowalign.training.report.pictures import (
     Block,
@@ -27,7 +27,6 @@ from flowalign.training.report.pictures import (
     comparison,
     grid,
     pixels_of,
-    read_metrics,
     score_text,
     webp,
 )
@@ -56,7 +55,9 @@ def write_examples(
 ) -> Path:
     """Keep the images that an evaluation shows; returns the picture."""
     images = [pixels_of(example.picture) for example in examples]
-    about = [(e.prompt, e.benchmark, score_text(e.score)) for e in examples]
+    about = [
+        (e.prompt, e.benchmark, "" if e.score is None else score_text(e.score)) for e in examples
+    ]
     return _write_images(folder, EVALUATION, update, images, about, keep)
 
 
@@ -66,13 +67,13 @@ def write_before_after(run: Path, update: int) -> Path | None:
     first, last = read_sample(run, EVALUATION, oldest=True), read_sample(run, EVALUATION)
     if first is None or last is None:
         return None
-    headlines = dict(read_metrics(run / "metrics.jsonl").get(metrics.HEADLINE, []))
+    logged = read_lines(run / "metrics.jsonl")
+    said = {row[metrics.UPDATE]: metrics.headline(row) for row in logged if metrics.HEADLINE in row}
 
     def row(name: str, task: str, sample: tuple[int, list[dict[str, str]]]) -> Row:
         rows = [row for row in sample[1] if row["task"] == task]
         images = [Image.open(io.BytesIO(base64.b64decode(row["image"]))) for row in rows]
-        note = f"held-out {headlines[sample[0]]:.3f}" if sample[0] in headlines else ""
-        return Row(images, [row["note"] for row in rows], name, note)
+        return Row(images, [row["note"] for row in rows], name, said.get(sample[0], ""))
 
     blocks = []
     for task in dict.fromkeys(row["task"] for row in last[1]):
@@ -81,7 +82,8 @@ def write_before_after(run: Path, update: int) -> Path | None:
         blocks.append(Block(task, prompts, pair))
     path = run / "before_after.png"
     title = f"{run.name}: before training, and the adapter that was kept."
-    comparison(path, blocks, title=f"{title} Same prompts and noise; below each image its score.")
+    scored = "; below each image its score" if any(row["note"] for row in last[1]) else ""
+    comparison(path, blocks, title=f"{title} Same prompts and noise{scored}.")
     return path
 
 
