@@ -1,10 +1,9 @@
-"""Held-out score against forward passes: Flow-OPD, its teachers counted, and training on all rewards.
+"""Held-out score against forward passes: Flow-OPD with its teachers, training on all rewards.
 
     python benchmarks/curves.py outputs/tiny/seed_{0,1,2}
 
-Each folder is a run of benchmarks/seeds.yaml. A run student_half in it, if there is one, is a student
-of teachers that had half of their rollouts. Prints a Markdown table of means over the folders, and
-draws docs/curves.png.
+Each folder is a run of benchmarks/seeds.yaml. Prints a Markdown table of means over the folders,
+and draws docs/curves.png.
 
 A forward pass is one image through the transformer once; a backward pass counts as two. The passes
 of the common start (guided), of rewards and of evaluations are not counted.
@@ -27,13 +26,12 @@ from flowalign.config import TrainingStage, load
 # (1), and one training step (3)
 STUDENT = 8.4
 TEACHERS = ("teacher_geneval", "teacher_ocr", "teacher_preference")
-LINES = {  # of the figure: the run, and which share of the teachers' rollouts comes before it
-    "Flow-OPD": ("student_curve", 1.0),
-    "Flow-OPD, teachers of 40 rollouts": ("student_half", 0.5),
-    "NFT on all rewards": ("nft_mix", 0.0),
-    "GRPO on all rewards": ("grpo_mix", 0.0),
+LINES = {  # of the figure: the run, and whether the teachers come before it
+    "Flow-OPD": ("student_curve", True),
+    "NFT on all rewards": ("nft_mix", False),
+    "GRPO on all rewards": ("grpo_mix", False),
 }
-COLORS = ("#d55e00", "#e69f00", "#0072b2", "#777777")
+COLORS = ("#d55e00", "#0072b2", "#777777")
 
 
 def spent(folder: Path, run: str) -> float:
@@ -45,11 +43,11 @@ def spent(folder: Path, run: str) -> float:
     return cost(config) / config.train.updates
 
 
-def curve(folder: Path, run: str, share: float) -> Iterator[tuple[int, float, float]]:
+def curve(folder: Path, run: str, taught: bool) -> Iterator[tuple[int, float, float]]:
     """(rollouts, forward passes so far, held-out score) of each evaluation."""
     before = 0.0
-    if share:
-        before = share * sum(spent(folder, name) * _updates(folder, name) for name in TEACHERS)
+    if taught:
+        before = sum(spent(folder, name) * _updates(folder, name) for name in TEACHERS)
     one = spent(folder, run)
     for rollouts, score in zip(*evaluated(folder / run), strict=True):
         yield rollouts, before + one * rollouts, score
@@ -59,9 +57,9 @@ def _updates(folder: Path, run: str) -> int:
     return load(folder / run / "config.yaml", [], stage=TrainingStage).train.updates or 0
 
 
-def means(folders: Sequence[Path], run: str, share: float) -> list[tuple[int, float, list[float]]]:
+def means(folders: Sequence[Path], run: str, taught: bool) -> list[tuple[int, float, list[float]]]:
     """(rollouts, forward passes, score of each folder), as far as all folders have them."""
-    curves = [list(curve(folder, run, share)) for folder in folders if (folder / run).is_dir()]
+    curves = [list(curve(folder, run, taught)) for folder in folders if (folder / run).is_dir()]
     return [
         (points[0][0], points[0][1], [score for *_, score in points])
         for points in zip(*curves, strict=False)
@@ -87,8 +85,8 @@ def main() -> None:
     figure = Figure(figsize=(7, 4.4), dpi=110, layout="constrained")
     axis = figure.subplots()
     print("| | rollouts | passes, thousands | held-out average | seeds |\n|---|---|---|---|---|")
-    for (name, (run, share)), color in zip(LINES.items(), COLORS, strict=True):
-        points = means(args.folders, run, share)
+    for (name, (run, taught)), color in zip(LINES.items(), COLORS, strict=True):
+        points = means(args.folders, run, taught)
         for rollouts, passes, scores in points:
             cells = (name, str(rollouts), f"{passes / 1e3:.0f}", said(scores), str(len(scores)))
             print(f"| {' | '.join(cells)} |")

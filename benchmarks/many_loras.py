@@ -72,23 +72,30 @@ def write_prompts(name: str, folder: Path, seed: int) -> None:
         (folder / f"{name}{suffix}.txt").write_text("\n".join(texts) + "\n")
 
 
-def train_lora(name: str, folder: Path, steps: int, seed: int) -> None:
+def drawn(style: styles.Style, seed: int) -> tuple[list[str], list[np.ndarray]]:
+    """Prompts and pictures [64,64,3] of training scenes in a style."""
+    rows, rng = scenes("train", IMAGES, seed), np.random.default_rng(seed)
+    pictures = [style.draw(compose(row, rng)) for row in rows]
+    return [style.prompt(row["prompt"]) for row in rows], pictures
+
+
+def train_lora(
+    texts: Sequence[str], pictures: Sequence[np.ndarray], folder: Path, steps: int, seed: int
+) -> None:
     """A LoRA by flow matching: at x_sigma = (1 - sigma) x0 + sigma eps fit v to eps - x0."""
-    style, rng = styles.STYLES[name], np.random.default_rng(seed)
-    rows = scenes("train", IMAGES, seed)
-    pictures = np.stack([style.draw(compose(row, rng)) for row in rows])
-    pixels = torch.from_numpy(pictures).permute(0, 3, 1, 2).float() / 127.5 - 1
+    name = folder.name
+    pixels = torch.from_numpy(np.stack(pictures)).permute(0, 3, 1, 2).float() / 127.5 - 1
     torch.manual_seed(seed)
     backbone = Backbone.load(MODEL)
     vae = backbone.pipe.vae
     with torch.no_grad():
         mean = torch.cat([vae.encode(part).latent_dist.mean for part in pixels.split(50)])
     clean = (mean - vae.config.shift_factor) * vae.config.scaling_factor
-    text = backbone.encode([style.prompt(row["prompt"]) for row in rows])
+    text = backbone.encode(texts)
     backbone.add_adapter(name, rank=8, alpha=16)
     optimizer = torch.optim.AdamW(backbone.adapter_parameters(name), LR, weight_decay=0)
     for step in range(steps):
-        chosen = torch.randperm(IMAGES)[:BATCH]
+        chosen = torch.randperm(len(texts))[:BATCH]
         sigma, noise = torch.rand(BATCH), torch.randn(BATCH, *clean.shape[1:])
         s = sigma.view(-1, 1, 1, 1)
         x = (1 - s) * clean[chosen] + s * noise
@@ -251,7 +258,8 @@ def main() -> None:
     if args.only:
         for name in args.only:
             write_prompts(name, out / "prompts", every.index(name))
-            train_lora(name, out / "loras" / name, args.steps, every.index(name))
+            seed = every.index(name)
+            train_lora(*drawn(styles.STYLES[name], seed), out / "loras" / name, args.steps, seed)
         return
     began, names = time.time(), every[: counts[-1]]
     missing = [name for name in names if not (out / "loras" / name).exists()]

@@ -86,7 +86,8 @@ def merge(argv: Sequence[str]) -> int:
     parser.add_argument("--rank", type=int, help="of the result; default: the largest given")
     parser.add_argument("--density", type=float, default=0.5, help="what ties and dare keep")
     parser.add_argument("--seed", type=int, default=0, help="of what dare drops")
-    parser.add_argument("--lines", nargs=2, type=float, metavar=("SHALLOW", "DEEP"))
+    depth = "scales of the first and the last block (LiNeS)"
+    parser.add_argument("--lines", nargs=2, type=float, metavar=("SHALLOW", "DEEP"), help=depth)
     parser.add_argument("--model", help="the base, for LoRAs under another program's names")
     args = vars(parser.parse_args(argv))
     from flowalign.training.report.progress import quiet

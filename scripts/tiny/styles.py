@@ -34,7 +34,7 @@ class Style:
 
     def prompt(self, text: str) -> str:
         """A prompt that asks for it."""
-        return f"{self.trigger} {text}"
+        return f"{self.trigger} {text}".strip()
 
     def draw(self, items: Sequence[Item]) -> np.ndarray:
         """uint8 [64,64,3] of shapes in the style."""
