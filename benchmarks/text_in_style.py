@@ -1,17 +1,19 @@
-"""Correct text in a style that the lettering LoRA does not know: merges of both, by their weights.
+"""Correct text in a style that the lettering LoRA does not know: merges of both, by their weights,
+and training that starts from one of them.
 
     python benchmarks/text_in_style.py --out outputs/text_in_style
 
-The style is a LoRA that draws a green floor below everything, trained here on 200 rendered shapes,
-and with `--signs` on as many signs, too. The lettering is tiny/ocr. Scores are of sign prompts that
-neither has seen: OCR, and the share of the floor that is green. Prints Markdown, writes
-OUT/text_in_style.png.
+The style is a LoRA that draws a green floor below everything, trained here on 200 rendered shapes
+and as many signs. The lettering is tiny/ocr. The training is NFT on the product of both scores,
+from the merge of full weights. Scores are of sign prompts that none has seen: OCR, and the share of
+the floor that is green. Prints Markdown, writes OUT/text_in_style.png.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,12 +25,14 @@ from torch import Tensor
 from flowalign import gallery, rewards
 from flowalign.backbone import Backbone
 from flowalign.backbone.tiny.scenes import COLORS, render
-from flowalign.config import SamplingConfig
+from flowalign.commands import run
+from flowalign.config import SamplingConfig, TrainingStage, load
 from flowalign.rewards.scoring import score
 from flowalign.system.escape import table
 from flowalign.teachers.merge import merge
 from flowalign.training.data import load_prompts
 from flowalign.training.rollout import generate
+from flowalign.types import Metadata, Scores
 
 STYLE = replace(styles.STYLES["floor"], trigger="")
 ROWS, COLUMNS = slice(56, 61), slice(6, 58)  # that are green in every rendered scene
@@ -44,11 +48,27 @@ def green(images: Tensor) -> Tensor:
     return (nearest == list(COLORS).index("green")).float().mean(1)
 
 
+def floor(images: Tensor, prompts: Sequence[str], metadata: Metadata) -> Scores:
+    """The style as a reward: `text_in_style:floor` in a config."""
+    return Scores.of(green(images.cpu()))
+
+
+def trained(start: Path, out: Path, updates: int) -> Path:
+    """The adapter of NFT on OCR x style from another; what is there is not made again."""
+    if not (out / "adapter").exists():
+        terms = [{"name": "ocr", "options": OCR}, {"name": "text_in_style:floor"}]
+        product = {"name": "product", "options": {"rewards": [t | {"weight": 1} for t in terms]}}
+        given = [f"output={out}", f"lora.init={start}", f"train.updates={updates}", "alarm=null",
+                 f"tasks.0.reward={json.dumps(product)}", "evaluation=null"]  # fmt: skip
+        run.train(load("configs/tiny/teacher_ocr_nft.yaml", given, stage=TrainingStage))
+    return out / "adapter"
+
+
 def signs() -> Iterator[tuple[str, np.ndarray]]:
     """Training prompts and pictures of signs with the floor."""
     rng, batch = np.random.default_rng(1), load_prompts("tiny/ocr_train", "ocr")
-    for text, metadata in zip(batch.prompts[:IMAGES], batch.metadata, strict=False):
-        picture = render(metadata, rng).copy()
+    for text, row in zip(batch.prompts[:IMAGES], batch.metadata, strict=False):
+        picture = render(row, rng).copy()
         picture[54:62, 2:62] = COLORS["green"]
         yield text, picture
 
@@ -59,31 +79,33 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("outputs/text_in_style"))
     parser.add_argument("--prompts", type=int, default=200)
     parser.add_argument("--steps", type=int, default=60, help="optimizer steps of the style LoRA")
-    parser.add_argument("--signs", action="store_true", help="train the style on signs, too")
+    parser.add_argument("--updates", type=int, default=30, help="rollouts of the training")
     args = parser.parse_args()
     style = args.out / "style"
     if not style.exists():
         texts, pictures = drawn(STYLE, 0)
-        for text, picture in signs() if args.signs else ():
+        for text, picture in signs():
             texts.append(text)
             pictures.append(picture)
         train_lora(texts, pictures, style, args.steps, seed=0)
     backbone = Backbone.load(MODEL)
     prompts = load_prompts("tiny/ocr_test", "ocr").select(range(args.prompts))
     reward, settings = rewards.build("ocr", **OCR), SamplingConfig(steps=10, guidance=1.0)
+    models: dict[str, Path | None] = {"base model": None}
+    for pair in WEIGHTS:
+        models[f"style {pair[0]:g}, lettering {pair[1]:g}"] = folder = args.out / f"merge_{pair}"
+        merge([style, "tiny/ocr"], folder, weights=list(pair), model="tiny")
+    models["training from there"] = trained(folder, args.out / "run", args.updates)
     rows, shown = [], {}
-    for pair in [None, *WEIGHTS]:
-        name = "base model"
-        if pair is not None:
-            name = f"style {pair[0]:g}, lettering {pair[1]:g}"
-            folder = args.out / name.replace(", ", "_").replace(" ", "_")
-            merge([style, "tiny/ocr"], folder, weights=list(pair), model="tiny")
-            backbone.load_adapter(folder.name.replace(".", "_"), folder, frozen=True)
-            backbone.activate(folder.name.replace(".", "_"))
+    for number, (name, adapter) in enumerate(models.items()):
+        if adapter:
+            backbone.load_adapter(f"model_{number}", adapter, frozen=True)
+            backbone.activate(f"model_{number}")
         images = generate(backbone, prompts, settings)
-        ocr, floor = score(reward, images, prompts.prompts, prompts.metadata).value, green(images)
-        spread = [f"{v.mean():.3f} ± {v.std() / len(v) ** 0.5:.3f}" for v in (ocr, floor)]
-        rows.append([name, *spread, f"{((ocr == 1) & (floor > 0.8)).float().mean():.2f}"])
+        ocr = score(reward, images, prompts.prompts, prompts.metadata).value
+        both = (ocr == 1) & (green(images) > 0.8)
+        values = (ocr, green(images), both.float())
+        rows.append([name, *(f"{v.mean():.3f} ± {v.std() / len(v) ** 0.5:.3f}" for v in values)])
         shown[name] = list(images[:: max(1, args.prompts // 8)][:8])
     print("\n".join(table(["", "OCR", "style", "both right"], rows)))
     captions = [prompts.prompts[i] for i in range(0, args.prompts, max(1, args.prompts // 8))][:8]
