@@ -94,9 +94,10 @@ def main() -> None:
     models: dict[str, Path | None] = {"base model": None}
     for pair in WEIGHTS:
         models[f"style {pair[0]:g}, lettering {pair[1]:g}"] = folder = args.out / f"merge_{pair}"
-        merge([style, "tiny/ocr"], folder, weights=list(pair), model="tiny")
+        if not folder.exists():
+            merge([style, "tiny/ocr"], folder, weights=list(pair), model="tiny")
     models["training from there"] = trained(folder, args.out / "run", args.updates)
-    rows, shown = [], {}
+    rows, shown, chosen = [], {}, list(range(0, args.prompts, max(1, args.prompts // 8)))[:6]
     for number, (name, adapter) in enumerate(models.items()):
         if adapter:
             backbone.load_adapter(f"model_{number}", adapter, frozen=True)
@@ -106,10 +107,10 @@ def main() -> None:
         both = (ocr == 1) & (green(images) > 0.8)
         values = (ocr, green(images), both.float())
         rows.append([name, *(f"{v.mean():.3f} ± {v.std() / len(v) ** 0.5:.3f}" for v in values)])
-        shown[name] = list(images[:: max(1, args.prompts // 8)][:8])
+        if "0.75" not in name and name.count("0.5") != 1:  # fewer columns
+            shown[name] = list(images[chosen])
     print("\n".join(table(["", "OCR", "style", "both right"], rows)))
-    captions = [prompts.prompts[i] for i in range(0, args.prompts, max(1, args.prompts // 8))][:8]
-    gallery(shown, captions).save(args.out / "text_in_style.png")
+    gallery(shown, [prompts.prompts[i] for i in chosen]).save(args.out / "text_in_style.png")
 
 
 if __name__ == "__main__":
