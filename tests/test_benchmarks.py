@@ -15,6 +15,7 @@ TEACHER = fakes.ROOT / "configs" / "tiny" / "teacher_preference_nft.yaml"
 SMALLEST = {
     "budget": ("slow", "--present --out {} --picture {}/a.png"),
     "credit_ablation": ("long", "--updates 1 --prompts 4 --seeds 0 --only group_std --out {}"),
+    "curves": ("slow", "{} --picture {}/a.png"),
     "damage_files": ("long", ""),
     "family_memory": ("long", "--families sana --stages eval"),
     "floors": ("long", "tiny --repeats 1 --prompts 8"),
@@ -32,6 +33,7 @@ SMALLEST = {
     "student_study": ("long", "--updates 1 --prompts 4 --only 'the merge' --out {}"),
     "teacher_ablation": ("long", "--updates 1 --only default --out {}"),
     "teacher_methods": ("slow", "--present --out {} --picture {}/a.png --data {}/a.json"),
+    "text_in_style": ("long", "--out {} --steps 1 --updates 1 --prompts 8"),
     "wire_cost": ("slow", "--repeats 1 --images 1 --size 64"),
 }
 ELSEWHERE = {"gpu", "damage", "kill_test", "seeds"}  # have tests of their own
