@@ -242,7 +242,7 @@ def test_adapters_that_do_not_fit_are_refused(random_model: str, tmp_path: Path)
     for folder, message in (
         (other, "trained on tiny, .* on large"),
         (tmp_path / "wide", "of other sizes"),
-        (tmp_path / "dora", "no plain LoRA"),
+        (tmp_path / "dora", "lora_magnitude_vector"),
         (tmp_path / "nothing", "no such folder"),
     ):
         with pytest.raises(ValueError, match=message):

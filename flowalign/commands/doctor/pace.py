@@ -28,8 +28,8 @@ SHARES = {
 WIDTH = 1536
 PRODUCTS = 0.65  # of the peak, in matrix products and attention alone; the rest moves memory
 REWARDS = 0.4  # of the float32 peak; not measured
-# Times as many seconds in passes without and with gradients, as weights are unpacked in each. Of
-# FLUX with batches of 2 and of Medium with batches of 4 (docs/gpu.md)
+# Times as many seconds in passes without and with gradients, as weights are unpacked in each; with
+# batches of 2 and 4 (docs/gpu.md)
 QUANTIZED = {None: (1.0, 1.0), "nf4": (1.5, 1.25), "fp8": (1.15, 1.15)}
 
 

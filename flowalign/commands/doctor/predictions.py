@@ -275,10 +275,11 @@ def show_total(listed: Sequence[Forecast]) -> None:
             why = "not predicted" if f.stage.samples else "minutes, no GPU"
             table.add_row(f.name, peak, "-", "-", "-", why, "-")
     timed = [f.times for f in listed if f.times]
-    if timed and len(listed) > 1:
+    if len(listed) > 1:
         table.add_section()
         sums = sum(t.hours for t in timed), sum(t.gpu_hours for t in timed)
-        table.add_row("sum", "", "", "", "", *map(shown_hours, sums))
+        total = [*map(shown_hours, sums)] if timed else ["not predicted", "-"]
+        table.add_row("sum", "", "", "", "", *total)
     console = Console(highlight=False, width=max(100, Console().width))
     console.print(table)
     for source in dict.fromkeys(f.pace.source for f in listed if f.times and f.pace):
