@@ -92,9 +92,8 @@ def main() -> None:
             print(f"| {' | '.join(cells)} |")
         x = [passes / 1e3 for _, passes, _ in points]
         axis.plot(x, [statistics.fmean(s) for *_, s in points], marker="o", color=color, label=name)
-        for *_, scores in points:
-            passes = points[[s for *_, s in points].index(scores)][1] / 1e3
-            axis.scatter([passes] * len(scores), scores, color=color, alpha=0.35, s=12)
+        for _, passes, scores in points:
+            axis.scatter([passes / 1e3] * len(scores), scores, color=color, alpha=0.35, s=12)
     axis.set(xlabel="thousand forward passes, teachers counted", ylabel="held-out average")
     axis.set_ylim(0.65, 0.95)
     axis.grid(alpha=0.3)
