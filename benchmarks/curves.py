@@ -34,27 +34,21 @@ LINES = {  # of the figure: the run, and whether the teachers come before it
 COLORS = ("#d55e00", "#0072b2", "#777777")
 
 
-def spent(folder: Path, run: str) -> float:
-    """Forward passes of a rollout with its updates."""
+def total(folder: Path, run: str) -> tuple[float, int]:
+    """Forward passes and rollouts of a whole run."""
     config = load(folder / run / "config.yaml", [], stage=TrainingStage)
     assert config.train.updates
     if config.stage == "opd":
-        return STUDENT * config.rollout.images
-    return cost(config) / config.train.updates
+        return STUDENT * config.rollout.images * config.train.updates, config.train.updates
+    return cost(config), config.train.updates
 
 
 def curve(folder: Path, run: str, taught: bool) -> Iterator[tuple[int, float, float]]:
     """(rollouts, forward passes so far, held-out score) of each evaluation."""
-    before = 0.0
-    if taught:
-        before = sum(spent(folder, name) * _updates(folder, name) for name in TEACHERS)
-    one = spent(folder, run)
+    before = sum(total(folder, name)[0] for name in TEACHERS) if taught else 0.0
+    passes, updates = total(folder, run)
     for rollouts, score in zip(*evaluated(folder / run), strict=True):
-        yield rollouts, before + one * rollouts, score
-
-
-def _updates(folder: Path, run: str) -> int:
-    return load(folder / run / "config.yaml", [], stage=TrainingStage).train.updates or 0
+        yield rollouts, before + passes * rollouts / updates, score
 
 
 def means(folders: Sequence[Path], run: str, taught: bool) -> list[tuple[int, float, list[float]]]:

@@ -135,8 +135,7 @@ def examine(
 ) -> tuple[dict[str, Stage], list[str]]:
     """The config of every stage that can be read, by name, and everything that keeps them from
     starting here: what `train` and `eval` refuse. A stage that is no recipe is named by its
-    folder. resume, any_world: as for `train`. trust, elsewhere: as for
-    `world_problems`."""
+    folder. resume, any_world: as for `train`. trust, elsewhere: as for `world_problems`."""
     if config.recipe is None:
         problems = world_problems(
             config,
