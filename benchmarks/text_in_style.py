@@ -4,22 +4,24 @@ and training that starts from one of them.
     python benchmarks/text_in_style.py --out outputs/text_in_style
 
 The style is a LoRA that draws a green floor below everything, trained here on 200 rendered shapes
-and as many signs. The lettering is tiny/ocr. The training is NFT on the product of both scores,
-from the merge of full weights. Scores are of sign prompts that none has seen: OCR, and the share of
-the floor that is green. Prints Markdown, writes OUT/text_in_style.png.
+and as many signs. The lettering is tiny/ocr. The training is NFT on the product of OCR and
+`similarity` to the pictures of the style, from the merge of full weights. Scores are of sign
+prompts that none has seen: OCR, and the share of the floor that is green, which no reward asks for.
+Prints Markdown, writes OUT/text_in_style.png.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import torch
 from many_loras import IMAGES, MODEL, drawn, styles, train_lora
+from PIL import Image
 from torch import Tensor
 
 from flowalign import gallery, rewards
@@ -32,7 +34,6 @@ from flowalign.system.escape import table
 from flowalign.teachers.merge import merge
 from flowalign.training.data import load_prompts
 from flowalign.training.rollout import generate
-from flowalign.types import Metadata, Scores
 
 STYLE = replace(styles.STYLES["floor"], trigger="")
 ROWS, COLUMNS = slice(56, 61), slice(6, 58)  # that are green in every rendered scene
@@ -48,15 +49,12 @@ def green(images: Tensor) -> Tensor:
     return (nearest == list(COLORS).index("green")).float().mean(1)
 
 
-def floor(images: Tensor, prompts: Sequence[str], metadata: Metadata) -> Scores:
-    """The style as a reward: `text_in_style:floor` in a config."""
-    return Scores.of(green(images.cpu()))
-
-
-def trained(start: Path, out: Path, updates: int) -> Path:
-    """The adapter of NFT on OCR x style from another; what is there is not made again."""
+def trained(start: Path, style: Path, out: Path, updates: int) -> Path:
+    """The adapter of NFT on OCR x similarity to a folder's pictures, from another adapter; what is
+    there is not made again."""
     if not (out / "adapter").exists():
-        terms = [{"name": "ocr", "options": OCR}, {"name": "text_in_style:floor"}]
+        similarity = {"name": "similarity", "options": {"images": str(style), "model": "tiny"}}
+        terms = [{"name": "ocr", "options": OCR}, similarity]
         product = {"name": "product", "options": {"rewards": [t | {"weight": 1} for t in terms]}}
         given = [f"output={out}", f"lora.init={start}", f"train.updates={updates}", "alarm=null",
                  f"tasks.0.reward={json.dumps(product)}", "evaluation=null"]  # fmt: skip
@@ -81,22 +79,25 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=60, help="optimizer steps of the style LoRA")
     parser.add_argument("--updates", type=int, default=30, help="rollouts of the training")
     args = parser.parse_args()
-    style = args.out / "style"
+    style, folder = args.out / "style", args.out / "pictures"
     if not style.exists():
         texts, pictures = drawn(STYLE, 0)
         for text, picture in signs():
             texts.append(text)
             pictures.append(picture)
+        folder.mkdir(parents=True, exist_ok=True)
+        for number, picture in enumerate(pictures):
+            Image.fromarray(picture).save(folder / f"{number:03}.png")
         train_lora(texts, pictures, style, args.steps, seed=0)
     backbone = Backbone.load(MODEL)
     prompts = load_prompts("tiny/ocr_test", "ocr").select(range(args.prompts))
     reward, settings = rewards.build("ocr", **OCR), SamplingConfig(steps=10, guidance=1.0)
     models: dict[str, Path | None] = {"base model": None}
     for pair in WEIGHTS:
-        models[f"style {pair[0]:g}, lettering {pair[1]:g}"] = folder = args.out / f"merge_{pair}"
-        if not folder.exists():
-            merge([style, "tiny/ocr"], folder, weights=list(pair), model="tiny")
-    models["training from there"] = trained(folder, args.out / "run", args.updates)
+        models[f"style {pair[0]:g}, lettering {pair[1]:g}"] = merged = args.out / f"merge_{pair}"
+        if not merged.exists():
+            merge([style, "tiny/ocr"], merged, weights=list(pair), model="tiny")
+    models["training from there"] = trained(merged, folder, args.out / "run", args.updates)
     rows, shown, chosen = [], {}, list(range(0, args.prompts, max(1, args.prompts // 8)))[:6]
     for number, (name, adapter) in enumerate(models.items()):
         if adapter:

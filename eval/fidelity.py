@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from numpy.typing import ArrayLike
-from PIL import Image, ImageOps
+from PIL import ImageOps
 from torch import Tensor
 
 from flowalign.backbone.tiny.scenes import rendered
@@ -26,9 +26,8 @@ from flowalign.config import ConfigError, EvalStage
 from flowalign.eval.stats import FIDELITY, normal_row
 from flowalign.eval.suite import ImageSet, Judged
 from flowalign.rewards.clip import image_encoder
-from flowalign.system.images import to_float
+from flowalign.system.images import image_files, read_image, stacked
 from flowalign.training.preflight import GROUPS, SCENES, too_few
-from flowalign.training.report.pictures import image_files
 from flowalign.types import EvalRow
 
 BATCH = 64  # reference images per forward pass of the features
@@ -161,12 +160,5 @@ def _pictures(folder: Path, height: int, width: int) -> Iterator[Tensor]:
     """Batches of a folder's images [B,3,height,width], centre-cropped and resized."""
     files = image_files(folder)
     for start in range(0, len(files), BATCH):
-        batch = []
-        for path in files[start : start + BATCH]:
-            try:
-                with Image.open(path) as image:
-                    fitted = ImageOps.fit(image.convert("RGB"), (width, height))
-            except OSError as error:
-                raise ValueError(f"{path} is not readable as an image ({error})") from error
-            batch.append(torch.from_numpy(np.array(fitted)))
-        yield to_float(torch.stack(batch).permute(0, 3, 1, 2))
+        pictures = map(read_image, files[start : start + BATCH])
+        yield stacked([ImageOps.fit(picture, (width, height)) for picture in pictures])

@@ -26,8 +26,8 @@ from PIL import Image, ImageOps
 from flowalign.config.section import Size
 from flowalign.eval.store import Key
 from flowalign.system.escape import shown
+from flowalign.system.images import image_files
 from flowalign.training.data import load_prompts
-from flowalign.training.report.pictures import image_files
 from flowalign.types import PromptBatch
 
 FORMS = (

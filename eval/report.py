@@ -36,6 +36,7 @@ from flowalign.rewards import describe
 from flowalign.system import manifest
 from flowalign.system.escape import escaped
 from flowalign.system.files import replacing, to_json
+from flowalign.system.images import pixels_of
 from flowalign.training.data import spread, spread_text
 from flowalign.training.report import page
 from flowalign.training.report.pictures import (
@@ -44,7 +45,6 @@ from flowalign.training.report.pictures import (
     Block,
     Row,
     comparison,
-    pixels_of,
     score_text,
     webp,
 )

@@ -34,9 +34,10 @@ from flowalign.eval.stats import from_json
 from flowalign.rewards import describe
 from flowalign.system.escape import shown
 from flowalign.system.files import replacing, to_json
+from flowalign.system.images import pixels_of
 from flowalign.system.manifest import file_sha256, json_sha256
 from flowalign.training.data import spread
-from flowalign.training.report.pictures import pixels_of, png
+from flowalign.training.report.pictures import png
 from flowalign.types import PromptBatch
 
 if TYPE_CHECKING:

@@ -63,6 +63,7 @@ REWARDS: dict[str, str] = {
     "pickscore": "flowalign.rewards.preference:PickScore",
     "product": "flowalign.rewards.combine:Product",
     "remote": "flowalign.rewards.service.client:Remote",
+    "similarity": "flowalign.rewards.preference:Similarity",
     "vlm": "flowalign.rewards.vlm:VLM",
     "weighted": "flowalign.rewards.combine:Weighted",
 }

@@ -1,12 +1,15 @@
-"""Rewards with one CLIP: preference scores, CLIPScore, the aesthetic predictor, and diversity."""
+"""Rewards with one CLIP: preference scores, CLIPScore, the aesthetic predictor; and with features
+of any encoder: similarity to images that you have, and diversity."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
+from pydantic import AfterValidator
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 
@@ -25,6 +28,7 @@ from flowalign.rewards.clip import (
 )
 from flowalign.rewards.options import Count, Device, Divisor, OpenClip, TextCache
 from flowalign.rewards.weights import WeightsFile, fit_weights, read_weights
+from flowalign.system.images import image_files, read_image, stacked
 from flowalign.system.packages import require
 from flowalign.types import Metadata, Scores
 
@@ -255,6 +259,51 @@ def vendi(vectors: Tensor) -> float:
     vectors = vectors.double()
     eigenvalues = torch.linalg.eigvalsh(vectors @ vectors.T / len(vectors))
     return float(torch.special.entr(eigenvalues.clamp(min=0)).sum().exp())  # rounding: -1e-17
+
+
+def _with_images(folder: str) -> str:
+    if not image_files(Path(folder).expanduser()):
+        raise ValueError(f"there are no images in a folder {folder}")
+    return folder
+
+
+class Similarity(RewardBase):
+    """Reward: mean cosine of an image to the images of a folder, such as those of a brand's style;
+    0 where it is negative, so that `product` takes it.
+
+    With a CLIP it is DreamBooth's CLIP-I, with a DINO its DINO score (2208.12242, section 4.1). The
+    prompt is not looked at: alone it pays for a copy of one of the images. `product` with another
+    reward asks for both.
+    images: a folder; subfolders count. Each image passes through the encoder at its own size.
+    model: a CLIP ("tiny", a folder, a Hub id), a DINOv2, or package.module:function,
+    [B,3,H,W] -> [B,D].
+    """
+
+    name = "similarity"
+    cost, downloads = Cost(VIT_L), CLIP_L
+
+    def __init__(
+        self,
+        images: Annotated[str, AfterValidator(_with_images)],
+        *,
+        model: ImageEncoder = LARGE,
+        revision: str | None = None,
+        device: Device = None,
+        batch_size: Count = 64,
+        offload: bool = False,
+    ) -> None:
+        name, self.features = image_encoder(model, revision, device, batch_size, offload)
+        files = image_files(Path(images).expanduser())
+        vectors = [self._vectors(stacked(read_image(file))) for file in files]
+        self.center = torch.cat(vectors).mean(0)  # the mean cosine is the product with it
+        self.settings = {"images": images, "count": len(files), "model": name}
+
+    def _vectors(self, images: Tensor) -> Tensor:
+        return normalize(self.features(images).float().cpu(), dim=1)
+
+    def __call__(self, images: Tensor, prompts: Sequence[str], metadata: Metadata) -> Scores:
+        """images [B,3,H,W] in [0,1] -> Scores of B, on the CPU."""
+        return Scores.of((self._vectors(images) @ self.center).clamp(min=0))
 
 
 class Diversity(RewardBase):

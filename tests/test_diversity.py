@@ -1,4 +1,5 @@
-"""Diversity over seeds: known cases of the Vendi score, its features, its columns in a table."""
+"""Diversity over seeds: known cases of the Vendi score, its features, its columns in a table; and
+similarity to the images of a folder."""
 
 import json
 import math
@@ -9,14 +10,17 @@ from typing import Any
 import fakes
 import pytest
 import torch
+from PIL import Image
 from small_models import clip_folder, pictures, shake
 from torch import Tensor
 from torch.nn.functional import normalize
 from transformers import CLIPImageProcessor, Dinov2Config, Dinov2Model
 
+from flowalign import rewards
 from flowalign.eval.run import main
 from flowalign.rewards.clip import Clip, image_encoder
-from flowalign.rewards.preference import Diversity, vendi
+from flowalign.rewards.preference import Diversity, Similarity, vendi
+from flowalign.system.images import read_image, stacked, to_uint8
 from flowalign.types import Scores
 
 PROMPTS = ["a cat", "a dog", "a cat", "a fish", "a bird"]  # one twice
@@ -45,6 +49,30 @@ def test_the_reward_is_the_mean_distance_and_its_part_the_vendi_score():
     pairs = [1 - vectors[i] @ vectors[j] for i in range(4) for j in range(i)]
     assert scores.value.mean() == pytest.approx(float(torch.stack(pairs).mean()), rel=1e-4)
     assert scores.parts["vendi"].tolist() == pytest.approx([vendi(vectors)] * 4)
+
+
+def test_similarity_is_the_mean_cosine_to_the_images_of_a_folder(tmp_path: Path):
+    references, _ = pictures(3, 32, 32)
+    for number, image in enumerate(references):
+        file = tmp_path / f"{number}" / "a.png"  # in subfolders, of several sizes
+        file.parent.mkdir()
+        size = 32 + 8 * number
+        Image.fromarray(to_uint8(image)).resize((size, size), 0).save(file)
+    images, _ = pictures(4, 32, 48)
+    found = Similarity(str(tmp_path), model="fakes:mean_colour")(images, PROMPTS[:4], [{}] * 4)
+    read = [stacked(read_image(file)) for file in sorted(tmp_path.rglob("*.png"))]
+    vectors = normalize(torch.cat([fakes.mean_colour(image) for image in read]), dim=1)
+    cosines = normalize(fakes.mean_colour(images), dim=1) @ vectors.T
+    assert found.value.tolist() == pytest.approx(cosines.mean(1).tolist(), abs=1e-6)
+
+
+def test_similarity_refuses_a_folder_without_images_and_a_file_that_is_none(tmp_path: Path):
+    with pytest.raises(ValueError, match="`images`"):
+        rewards.check("similarity", {"images": str(tmp_path)})
+    (tmp_path / "a.png").write_text("no image")
+    rewards.check("similarity", {"images": str(tmp_path)})
+    with pytest.raises(ValueError, match=r"a\.png"):
+        rewards.build("similarity", images=str(tmp_path), model="fakes:mean_colour")
 
 
 def dino_folder(folder: Path) -> Path:

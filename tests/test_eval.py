@@ -24,8 +24,8 @@ from flowalign.eval.stats import NO_ERROR, average, difference, lost, rows_of
 from flowalign.eval.store import Store
 from flowalign.eval.suite import Benchmark, ImageSet, Judged
 from flowalign.eval.table import details
+from flowalign.system.images import pixels_of
 from flowalign.training.preflight import enough
-from flowalign.training.report.pictures import pixels_of
 from flowalign.types import EvalReport, EvalRow, PromptBatch, Scores
 
 NAN = math.nan

@@ -22,10 +22,10 @@ from flowalign.commands.watch import read_tables
 from flowalign.config import EvalStage, Job, Stage, load, parse, read
 from flowalign.eval.evaluation import evaluate as run_evaluation
 from flowalign.system.files import read_lines, replacing
-from flowalign.system.images import stacked
+from flowalign.system.images import image_files, read_image, stacked
 from flowalign.training.data import load_prompts
 from flowalign.training.report import page
-from flowalign.training.report.pictures import gallery, image_files
+from flowalign.training.report.pictures import gallery
 from flowalign.training.report.progress import OnMetrics
 from flowalign.types import Scores
 
@@ -75,7 +75,7 @@ class Run:
     def plot(self) -> Image.Image:
         """The curves of a run, or the images of all models of an evaluation."""
         grid = self.folder / "grid.png"
-        return _picture(grid if grid.is_file() else self.folder / "metrics.png")
+        return read_image(grid if grid.is_file() else self.folder / "metrics.png")
 
     def _repr_html_(self) -> str:
         file = self.folder / "table.md"
@@ -91,7 +91,7 @@ def score(images: Any, prompts: Prompts, reward: Any, **options: Any) -> Scored:
     options, or a callable (images, prompts, metadata) -> Scores.
     """
     if isinstance(images, str | Path):
-        images = list(map(_picture, image_files(Path(images))))
+        images = list(map(read_image, image_files(Path(images))))
     rows, pixels = _rows(prompts), stacked(images)
     if isinstance(reward, str):
         registry.check(reward, options)
@@ -156,11 +156,6 @@ def train(
     assert isinstance(config, Job)
     run.run_job(config, home, resume, on_update=on_update)
     return Run(Path(config.output))
-
-
-def _picture(file: Path) -> Image.Image:
-    with Image.open(file) as picture:
-        return picture.convert("RGB")
 
 
 def _rows(prompts: Prompts) -> list[dict[str, Any]]:

@@ -34,6 +34,8 @@ Decay = Annotated[float, Field(ge=0, lt=1)]
 FileName = Annotated[str, Field(pattern=r"^[\w-]{1,60}$")]  # part of file names and tables
 # YAML has lists only, and a strict pydantic takes no list for a tuple.
 as_tuple = BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)
+# Later layers of a config can only add to a mapping; null empties it.
+null_is_empty = BeforeValidator(lambda value: {} if value is None else value)
 Size = tuple[int, int]  # height and width in pixels
 Pair = Annotated[tuple[Pixels, Pixels], as_tuple]
 

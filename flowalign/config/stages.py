@@ -25,6 +25,7 @@ from flowalign.config.section import (
     Share,
     as_tuple,
     did_you_mean,
+    null_is_empty,
 )
 from flowalign.system.packages import entry_points
 
@@ -721,10 +722,14 @@ class EvalStage(Stage):
     protocol: str | None = Field(default=None, examples=["flow_grpo"])
     """A key of `flowalign.config.protocols`: the table says the first key in which a number differs
     from it. The flag --protocol also sets these keys."""
-    compare: dict[str, list[str]] = Field(default={}, examples=[{"student": ["ocr", "merged"]}])
-    """{name: other models that it is compared with}, besides the first."""
-    guidance: dict[str, run.NotNegative] = Field(default={}, examples=[{"base_cfg": 4.5}])
-    """{name of a model: its CFG scale}, where it is not `sampling.guidance`."""
+    compare: Annotated[dict[str, list[str]], null_is_empty] = Field(
+        default={}, examples=[{"student": ["ocr", "merged"]}]
+    )
+    """{name: other models that it is compared with}, besides the first; null = none."""
+    guidance: Annotated[dict[str, run.NotNegative], null_is_empty] = Field(
+        default={}, examples=[{"base_cfg": 4.5}]
+    )
+    """{name of a model: its CFG scale}, where it is not `sampling.guidance`; null = none."""
     benchmarks: list[run.BenchmarkConfig] = Field(min_length=1)
     sampling: run.SamplingConfig = run.SamplingConfig()
     fidelity: run.FidelityConfig | None = None

@@ -2,12 +2,37 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import torch
-from PIL import Image
+from PIL import Image, ImageOps
 from torch import Tensor
+
+IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
+
+
+def image_files(folder: Path) -> list[Path]:
+    """The images in a folder and its subfolders, sorted; empty if there is no such folder."""
+    return sorted(path for path in folder.rglob("*") if path.suffix.lower() in IMAGES)
+
+
+def read_image(path: Path) -> Image.Image:
+    """A file as an RGB image, as its EXIF turns it. Raises ValueError, with its name, for one that
+    is no image."""
+    try:
+        with Image.open(path) as image:
+            return ImageOps.exif_transpose(image).convert("RGB")
+    except OSError as error:
+        raise ValueError(f"{path} is not readable as an image ({error})") from error
+
+
+def pixels_of(file: bytes) -> Tensor:
+    """The image [3,H,W] in [0,1] of a PNG file, as its EXIF turns it."""
+    pixels = np.array(ImageOps.exif_transpose(Image.open(io.BytesIO(file))).convert("RGB"))
+    return to_float(torch.from_numpy(pixels).permute(2, 0, 1))
 
 
 def to_uint8(image: Tensor) -> np.ndarray:

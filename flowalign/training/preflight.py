@@ -30,8 +30,8 @@ from flowalign.config.model import LoraConfig, ModelConfig
 from flowalign.config.run import FidelityConfig
 from flowalign.config.stages import Judged
 from flowalign.system import packages
+from flowalign.system.images import IMAGES, image_files
 from flowalign.training.data import PromptError, load_prompts
-from flowalign.training.report.pictures import IMAGES, image_files
 from flowalign.training.run import resume as resuming
 from flowalign.types import PromptBatch
 

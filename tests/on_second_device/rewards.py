@@ -13,6 +13,7 @@ import test_imagereward
 import test_mask2former
 import test_served_models
 import torch
+from PIL import Image
 from small_models import PROMPTS, clip_folder, pictures
 from test_aesthetic import head_weights
 from torch import nn
@@ -45,6 +46,12 @@ def pickscore(clip: str) -> dict[str, Any]:
 
 
 diversity = clipscore
+
+
+@pytest.fixture
+def similarity(clip: str, tmp_path) -> dict[str, Any]:
+    Image.new("RGB", (32, 32), "red").save(tmp_path / "red.png")
+    return {"model": clip, "images": str(tmp_path)}
 
 
 @pytest.fixture
@@ -90,7 +97,7 @@ def weighted(pickscore: dict[str, Any], geneval: dict[str, Any]) -> dict[str, An
 
 WITH_NETWORKS = [
     "aesthetic", "clipscore", "deqa", "diversity", "geneval", "hpsv2", "imagereward", "pickscore",
-    "weighted",
+    "similarity", "weighted",
 ]  # fmt: skip
 
 

@@ -13,28 +13,21 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from PIL import Image, ImageOps
+from PIL import Image
 from torch import Tensor
 
 from flowalign.system.escape import shown
 from flowalign.system.files import read_lines, replacing
-from flowalign.system.images import to_float, to_uint8
+from flowalign.system.images import to_uint8
 from flowalign.training import metrics
 
 SMALL = 128  # pixels: narrower images are drawn with sharp pixels
 LONGEST = 256  # pixels of an image in a page or a JSON file
 COLUMNS = 8  # images in a row
 Curve = list[tuple[int, float]]  # (update, value), ...
-IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
-
-
-def image_files(folder: Path) -> list[Path]:
-    """The images in a folder and its subfolders, sorted; empty if there is no such folder."""
-    return sorted(path for path in folder.rglob("*") if path.suffix.lower() in IMAGES)
 
 
 def png(image: Tensor) -> bytes:
@@ -49,12 +42,6 @@ def webp(image: Tensor) -> str:
     lossless = max(picture.size) <= SMALL
     file = _encoded(picture, format="WEBP", quality=85, lossless=lossless)
     return base64.b64encode(file).decode()
-
-
-def pixels_of(file: bytes) -> Tensor:
-    """The image [3,H,W] in [0,1] of a PNG file, as its EXIF turns it."""
-    pixels = np.array(ImageOps.exif_transpose(Image.open(io.BytesIO(file))).convert("RGB"))
-    return to_float(torch.from_numpy(pixels).permute(2, 0, 1))
 
 
 def _picture(image: Tensor) -> Image.Image:

@@ -20,13 +20,13 @@ from PIL import Image
 from torch import Tensor
 
 from flowalign.system.files import read_lines, replacing
+from flowalign.system.images import pixels_of
 from flowalign.training import metrics
 from flowalign.training.report.pictures import (
     Block,
     Row,
     comparison,
     grid,
-    pixels_of,
     score_text,
     webp,
 )

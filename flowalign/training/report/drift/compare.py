@@ -17,8 +17,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from flowalign.system.images import pixels_of
 from flowalign.training.report.drift.statistics import ImageStatistics
-from flowalign.training.report.pictures import pixels_of, webp
+from flowalign.training.report.pictures import webp
 
 CONFIDENCE = 0.90  # of the intervals: 95 % on the side that the alarm asks for
 SHOWN = 8  # prompts of a check, with their images
