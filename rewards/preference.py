@@ -272,8 +272,8 @@ class Similarity(RewardBase):
     0 where it is negative, so that `product` takes it.
 
     With a CLIP it is DreamBooth's CLIP-I, with a DINO its DINO score (2208.12242, section 4.1). The
-    prompt is not looked at: alone it pays for a copy of one of the images. `product` with another
-    reward asks for both.
+    prompt is not looked at: alone it pays for the image nearest to all of them. `product` with
+    another reward asks for both.
     images: a folder; subfolders count. Each image passes through the encoder at its own size.
     model: a CLIP ("tiny", a folder, a Hub id), a DINOv2, or package.module:function,
     [B,3,H,W] -> [B,D].
