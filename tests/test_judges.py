@@ -18,8 +18,8 @@ from flowalign.eval import suite
 from flowalign.eval.images import find_images
 from flowalign.eval.run import main
 from flowalign.eval.suite import Benchmark, ImageSet
+from flowalign.system.images import pixels_of
 from flowalign.system.signals import Interrupted
-from flowalign.training.report.pictures import pixels_of
 from flowalign.types import PromptBatch, Scores
 
 PROMPTS = [f'a "{letter}"' for letter in "ABCDE"]

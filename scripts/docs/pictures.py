@@ -28,6 +28,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from flowalign.eval.stats import headline_rows
+from flowalign.system.images import pixels_of
 from flowalign.training.data import spread, spread_text
 from flowalign.training.report.pictures import (
     COLUMNS,
@@ -35,7 +36,6 @@ from flowalign.training.report.pictures import (
     Row,
     comparison,
     metrics_plot,
-    pixels_of,
     score_text,
 )
 
@@ -152,7 +152,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     results = json.loads((table / "results.json").read_text())
     blocks = [block(table, results, task, COLUMNS) for task in TASKS]
     comparison(args.docs / "flow_opd.png", blocks)
-    few = side_by_side([block(table, results, task, 2) for task in TASKS])
+    few = side_by_side([block(table, results, task, 1) for task in TASKS])
     comparison(args.docs / "before_after.png", [few])
     screenshot(table / "report.html", args.docs / "report.png", 1100, 2560)
     return 0
