@@ -26,7 +26,7 @@ from flowalign.eval.suite import EvaluationError, ImageSet, Judged, build_sets, 
 from flowalign.eval.table import Results
 from flowalign.system import files
 from flowalign.system.escape import harmless
-from flowalign.training.preflight import check_world
+from flowalign.training.preflight import Launch, check_world
 from flowalign.training.report import results
 from flowalign.training.report.alarm import Alarm
 from flowalign.training.report.drift.compare import Pair, check_drift
@@ -62,7 +62,7 @@ def evaluate(config: EvalStage) -> Path:
     """
     quiet()
     accelerator = processes.accelerator(config)
-    check_world(config, accelerator.num_processes)
+    check_world(config, Launch(accelerator.num_processes))
     with lock.holding(config.output, accelerator.is_main_process):
         _evaluate(config, accelerator)
     processes.finish(accelerator)

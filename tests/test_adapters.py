@@ -36,7 +36,7 @@ from flowalign.config import ConfigError, parse, read
 from flowalign.system.manifest import MANIFEST
 from flowalign.teachers.bank import Bank, Member
 from flowalign.teachers.merge import merge
-from flowalign.training.preflight import check_world
+from flowalign.training.preflight import Launch, check_world
 
 PATTERNS = {  # regular expressions and endings, as peft reads them
     "rank_pattern": {r"transformer_blocks\.0\.attn\.to_[qk]": 2, "attn.to_out.0": 5},
@@ -304,7 +304,7 @@ def test_a_check_tells_another_base_from_another_machine(tmp_path: Path) -> None
     data["tasks"] = [{**data["tasks"][0], "name": name} for name in bases]
     data["teachers"] = {name: {"adapter": str(tmp_path / name)} for name in bases}
     with pytest.raises(ConfigError) as caught:
-        check_world(parse(data, [f"model.id={medium}"]), 1)
+        check_world(parse(data, [f"model.id={medium}"]), Launch())
     (far,) = (problem for problem in caught.value.problems if problem.startswith("teachers."))
     assert far.startswith("teachers.far: ") and f"was trained on '{large}'" in far
 

@@ -18,7 +18,7 @@ from flowalign.credit import adora, gated, gdpo
 from flowalign.rewards.scoring import score
 from flowalign.teachers.scored import RunningRewards
 from flowalign.training.algorithm import TrainingError
-from flowalign.training.preflight import check_world
+from flowalign.training.preflight import Launch, check_world
 from flowalign.types import PromptBatch, Scores
 
 ROOT = Path(__file__).parents[1]
@@ -67,7 +67,7 @@ def test_a_reward_without_parts_is_refused_before_a_model_is_loaded(
 ) -> None:
     wrong = ["grpo.advantage=gdpo", "tasks.0.reward={name: clipscore, options: {model: tiny}}"]
     with pytest.raises(ConfigError) as static:  # of a built-in one it is known from its name
-        check_world(fakes.settings("no such model", tmp_path / "run", *wrong), 1)
+        check_world(fakes.settings("no such model", tmp_path / "run", *wrong), Launch())
     assert any(p.startswith("tasks.0.reward: ") and "gdpo" in p for p in static.value.problems)
     given = fakes.settings("no such model", tmp_path / "run", "grpo.advantage=gdpo")
     with pytest.raises(ConfigError) as built:  # of the user's own it is known when it is built
@@ -75,7 +75,7 @@ def test_a_reward_without_parts_is_refused_before_a_model_is_loaded(
     (problem,) = built.value.problems
     assert problem.startswith("tasks.0.reward: ") and "'fakes:redness'" in problem
     fakes.settings("x", tmp_path / "run", *wrong, "grpo.advantage=group_std")
-    check_world(fakes.settings(random_model, tmp_path / "run", WEIGHTED, wrong[0]), 1)
+    check_world(fakes.settings(random_model, tmp_path / "run", WEIGHTED, wrong[0]), Launch())
 
 
 def test_a_part_that_is_weighted_and_not_given_stops_the_run(

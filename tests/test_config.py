@@ -31,7 +31,7 @@ from flowalign.config import (
     to_yaml,
 )
 from flowalign.config.safe_yaml import load_yaml
-from flowalign.training.preflight import check_world
+from flowalign.training.preflight import Launch, check_world
 
 TINY = {"id": "tiny", "height": 64, "width": 64}
 TASK = {"name": "ocr", "prompts": "a.txt", "validation": "b.txt", "reward": {"name": "ocr"}}
@@ -347,7 +347,7 @@ def test_what_the_world_lacks_is_reported_at_once(
     config = parse(raw(tasks=[{**task, "reward": {"name": "ocl"}}], optimizer=optimizer))
     with monkeypatch.context() as patch, pytest.raises(ConfigError) as caught:
         patch.setattr(found, lambda name: None)
-        check_world(config, num_processes=3)
+        check_world(config, Launch(3))
     package, reward, prompts, sharing = caught.value.problems
     assert "3 processes cannot share evenly" in sharing and "rollout.prompts=12" in sharing
     assert "optimizer.name" in package and "[gpu]" in package
@@ -355,9 +355,9 @@ def test_what_the_world_lacks_is_reported_at_once(
     assert prompts.startswith("tasks.0.validation: no prompt set")
     config = parse(raw(tasks=[task | {"validation": None}], evaluation=None))
     for processes in (1, 2, 4, 8, 16, 128):  # 8 prompts x 16 copies
-        check_world(config, num_processes=processes)
+        check_world(config, Launch(processes))
     with pytest.raises(ConfigError, match="12 processes cannot share evenly"):
-        check_world(config, num_processes=12)
+        check_world(config, Launch(12))
 
 
 def test_what_an_evaluation_lacks_is_reported_at_once(tmp_path: Path) -> None:
@@ -375,7 +375,7 @@ def test_what_an_evaluation_lacks_is_reported_at_once(tmp_path: Path) -> None:
     ]
     config = parse(raw_eval(models=models, benchmarks=marks, fidelity=None), stage=EvalStage)
     with pytest.raises(ConfigError) as caught:
-        check_world(config, num_processes=3)
+        check_world(config, Launch(3))
     far, poison, reward, prompts = caught.value.problems
     assert far.startswith("models.far: ") and "no such folder" in far
     assert poison.startswith("benchmarks.0.prompts: ") and "no text to read" in poison
@@ -384,7 +384,7 @@ def test_what_an_evaluation_lacks_is_reported_at_once(tmp_path: Path) -> None:
     models = {"base": None, "near": str(tmp_path / "run" / "adapter")}
     (tmp_path / "a.txt").write_text(SIGN)
     alone = raw_eval(models=models, benchmarks=[good], fidelity=None)
-    check_world(parse(alone, stage=EvalStage), 3)
+    check_world(parse(alone, stage=EvalStage), Launch(3))
 
 
 def test_reference_images_that_are_not_there_are_reported(tmp_path: Path) -> None:
@@ -393,20 +393,20 @@ def test_reference_images_that_are_not_there_are_reported(tmp_path: Path) -> Non
     marks = [{**MARK, "prompts": str(tmp_path / "a.txt")}]
     data = raw_eval(benchmarks=marks, fidelity={"reference": str(found)})
     with pytest.raises(ConfigError, match="fidelity.reference: .*no such folder. Name a folder"):
-        check_world(parse(data, stage=EvalStage), 1)
+        check_world(parse(data, stage=EvalStage), Launch())
     tiny = raw_eval(benchmarks=marks, fidelity={"reference": "tiny"})
     with pytest.raises(ConfigError, match="fidelity.reference: 'tiny'"):
-        check_world(parse(tiny, stage=EvalStage), 1)
+        check_world(parse(tiny, stage=EvalStage), Launch())
     found.mkdir()
     (found / "notes.txt").write_text("none yet")
     with pytest.raises(ConfigError, match=r"the folder holds no \.png, \.jpg"):
-        check_world(parse(data, stage=EvalStage), 1)
+        check_world(parse(data, stage=EvalStage), Launch())
     (found / "notes.txt").rename(found / "1.PNG")
     with pytest.raises(ConfigError, match=r"fidelity\.reference: 1 images"):
-        check_world(parse(data, stage=EvalStage), 1)
+        check_world(parse(data, stage=EvalStage), Launch())
     for number in range(70):
         (found / f"{number}.PNG").touch()
-    check_world(parse(data, stage=EvalStage), 1)
+    check_world(parse(data, stage=EvalStage), Launch())
 
 
 def test_four_bits_are_refused_where_they_cannot_be_had(
@@ -420,7 +420,7 @@ def test_four_bits_are_refused_where_they_cannot_be_had(
         )
         monkeypatch.setattr("flowalign.training.preflight.torch.cuda.is_available", lambda: False)
         with pytest.raises(ConfigError) as caught:
-            check_world(config, num_processes=1)
+            check_world(config, Launch(1))
         assert any("model.quantization" in p and text in p for p in caught.value.problems)
 
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from flowalign.backbone.attention import unavailable
 from flowalign.commands import run
 from flowalign.config import ConfigError
-from flowalign.training.preflight import check_world
+from flowalign.training.preflight import Launch, check_world
 
 ON = "train.deterministic=true"
 
@@ -70,7 +70,7 @@ def test_two_runs_are_equal_to_the_bit(random_model: str, tmp_path: Path, given:
 
 def refused(config: Any) -> str:
     try:
-        check_world(config, 1)
+        check_world(config, Launch())
     except ConfigError as error:
         return str(error)
     return ""

@@ -50,7 +50,7 @@ from flowalign.config import (
     load,
     read,
 )
-from flowalign.training.preflight import check_world
+from flowalign.training.preflight import Launch, check_world
 
 # what configs ask for counts as installed
 pytestmark = pytest.mark.usefixtures("clip_extra")
@@ -234,11 +234,11 @@ def check_config(what: str, path: Path, overrides: tuple[str, ...], variant: str
     wanted: type[Stage] = EvalStage if "eval" in what else Job
     config = load(path, overrides, stage=wanted, variant=variant)
     if isinstance(config, RecipeStage):
-        _, problems = recipe.examine(config, path.parent, 1)
+        _, problems = recipe.examine(config, path.parent)
         # 4 bits need a GPU and a package, which the reader has
         assert [text for text in problems if "model.quantization:" not in text] == []
     else:
-        check_world(config, 1, written() & set(config.inputs.values()))
+        check_world(config, Launch(), written() & set(config.inputs.values()))
 
 
 @functools.cache
@@ -392,7 +392,7 @@ def check_block(block: Block, folder: Path, hub: fake_hub.Hub) -> Stage:
     config = load(file, stage=Stage)
     make_files(config, hub)
     with modules_of(block.page, folder):
-        check_world(config, 1)
+        check_world(config, Launch())
     return config
 
 

@@ -13,7 +13,7 @@ from flowalign.backbone.adapters import read_lora, write_lora
 from flowalign.commands import recipe
 from flowalign.commands.cli import main
 from flowalign.commands.doctor import live, plan
-from flowalign.training.preflight import world_problems
+from flowalign.training.preflight import Launch, world_problems
 
 TINY = sorted(Path(__file__).parent.parent.glob("configs/tiny/[!_]*.yaml"))
 EVALUATED = [
@@ -171,9 +171,9 @@ def test_an_adapter_of_other_sizes_is_refused_before_a_model_is_loaded(random_mo
     sources = [teacher.adapter for teacher in run.teachers.values()]
     merge = {"stage": "merge", "output": "x", "model": run.model.model_dump(), "adapters": sources}
     index = sources.index(run.teachers["odd"].adapter)
-    assert is_one(world_problems(run, 1), "teachers.odd", "transformer_blocks.0")
+    assert is_one(world_problems(run, Launch()), "teachers.odd", "transformer_blocks.0")
     stage = config.parse(merge, stage=config.Stage)
-    assert is_one(world_problems(stage, 1), f"adapters.{index}", "transformer_blocks.0")
+    assert is_one(world_problems(stage, Launch()), f"adapters.{index}", "transformer_blocks.0")
 
 
 def test_a_teacher_of_another_base_by_its_own_word_is_refused(random_model, tmp_path, capsys):

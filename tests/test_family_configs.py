@@ -24,7 +24,7 @@ from flowalign.config import (
     TrainingStage,
     load,
 )
-from flowalign.training.preflight import check_world, world_problems
+from flowalign.training.preflight import Launch, check_world, world_problems
 
 __all__ = ["data"]  # a fixture
 FAMILIES = ("flux", "flux2", "qwen_image", "sana", "z_image")
@@ -71,9 +71,9 @@ def test_what_a_family_does_not_have_is_refused_before_it_is_loaded(
 ) -> None:
     path = ROOT / "configs" / family / "teacher_ocr_nft.yaml"
     sound = load(path, stage=TrainingStage)
-    assert world_problems(sound, 1) == []
+    assert world_problems(sound, Launch()) == []
     with pytest.raises(ConfigError, match=problem):
-        check_world(load(path, change.split(), stage=TrainingStage), 1)
+        check_world(load(path, change.split(), stage=TrainingStage), Launch())
 
 
 @pytest.mark.usefixtures("data")
@@ -194,6 +194,6 @@ def test_a_run_for_another_machine_needs_no_gpu_here(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     path = ROOT / "configs/flux/teacher_ocr_nft.yaml"
     config = load(path, ["model.quantization=nf4"], stage=TrainingStage)
-    here, there = (set(world_problems(config, 1, elsewhere=e)) for e in (False, True))
+    here, there = (set(world_problems(config, Launch(elsewhere=e))) for e in (False, True))
     assert there < here
     assert {text.partition(":")[0] for text in here - there} == {"model.quantization"}

@@ -14,7 +14,7 @@ from flowalign.commands.recipe import file_digest
 from flowalign.config import ConfigError
 from flowalign.system.hub_address import HubAddress
 from flowalign.teachers.merge import merge
-from flowalign.training.preflight import check_world
+from flowalign.training.preflight import Launch, check_world
 
 __all__ = ["online"]  # a fixture
 
@@ -86,7 +86,7 @@ def test_a_check_says_what_is_wrong_with_each_id_and_loads_no_model(
     taught = config.teachers["even"]
     teachers = {n: taught.model_copy(update={"adapter": s}) for n, s in sources.items()}
     with pytest.raises(ConfigError) as caught:
-        check_world(config.model_copy(update={"teachers": teachers}), 1)
+        check_world(config.model_copy(update={"teachers": teachers}), Launch())
     for problem, (name, (_, said)) in zip(caught.value.problems, faults.items(), strict=True):
         assert problem.startswith(f"teachers.{name}: ") and said in problem
 

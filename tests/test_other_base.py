@@ -27,7 +27,7 @@ from flowalign.config import (
     parse,
     to_yaml,
 )
-from flowalign.training.preflight import world_problems
+from flowalign.training.preflight import Launch, world_problems
 from flowalign.training.rollout import Noise, sample
 
 ROOT = Path(__file__).parent.parent
@@ -205,7 +205,7 @@ def changed(model: str, folder: Path, part: str, **entries: Any) -> str:
 
 
 def test_a_pair_that_matches_is_sound(random_model: str, large_model: str, tmp_path: Path) -> None:
-    assert not world_problems(taught(random_model, large_model, tmp_path / "run"), 1)
+    assert not world_problems(taught(random_model, large_model, tmp_path / "run"), Launch())
 
 
 @pytest.mark.parametrize(
@@ -223,7 +223,7 @@ def test_a_pair_that_does_not_match_is_refused(
     random_model: str, large_model: str, tmp_path: Path, part: str, entries: Any, key: str
 ) -> None:
     other = changed(large_model, tmp_path / "other", part, **entries)
-    (problem,) = world_problems(taught(random_model, other, tmp_path / "run"), 1)
+    (problem,) = world_problems(taught(random_model, other, tmp_path / "run"), Launch())
     assert problem.startswith("teachers.even.base: ") and key in problem
 
 
@@ -244,7 +244,7 @@ def test_a_base_that_cannot_be_had_is_refused(
     raw["teachers"]["even"] |= teacher
     if "adapter" in teacher:
         raw["teachers"]["even"]["adapter"] = raw["teachers"]["odd"]["adapter"]
-    problems = world_problems(parse(raw), 1)
+    problems = world_problems(parse(raw), Launch())
     assert problems and all(problem.startswith(f"{key}: ") for problem in problems)
 
 

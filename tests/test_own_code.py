@@ -11,7 +11,7 @@ from accelerate.state import AcceleratorState
 from flowalign import rewards
 from flowalign.commands import cli
 from flowalign.config import parse, read
-from flowalign.training.preflight import own_code, world_problems
+from flowalign.training.preflight import Launch, own_code, world_problems
 
 ROOT = Path(__file__).parent.parent
 TRACE = "import pathlib; (pathlib.Path(__file__).parent / 'trace').touch()\n"
@@ -125,5 +125,7 @@ def test_a_function_that_makes_a_reward_is_a_factory(tmp_path: Path, monkeypatch
 def test_a_run_checks_the_code_that_it_will_run():
     data = read(ROOT / "configs/tiny/teacher_ocr.yaml")
     data["tasks"][0]["reward"] = {"name": "no_such_module:x"}
-    assert any("no_such_module" in text for text in world_problems(parse(data), 1))
-    assert not any("no_such_module" in text for text in world_problems(parse(data), 1, trust=False))
+    assert any("no_such_module" in text for text in world_problems(parse(data), Launch()))
+    assert not any(
+        "no_such_module" in text for text in world_problems(parse(data), Launch(trust=False))
+    )

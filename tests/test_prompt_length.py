@@ -15,7 +15,7 @@ from flowalign.backbone.sana import Sana
 from flowalign.backbone.structure import cut_prompts
 from flowalign.commands.doctor import plan
 from flowalign.config import ModelConfig
-from flowalign.training.preflight import world_problems
+from flowalign.training.preflight import Launch, world_problems
 
 TEXTS = ["red", "a red sign", "a blue star and a green circle on a red square"]
 OWN = {"sd3": 128, "schnell": 256}  # where the pipeline's default is not the family's
@@ -93,7 +93,7 @@ def test_prompts_that_a_template_leaves_no_room_for_are_refused(
     PIPES(family).save_pretrained(tmp_path / "model")
     run = fakes.settings(str(tmp_path / "model"), tmp_path / "run", "model.height=64",
                          "model.width=64", "model.max_sequence_length=8")  # fmt: skip
-    problems = [text for text in world_problems(run, 1) if "max_sequence_length" in text]
+    problems = [text for text in world_problems(run, Launch()) if "max_sequence_length" in text]
     assert problems and "cut away whole" in problems[0]
     long = [f.text for f in plan.examine(run) if f.text.startswith("length:")]
     assert len(long) == len(run.tasks)

@@ -22,7 +22,7 @@ from flowalign.commands.cli import main
 from flowalign.config import MergeStage, load, parse, to_yaml
 from flowalign.eval.run import main as evaluate
 from flowalign.system.manifest import MANIFEST
-from flowalign.training.preflight import check_world
+from flowalign.training.preflight import Launch, check_world
 
 __all__ = ["online"]  # a fixture
 
@@ -97,7 +97,7 @@ def test_what_is_listed_goes_up_and_loads_as_a_teacher(
     assert isinstance(config, fakes.config.OpdStage)
     teacher = config.teachers["even"].model_copy(update={"adapter": "me/red"})
     config = config.model_copy(update={"teachers": {"even": teacher}})
-    check_world(config, 1)
+    check_world(config, Launch())
     pushed, own = read_lora("me/red"), read_lora(trained / "adapter")
     assert pushed.metadata == own.metadata and pushed.metadata["lora_alpha"] == 10
     assert all((pushed.weights[key] == own.weights[key]).all() for key in own.weights)

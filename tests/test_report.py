@@ -16,9 +16,10 @@ from flowalign.eval.stats import NO_ERROR
 from flowalign.eval.suite import Benchmark, Judged
 from flowalign.eval.table import Results, Table, markdown, tables
 from flowalign.rewards import RewardBase
+from flowalign.system.images import pixels_of
 from flowalign.training.report.drift.compare import Check
 from flowalign.training.report.page import Panel
-from flowalign.training.report.pictures import pixels_of, png, webp
+from flowalign.training.report.pictures import png, webp
 from flowalign.types import EvalRow, PromptBatch
 
 NAN = math.nan

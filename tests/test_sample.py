@@ -12,8 +12,8 @@ from flowalign.backbone.adapters import describe, read_lora, write_lora
 from flowalign.commands import cli, sample
 from flowalign.commands.sample import Plan, parser, settle
 from flowalign.config import to_yaml
+from flowalign.system.images import pixels_of
 from flowalign.training.algorithm import STUDENT
-from flowalign.training.report.pictures import pixels_of
 
 
 def plan(*words: str, lora: str | None = None) -> Plan:

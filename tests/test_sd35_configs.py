@@ -24,7 +24,7 @@ from flowalign.config import (
     TrainingStage,
     load,
 )
-from flowalign.training.preflight import check_world
+from flowalign.training.preflight import Launch, check_world
 
 ROOT = Path(__file__).parent.parent
 sys.path.append(str(ROOT / "benchmarks"))
@@ -68,7 +68,7 @@ def stages(path: Path, variant: Path | None = None, processes: int = 1) -> dict[
     config = load(path, stage=Stage, variant=variant)
     if isinstance(config, RecipeStage):
         return fakes.stages_of(config, path.parent, processes)
-    check_world(config, processes)
+    check_world(config, Launch(processes))
     return {path.stem: config}
 
 

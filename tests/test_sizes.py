@@ -12,9 +12,9 @@ from flowalign import config
 from flowalign.commands.doctor.estimate import predict
 from flowalign.config import ConfigError
 from flowalign.eval import run as evaluation
+from flowalign.system.images import pixels_of
 from flowalign.training.data import PromptSampler
 from flowalign.training.loop import Loop
-from flowalign.training.report.pictures import pixels_of
 from flowalign.types import PromptBatch
 
 SIZES = ["model.sizes=[[32, 32], [32, 64]]"]

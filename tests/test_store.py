@@ -23,8 +23,8 @@ from flowalign.eval.compare import Incomparable, load_results
 from flowalign.eval.run import main
 from flowalign.eval.store import Store
 from flowalign.eval.suite import Benchmark, ImageSet
+from flowalign.system.images import pixels_of
 from flowalign.system.signals import Interrupted
-from flowalign.training.report.pictures import pixels_of
 from flowalign.types import PromptBatch, Scores
 
 PROMPTS = [f'a "{letter}"' for letter in "ABCDE"]

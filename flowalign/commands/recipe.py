@@ -11,6 +11,7 @@ import logging
 import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,11 +36,12 @@ from flowalign.eval.suite import image_sets
 from flowalign.system import files, manifest
 from flowalign.system.manifest import Damaged
 from flowalign.teachers import merge as merging
-from flowalign.training.preflight import world_problems
+from flowalign.training.preflight import Launch, world_problems
 from flowalign.training.report.status import Heartbeat
 from flowalign.training.run import lock, processes
 from flowalign.training.run.ranks import phase
 
+HERE = Launch(resume=False)  # by one process
 REFERENCE = "stage:"
 # The manifest of a finished stage. It tells the stage's config and the inputs it was made from.
 DONE = "done.json"
@@ -69,7 +71,8 @@ def run(
     """
     stages, problems = _read_stages(config, home)
     state = processes.state(*stages.values())  # one group of processes serves all stages
-    if problems := _problems(config, stages, problems, state.num_processes, any_world):
+    launch = Launch(state.num_processes, any_world=any_world)
+    if problems := _problems(config, stages, problems, launch):
         raise ConfigError(problems)
     folder, main = Path(config.output), state.is_main_process
     with lock.holding(folder, main and record):
@@ -124,36 +127,19 @@ def _run_stage(
         manifest.write_manifest(folder, done, paths, file=DONE)
 
 
-def examine(
-    config: Stage,
-    home: Path,
-    num_processes: int = 1,
-    resume: bool = False,
-    any_world: bool = False,
-    trust: bool = True,
-    elsewhere: bool = False,
-) -> tuple[dict[str, Stage], list[str]]:
+def examine(config: Stage, home: Path, launch: Launch = HERE) -> tuple[dict[str, Stage], list[str]]:
     """The config of every stage that can be read, by name, and everything that keeps them from
     starting here: what `train` and `eval` refuse. A stage that is no recipe is named by its
-    folder. resume, any_world: as for `train`. trust, elsewhere: as for `world_problems`."""
+    folder."""
     if config.recipe is None:
-        problems = world_problems(
-            config,
-            num_processes,
-            resume=resume,
-            any_world=any_world,
-            trust=trust,
-            elsewhere=elsewhere,
-        )
+        problems = world_problems(config, launch)
         if isinstance(config, EvalStage) and config.given and not problems:
             model = config.model if config.adapters else None
             given, protocol = config.given, config.protocol
             _, problems = image_sets(config.scored, "benchmarks", model, given, protocol)
         return {Path(config.output).name: config}, problems
     stages, problems = _read_stages(config.recipe, home)
-    return stages, _problems(
-        config.recipe, stages, problems, num_processes, any_world, trust, elsewhere
-    )
+    return stages, _problems(config.recipe, stages, problems, launch)
 
 
 # Planning --------------------------------------------------------------------------------------
@@ -225,10 +211,7 @@ def _problems(
     config: RecipeStage,
     stages: Mapping[str, Stage],
     problems: Sequence[str],
-    num_processes: int,
-    any_world: bool,
-    trust: bool = True,
-    elsewhere: bool = False,
+    launch: Launch,
 ) -> list[str]:
     """These problems, and whatever else keeps the stages from running."""
     problems = list(problems)
@@ -238,9 +221,7 @@ def _problems(
         if name in stages:
             stage = stages[name]
             resume = None if damages[name] is None else True
-            texts = world_problems(
-                stage, num_processes, pending, resume, any_world, trust, elsewhere
-            )
+            texts = world_problems(stage, replace(launch, resume=resume), pending)
             problems += [f"stages.{name}.{text}" for text in texts]
         pending.append(_adapter_of(config, name))  # of a wrong stage, too, which is blamed once
     dtypes = {n: s.model.dtype for n, s in stages.items() if s.trains}

@@ -22,7 +22,7 @@ from flowalign.eval.suite import EvaluationError
 from flowalign.system import files
 from flowalign.system.signals import Clock
 from flowalign.training.algorithm import TrainingError
-from flowalign.training.preflight import against_card, check_world, overruled, span
+from flowalign.training.preflight import Launch, against_card, check_world, overruled, span
 from flowalign.training.report import results
 from flowalign.training.report.pictures import metrics_plot
 from flowalign.training.report.progress import OnMetrics
@@ -89,8 +89,8 @@ def train(
     ConfigError before any model is loaded, TrainingError if the run has to stop, Interrupted if it
     is asked to.
     """
-    world = processes.state(config).num_processes
-    inputs = check_world(config, world, resume=resume, any_world=any_world)
+    launch = Launch(processes.state(config).num_processes, resume, any_world)
+    inputs = check_world(config, launch)
     folder, main = Path(config.output), processes.state().is_main_process
     if main and config.lora.init:
         adapter = inputs.adapter(config.lora.init)

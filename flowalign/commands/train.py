@@ -57,8 +57,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     with run.exit_status() as status:
         if args.dry_run:
             from flowalign.commands.doctor import dry
+            from flowalign.training.preflight import Launch
 
-            dry.run(config, home, args.resume, any_world, args.trust, args.gpu)
+            launch = Launch(
+                processes.state().num_processes, args.resume, any_world, args.trust, bool(args.gpu)
+            )
+            dry.run(config, home, launch, args.gpu)
         else:
             run.run_job(config, home, args.resume, began, any_world)
             if processes.state().is_main_process:

@@ -64,50 +64,64 @@ class Inputs:
         return self.prompt_sets[source, task]
 
 
-def check_world(
-    config: Stage, num_processes: int, pending: Collection[str] = (), **options: bool
-) -> Inputs:
+@dataclass(frozen=True)
+class Launch:
+    """How a run is started.
+
+    processes: how many; any_world: its checkpoints may be of another number. resume: whether it is
+    to continue what its folder holds; None = the folder is not looked at. trust: whether to run the
+    code that the config names (`own_code`); without it, what needs that code is not checked.
+    elsewhere: it is planned for another machine, so no GPU is looked for.
+    """
+
+    processes: int = 1
+    resume: bool | None = None
+    any_world: bool = False
+    trust: bool = True
+    elsewhere: bool = False
+
+
+def check_world(config: Stage, launch: Launch, pending: Collection[str] = ()) -> Inputs:
     """Refuse what `world_problems` finds, as one ConfigError; else what was opened for it. Called
-    before any model is loaded. options: its resume and any_world."""
+    before any model is loaded."""
     inputs = Inputs(config.model)
-    if problems := world_problems(config, num_processes, pending, inputs=inputs, **options):
+    if problems := world_problems(config, launch, pending, inputs):
         raise ConfigError(problems)
     return inputs
 
 
 def world_problems(
     config: Stage,
-    num_processes: int,
+    launch: Launch,
     pending: Collection[str] = (),
-    resume: bool | None = None,
-    any_world: bool = False,
-    trust: bool = True,
-    elsewhere: bool = False,
     inputs: Inputs | None = None,
 ) -> list[str]:
     """What keeps a stage from starting here: missing packages, adapters, rewards and prompt sets,
     images that the processes cannot share, and a folder that holds another run.
 
     `train`, `eval` and `doctor` all ask this. pending: adapters that are not there yet, because an
-    earlier stage of a recipe will write them. resume: whether the run is to continue what its
-    folder holds; None = the folder is not looked at. any_world: also with another number of
-    processes. trust: whether to run the code that the config names (`own_code`); without it, what
-    needs that code is not checked. elsewhere: the run is planned for another machine, so no GPU is
-    looked for. inputs: keeps what is opened.
+    earlier stage of a recipe will write them. inputs: keeps what is opened.
     """
     inputs = Inputs(config.model) if inputs is None else inputs
-    problems = [*_package_problems(config, elsewhere), *_adapter_problems(config, pending, inputs)]
+    problems = [
+        *_package_problems(config, launch.elsewhere),
+        *_adapter_problems(config, pending, inputs),
+    ]
     problems += _model_problems(config)
     for judged in config.judged:
-        problems += _scoring_problems(judged, trust, inputs)
+        problems += _scoring_problems(judged, launch.trust, inputs)
     if isinstance(config, EvalStage) and config.fidelity:
-        problems += _fidelity_problems(config, config.fidelity, trust, inputs)
+        problems += _fidelity_problems(config, config.fidelity, launch.trust, inputs)
     if isinstance(config, TrainingStage):
         problems += _base_problems(config)
-        problems += _training_problems(config, num_processes, trust)
-        if resume is not None:
+        problems += _training_problems(config, launch.processes, launch.trust)
+        if launch.resume is not None:
             problems += resuming.problems(
-                config, num_processes, resume=resume, any_world=any_world, pending=pending
+                config,
+                launch.processes,
+                resume=launch.resume,
+                any_world=launch.any_world,
+                pending=pending,
             )
     return problems
 

@@ -18,7 +18,7 @@ from flowalign.commands.doctor.predictions import Forecast, is_here
 from flowalign.config import LABELS, Stage, TrainingStage, assignments, label_of, load
 from flowalign.eval.suite import environment
 from flowalign.system.exit import refusing
-from flowalign.training.preflight import own_code, unexamined
+from flowalign.training.preflight import Launch, own_code, unexamined
 from flowalign.training.report.progress import quiet
 
 CPU_MODEL = 2**31  # bytes of the largest model that a CPU samples from
@@ -89,10 +89,10 @@ def examine(args: argparse.Namespace) -> int:
     show([ok(", ".join(f"{name} {version}" for name, version in environment().items()))])
     if label := label_of(args.config):
         show([note(f"the settings are {label}: {LABELS[label]}")])
-    home, any_world = Path(args.config).parent, args.allow_world_change
-    stages, problems = recipe.examine(
-        root, home, args.gpus, args.resume, any_world, args.trust, elsewhere=bool(args.gpu)
+    launch = Launch(
+        args.gpus, args.resume, args.allow_world_change, args.trust, elsewhere=bool(args.gpu)
     )
+    stages, problems = recipe.examine(root, Path(args.config).parent, launch)
     show(map(fault, problems))
     if not args.trust:
         show(map(note, unexamined(stages)))

@@ -12,39 +12,29 @@ from flowalign.commands.doctor.findings import Finding, note, show
 from flowalign.commands.doctor.pace import GPUS
 from flowalign.config import ConfigError, Job, Stage, TrainingStage
 from flowalign.training.data import PromptSampler
-from flowalign.training.preflight import against_card, unexamined
+from flowalign.training.preflight import Launch, against_card, unexamined
 from flowalign.training.run.processes import state
 
 PROMPTS = 6  # of the first batch that are printed
 
 
-def run(
-    config: Job,
-    home: Path,
-    resume: bool,
-    any_world: bool = False,
-    trust: bool = True,
-    gpu: str | None = None,
-) -> None:
+def run(config: Job, home: Path, launch: Launch, gpu: str | None = None) -> None:
     """Print the plan of every stage. Writes nothing; ConfigError with what `train` would refuse.
-    trust: as for `flowalign.training.preflight.world_problems`. gpu: that it is planned for."""
+    gpu: that it is planned for."""
     if gpu not in (None, *GPUS):
         raise ConfigError([f"--gpu: got {gpu!r}; want one of {', '.join(GPUS)}."])
-    processes = state().num_processes
-    stages, problems = recipe.examine(
-        config, home, processes, resume, any_world, trust, elsewhere=bool(gpu)
-    )
+    stages, problems = recipe.examine(config, home, launch)
     if problems:
         raise ConfigError(problems)
     if not state().is_main_process:
         return
-    if not trust:
+    if not launch.trust:
         show(map(note, unexamined(stages)))
-    forecasts = predictions.forecasts(stages, predictions.Device(processes, gpu))
+    forecasts = predictions.forecasts(stages, predictions.Device(launch.processes, gpu))
     for number, forecast in enumerate(forecasts, 1):
         stage = forecast.stage
         print(f"\n[{number}/{len(stages)}] {forecast.name} ({stage.stage}) -> {stage.output}")
-        for text in _lines(stage, processes):
+        for text in _lines(stage, launch.processes):
             print(f"  {text}")
         if isinstance(stage, TrainingStage):
             show(Finding(level, text) for level, text in against_card(stage))
