@@ -4,19 +4,20 @@ and training that starts from one of them.
     python benchmarks/text_in_style.py --out outputs/text_in_style
 
 The style is a LoRA that draws a green floor below everything, trained here on 200 rendered shapes
-and as many signs. The lettering is tiny/ocr. The training is NFT on the product of OCR and
-`similarity` to the pictures of the style, from the merge of full weights. Scores are of sign
-prompts that none has seen: OCR, and the share of the floor that is green, which no reward asks for.
-Prints Markdown, writes OUT/text_in_style.png.
+and as many signs. The lettering is tiny/ocr. The training is NFT from the merge of full weights, on the
+product of OCR and a score of the style: the share of the floor that is green, or `similarity` to
+the pictures that the style was trained on. Scores are of sign prompts that none has seen: OCR, and
+the green share. Prints Markdown, writes OUT/text_in_style.png.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -34,6 +35,7 @@ from flowalign.system.escape import table
 from flowalign.teachers.merge import merge
 from flowalign.training.data import load_prompts
 from flowalign.training.rollout import generate
+from flowalign.types import Metadata, Scores
 
 STYLE = replace(styles.STYLES["floor"], trigger="")
 ROWS, COLUMNS = slice(56, 61), slice(6, 58)  # that are green in every rendered scene
@@ -49,12 +51,16 @@ def green(images: Tensor) -> Tensor:
     return (nearest == list(COLORS).index("green")).float().mean(1)
 
 
-def trained(start: Path, style: Path, out: Path, updates: int) -> Path:
-    """The adapter of NFT on OCR x similarity to a folder's pictures, from another adapter; what is
-    there is not made again."""
+def floor(images: Tensor, prompts: Sequence[str], metadata: Metadata) -> Scores:
+    """The style as a reward: `text_in_style:floor` in a config."""
+    return Scores.of(green(images.cpu()))
+
+
+def trained(start: Path, style: Mapping[str, Any], out: Path, updates: int) -> Path:
+    """The adapter of NFT on OCR x the reward `style` from another; what is there is not made
+    again."""
     if not (out / "adapter").exists():
-        similarity = {"name": "similarity", "options": {"images": str(style), "model": "tiny"}}
-        terms = [{"name": "ocr", "options": OCR}, similarity]
+        terms = [{"name": "ocr", "options": OCR}, style]
         product = {"name": "product", "options": {"rewards": [t | {"weight": 1} for t in terms]}}
         given = [f"output={out}", f"lora.init={start}", f"train.updates={updates}", "alarm=null",
                  f"tasks.0.reward={json.dumps(product)}", "evaluation=null"]  # fmt: skip
@@ -97,7 +103,10 @@ def main() -> None:
         models[f"style {pair[0]:g}, lettering {pair[1]:g}"] = merged = args.out / f"merge_{pair}"
         if not merged.exists():
             merge([style, "tiny/ocr"], merged, weights=list(pair), model="tiny")
-    models["training from there"] = trained(merged, folder, args.out / "run", args.updates)
+    likeness = {"name": "similarity", "options": {"images": str(folder), "model": "tiny"}}
+    for name, term in (("floor", {"name": "text_in_style:floor"}), ("similarity", likeness)):
+        adapter = trained(merged, term, args.out / f"run_{name}", args.updates)
+        models[f"trained, OCR x {name}"] = adapter
     rows, shown, chosen = [], {}, list(range(0, args.prompts, max(1, args.prompts // 8)))[:6]
     for number, (name, adapter) in enumerate(models.items()):
         if adapter:
