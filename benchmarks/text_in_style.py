@@ -4,10 +4,10 @@ and training that starts from one of them.
     python benchmarks/text_in_style.py --out outputs/text_in_style
 
 The style is a LoRA that draws a green floor below everything, trained here on 200 rendered shapes
-and as many signs. The lettering is tiny/ocr. The training is NFT from the merge of full weights, on the
-product of OCR and a score of the style: the share of the floor that is green, or `similarity` to
-the pictures that the style was trained on. Scores are of sign prompts that none has seen: OCR, and
-the green share. Prints Markdown, writes OUT/text_in_style.png.
+and as many signs. The lettering is tiny/ocr. The training is NFT from the merge of full weights, on
+the product of OCR and a score of the style: the share of the floor that is green, or `similarity`
+to the pictures that the style was trained on. Scores are of sign prompts that none has seen: OCR,
+and the green share. Prints Markdown, writes OUT/text_in_style.png.
 """
 
 from __future__ import annotations
