@@ -76,10 +76,11 @@ def wire(
         monitor,
     )
     trackers.begin(accelerator, config)
-    for key, scale in config.mixtures.items() if accelerator.is_main_process else ():
+    if config.mixtures and accelerator.is_main_process:
+        listed = ", ".join(f"{key} {scale:g}" for key, scale in config.mixtures.items())
         log.warning(
-            "%s: labels at guidance %g for a student that is trained at %g: its images will look "
-            "as if sampled at a scale between the two", key, scale, config.guidance
+            "CFG scale of the labels: %s; of the student: %g. Its images will look as if sampled "
+            "at a scale between them", listed, config.guidance
         )  # fmt: skip
     return loop, progress, built
 
