@@ -10,7 +10,7 @@ is the metrics.png of a longer run of the first tiny world; of another run:
 
 beyond.png is drawn from benchmarks/beyond.yaml by
 
-    python scripts/docs/pictures.py --beyond outputs/tiny/beyond/table/results.json
+    python scripts/docs/pictures.py --beyond outputs/tiny/beyond{,_1,_2}/table/results.json
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -40,6 +41,7 @@ from flowalign.training.report.pictures import (
 )
 
 DOCS = Path(__file__).parents[2] / "docs"
+GREYS = {"diversity (GenEval)": "0.5", "fidelity (lower is better)": "black"}
 TASKS = {"geneval": "GenEval", "ocr": "OCR", "preference": "preference"}
 
 
@@ -92,32 +94,42 @@ def side_by_side(blocks: Sequence[Block]) -> Block:
     return Block("", [head for block in blocks for head in block.heads], rows)
 
 
-def curves(results: Mapping[str, Any], path: Path) -> None:
-    """Scores of the students of benchmarks/beyond.yaml against the scale of their labels."""
+def curves(runs: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Scores, fidelity and diversity of the students of benchmarks/beyond.yaml against the scale of
+    their labels: the mean over runs of several seeds, and its standard error."""
     sweeps = {
         "CFG scale of the labels": {1: "guidance_1", 1.5: "guidance_1_5", 2: "guidance_2",
                                     3: "guidance_3", 4: "guidance_4"},
         "extrapolation λ": {1: "guidance_1", 1.5: "lambda_1_5", 2: "lambda_2"},
     }  # fmt: skip
+
+    def numbers(run: Mapping[str, Any], model: str) -> dict[str, float]:
+        """{what is drawn: its number in one run}."""
+        found: dict[str, float] = {}
+        for task, name in TASKS.items():
+            benchmark = Named(task, run["benchmarks"][task]["headline"])
+            found[name] = headline_rows(benchmark, run["models"][model]["images"][task])[0].mean
+        images = run["models"][model]["images"]["geneval_diversity"]
+        found["diversity (GenEval)"] = statistics.fmean(row["value"] for row in images)
+        found["fidelity (lower is better)"] = run["models"][model]["fidelity"]["mean"]
+        return found
+
     figure = Figure(figsize=(8, 3.4), layout="constrained")
     for axes, (label, models) in zip(
         figure.subplots(1, 2, sharey=True), sweeps.items(), strict=True
     ):
-        for task, name in TASKS.items():
-            benchmark = Named(task, results["benchmarks"][task]["headline"])
-            rows = [
-                headline_rows(benchmark, results["models"][model]["images"][task])[0]
-                for model in models.values()
-            ]
+        points = [[numbers(run, model) for run in runs] for model in models.values()]
+        for name in points[0][0]:
+            seeds = [[row[name] for row in point] for point in points]
+            errors = [statistics.stdev(s) / len(s) ** 0.5 if len(s) > 1 else 0 for s in seeds]
+            style = {} if name in TASKS.values() else {"linestyle": "--", "color": GREYS[name]}
             axes.errorbar(
-                [*models], [row.mean for row in rows], [row.stderr for row in rows],
-                marker="o", capsize=3, label=name,
+                [*models], [statistics.fmean(s) for s in seeds], errors,
+                marker="o", capsize=3, label=name, **style,
             )  # fmt: skip
-        far = [results["models"][model]["fidelity"]["mean"] for model in models.values()]
-        axes.plot([*models], far, "k--", marker="s", label="fidelity (lower is better)")
         axes.set(xlabel=label, ylim=(0, 1))
         axes.grid(alpha=0.3)
-    figure.axes[0].legend(fontsize=8, loc="center right")
+    figure.axes[0].legend(fontsize=7, loc="center right")
     figure.savefig(path, dpi=150)
 
 
@@ -137,10 +149,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--demo", type=Path, default=Path("outputs/demo"))
     parser.add_argument("--student", type=Path, help="a run with metrics.jsonl")
     parser.add_argument("--docs", type=Path, default=DOCS, help="the folder to write to")
-    parser.add_argument("--beyond", type=Path, help="results.json of benchmarks/beyond.yaml")
+    parser.add_argument("--beyond", type=Path, nargs="+", help="benchmarks/beyond.yaml: results")
     args = parser.parse_args(argv)
     if args.beyond:
-        curves(json.loads(args.beyond.read_text()), args.docs / "beyond.png")
+        runs = [json.loads(file.read_text()) for file in args.beyond]
+        curves(runs, args.docs / "beyond.png")
         return 0
     if args.student:
         metrics_plot(args.student / "metrics.jsonl", args.docs / "flow_opd_metrics.png")
