@@ -455,6 +455,10 @@ def test_a_layer_reaches_the_items_of_a_list_by_their_names(tmp_path: Path) -> N
     ]
     with pytest.raises(ConfigError, match=r"wrong\.yaml: 1 problem\n  - tasks: no item 'c'.*a, b"):
         read(tmp_path / "wrong.yaml")
+    ocr = {"reward": {"name": "ocr", "options": {"workers": 4}}}
+    same, other = {"reward": {"options": {"upscale": 2}}}, {"reward": {"name": "pickscore"}}
+    assert overlay(ocr, same)["reward"]["options"] == {"workers": 4, "upscale": 2}
+    assert overlay(ocr, other)["reward"] == {"name": "pickscore"}  # it takes other options
     options = {"gated": [1, 2]}  # a list without names is replaced, as any other value
     assert overlay(options, {"gated": {"by": 1}}) == {"gated": {"by": 1}}
 
@@ -463,6 +467,7 @@ def test_a_layer_reaches_the_items_of_a_list_by_their_names(tmp_path: Path) -> N
     ("texts", "said"),
     [
         ({"top": "use: nowhere.yaml"}, "no such file; there are"),
+        ({"top": "use: topp.yml"}, r"Did you mean 'top\.yaml'"),
         ({"top": "use: 3"}, "use: got the whole number 3; want the name of a YAML file"),
         ({"top": "use: a.yaml", "a": "use: top.yaml"}, "leads back to itself"),
         ({"top": "use: top.yaml"}, "leads back to itself"),

@@ -84,6 +84,17 @@ def test_each_fault_is_named(name, kind):
     assert any(text.startswith(kind) for text in faults(name))
 
 
+def busy(images, prompts, metadata):
+    return Scores.of(images.std((1, 2, 3)))
+
+
+def test_a_reward_that_noise_pleases_is_noted():
+    for name, noted in (("test_doctor:busy", 1), ("geneval", 0)):
+        findings, _ = diagnose(name, {}, 4, None)
+        notes = [f.text for f in findings if f.level == "note" and f.text.startswith("noise")]
+        assert len(notes) == noted
+
+
 def test_a_reward_that_calls_another_is_asked_with_prompts_that_the_other_can_score(tmp_path):
     findings, _ = diagnose("test_doctor:readable", {}, 4, None)
     assert not any("failed" in finding.text for finding in findings)

@@ -12,7 +12,9 @@ from pathlib import Path
 import house  # scripts/house.py
 import pytest
 
+from flowalign import rewards
 from flowalign.backbone import families
+from flowalign.commands import recipe
 from flowalign.config import Stage, load
 
 ROOT = Path(__file__).parent.parent
@@ -105,10 +107,21 @@ def test_a_function_fits_a_screen() -> None:
     assert long == []
 
 
-def test_every_config_parses() -> None:
+def test_every_config_parses_and_its_rewards_take_their_options(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    picture = tmp_path / "brand" / "pictures" / "a.png"  # what the user brings
+    picture.parent.mkdir(parents=True)
+    picture.touch()
+    monkeypatch.chdir(tmp_path)
     assert CONFIGS
     for path in CONFIGS:
-        load(path, stage=Stage)  # its error names the file
+        config = load(path, stage=Stage)  # its error names the file
+        stages = recipe.examine(config, path.parent)[0] if config.recipe else {"": config}
+        assert config.recipe is None or [*stages] == [*config.recipe.stages], path
+        for judged in (judged for stage in stages.values() for judged in stage.judged):
+            for reward in judged.rewards.values():
+                rewards.check(reward.name, reward.options)
 
 
 @pytest.mark.slow

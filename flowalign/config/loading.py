@@ -88,9 +88,11 @@ def read(path: str | Path, above: Sequence[Path] = ()) -> Any:
     it), if any; ConfigError if it is missing or not YAML. above: the files that led here."""
     path = Path(path)
     if not path.is_file():
-        present = ", ".join(sorted(str(p) for p in path.parent.glob("*.yaml"))[:12])
-        hint = f"there are {present}" if present else f"no .yaml lies in {path.parent.absolute()}"
-        raise ConfigError([f"no such file; {hint}."], str(path))
+        present = sorted(p.name for p in path.parent.glob("*.yaml"))
+        listed = f"there are {', '.join(present[:12])}" if present else ""
+        seen = listed or f"no .yaml lies in {path.parent.absolute()}"
+        hint = did_you_mean(path.name, present)
+        raise ConfigError([f"no such file; {seen}.{hint}"], str(path))
     try:
         data = load_yaml(path.read_text(encoding="utf-8"))
     except (YAMLError, UnicodeDecodeError, OSError) as error:
@@ -122,8 +124,11 @@ def overlay(*layers: Mapping[str, Any], source: str = "config", place: str = "")
 
 
 def _merged(old: Any, value: Any, where: str, source: str) -> Any:
-    """A value of a layer, laid over the one at the same place of those before it."""
+    """A value of a layer, laid over the one at the same place of those before it. Options belong to
+    a reward: one of another name does not inherit them."""
     if isinstance(old, Mapping) and isinstance(value, Mapping):
+        if "name" in value and value["name"] != old.get("name"):
+            old = {key: item for key, item in old.items() if key != "options"}
         return overlay(old, value, source=source, place=f"{where}.")
     if isinstance(value, Mapping) and isinstance(old, list) and old and all(map(_name, old)):
         items = list(old)

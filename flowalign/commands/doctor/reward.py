@@ -6,6 +6,7 @@ grey. What breaks a training run is a fault: scores that depend on the batch, or
 
 from __future__ import annotations
 
+import math
 import resource
 import sys
 import time
@@ -150,3 +151,7 @@ def _ranges(answers: Mapping[str, Scores]) -> Iterator[Finding]:
         gap = float(valid["its prompt"].mean() - valid["another prompt"].mean())
         text = f"a scene scores {gap:+.4g} more with its own prompt than with another one"
         yield (ok if gap > 0 else note)(text)
+    medians = {kind: float(values.median()) for kind, values in valid.items() if len(values)}
+    for kind in ("noise", "grey"):
+        if medians.get(kind, -math.inf) > medians.get("its prompt", math.inf):
+            yield note(f"{kind} scores more than scenes: alone, this reward may be hacked so")
