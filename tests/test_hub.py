@@ -98,7 +98,7 @@ def test_offline_the_cache_is_taken_or_missed_with_a_reason(
     read_lora("me/lora")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert read_lora(adapter_folder("me/lora", newest=True)).metadata["lora_alpha"] == 5
-    with pytest.raises(HubError, match="cannot download 'me/other'"):
+    with pytest.raises(HubError, match="'me/other'"):
         read_lora("me/other")
 
 

@@ -101,7 +101,7 @@ def _download(source: str, newest: bool) -> Path:
         )
         return Path(snapshot) / address.path
 
-    with hub_errors(f"cannot download {source!r}"):
+    with hub_errors(f"there is no folder {source!r}, and it cannot be downloaded"):
         if not newest:
             with suppress(errors.LocalEntryNotFoundError):  # not in the cache: ask the Hub
                 return get(everything, local=True)
