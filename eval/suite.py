@@ -195,11 +195,11 @@ def run(
     return EvalReport(rows, reasons, examples)
 
 
-def headline(report: EvalReport, benchmarks: Sequence[Benchmark]) -> float:
+def headline(report: EvalReport, benchmarks: Sequence[Benchmark]) -> EvalRow:
     """The mean over the benchmarks of their numbers; NaN if one of them is lost."""
     if any(benchmark.name in report.lost for benchmark in benchmarks):
-        return math.nan
-    return average([headline_row(benchmark, report.rows) for benchmark in benchmarks]).mean
+        return EvalRow("average", "mean", math.nan, math.nan, 0)
+    return average([headline_row(benchmark, report.rows) for benchmark in benchmarks])
 
 
 def environment() -> dict[str, str]:

@@ -95,10 +95,10 @@ def test_an_invalid_image_is_left_out_and_not_scored_zero():
 def test_the_headline_is_overall_or_the_part_or_the_value():
     tagged, plain = judged("ab", [1, 0]), judged("  ", [1, 0], [0.5, 0.25])
     mixed = [row for rows in (rows_of(GENEVAL, tagged), rows_of(OCR, plain)) for row in rows]
-    assert suite.headline(EvalReport(mixed), [GENEVAL, OCR]) == (0.5 + 0.375) / 2
+    assert suite.headline(EvalReport(mixed), [GENEVAL, OCR]).mean == (0.5 + 0.375) / 2
     assert math.isnan(named(rows_of(GENEVAL, tagged))["overall"].low)  # has no error
     report = EvalReport(rows_of(GENEVAL, plain))
-    assert "overall" not in named(report.rows) and suite.headline(report, [GENEVAL]) == 0.5
+    assert "overall" not in named(report.rows) and suite.headline(report, [GENEVAL]).mean == 0.5
 
 
 @pytest.mark.parametrize("tags", ["ab", "  "])
@@ -107,7 +107,7 @@ def test_a_reward_that_failed_on_everything_has_no_headline_but_a_report(tags: s
     for image in images:
         del image["correct"]  # a reward that raised gives no parts
     report = EvalReport(rows_of(GENEVAL, images))
-    assert math.isnan(suite.headline(report, [GENEVAL]))
+    assert math.isnan(suite.headline(report, [GENEVAL]).mean)
     assert "| geneval | correct | 0 | – |" in details({"base": report.rows})
 
 

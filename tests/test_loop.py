@@ -365,18 +365,49 @@ def tired(monkeypatch: pytest.MonkeyPatch) -> type[Tired]:
     return Tired
 
 
-def evaluated(model: str, folder: Path, count: int, *, resume: bool = False) -> Loop:
+def evaluated(
+    model: str, folder: Path, count: int, *, resume: bool = False, reward: str = "Tired"
+) -> Loop:
     """A run that is evaluated at every update, from 0 on."""
     held_out = folder.parent / "held_out.txt"
     held_out.parent.mkdir(parents=True, exist_ok=True)
     held_out.write_text("\n".join(f"held {letter}" for letter in "ABCD"))
     given = [f"tasks.0.validation={held_out}", "evaluation={every: 1, prompts: 4}",
-             "tasks.0.reward.name=test_loop:Tired", "train.checkpoint_every=1", "rollout.steps=2",
-             f"train.updates={count}"]  # fmt: skip
+             f"tasks.0.reward.name=test_loop:{reward}", "train.checkpoint_every=1",
+             "rollout.steps=2", f"train.updates={count}"]  # fmt: skip
     loop = fakes.wired(fakes.settings(model, folder, *given))
     assert loop.resume() == resume
     loop.run()
     return loop
+
+
+class Told:
+    """Redness, and at its n-th evaluation of four prompts what `means` says, and half a point more
+    or less."""
+
+    means: tuple[float, ...] = ()
+    seen = 0
+
+    def __call__(self, images: Tensor, prompts: list[str], metadata: list[Any]) -> Scores:
+        found = fakes.redness(images, prompts, metadata)
+        if not all(prompt.startswith("held") for prompt in prompts):
+            return found
+        number, Told.seen = Told.seen, Told.seen + 1
+        value = torch.tensor([0.5, -0.5, 0.5, -0.5]) + Told.means[number]  # ± .29
+        return Scores.of(value, red=found.parts["red"])
+
+
+@pytest.mark.parametrize(
+    ("means", "kept"),
+    [((2.0, 1.8), 1), ((2.0, 1.6), 0), ((2.0, 1.8, 1.7), 1), ((2.0, 1.6, 1.9), 2)],
+)
+def test_the_first_weights_are_kept_only_where_those_after_are_clearly_worse(
+    random_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, means: Any, kept: int
+) -> None:
+    monkeypatch.setattr(Told, "means", means)
+    monkeypatch.setattr(Told, "seen", 0)
+    loop = evaluated(random_model, tmp_path / "run", len(means) - 1, reward="Told")
+    assert loop.evaluations.best == {"headline": pytest.approx(means[kept]), "update": kept}
 
 
 def test_an_evaluation_over_few_images_never_chooses_the_best(

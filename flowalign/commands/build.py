@@ -31,7 +31,7 @@ from flowalign.training.report.pictures import png
 from flowalign.training.report.progress import Progress
 from flowalign.training.rollout import generate
 from flowalign.training.run import processes
-from flowalign.types import EvalReport, Example, Reward
+from flowalign.types import EvalReport, EvalRow, Example, Reward
 
 log = logging.getLogger("flowalign")
 
@@ -175,7 +175,7 @@ def evaluator(parts: Parts, benchmarks: Sequence[Benchmark], inputs: Inputs) -> 
     watched = suite.build_sets(config.watched, key, device, config.model)
     sets = [*map(suite.ImageSet.of, benchmarks), *watched]
 
-    def evaluate() -> tuple[float | None, EvalReport]:
+    def evaluate() -> tuple[EvalRow | None, EvalReport]:
         report = suite.run(
             parts.backbone, sets, settings, parts.accelerator,
             seconds=config.train.score_seconds, max_invalid_share=share, shown=samples.HELD_OUT,

@@ -23,12 +23,12 @@ from flowalign.training.report.alarm import Alarm, measured
 from flowalign.training.report.drift.compare import Check
 from flowalign.training.report.drift.monitor import Monitor
 from flowalign.training.run.resume import LOG
-from flowalign.types import EvalReport, Rollout
+from flowalign.types import EvalReport, EvalRow, Rollout
 
 log = logging.getLogger("flowalign")
 
 OnUpdate = Callable[[int, Mapping[str, float]], None]
-Evaluate = Callable[[], tuple[float | None, EvalReport]]  # None where no task has a reward
+Evaluate = Callable[[], tuple[EvalRow | None, EvalReport]]  # None where no task has a reward
 DRIFTS = {  # {whose images: (metrics of their drift, kind of its sample)}
     "the rollout": (metrics.IMAGE_DRIFT, samples.DRIFT),
     "the evaluation": (metrics.HELD_OUT_IMAGE_DRIFT, samples.HELD_OUT_DRIFT),
@@ -133,16 +133,20 @@ class Evaluations:
     def note(
         self,
         update: int,
-        headline: float | None,
+        scored: EvalRow | None,
         report: EvalReport,
         more: Mapping[str, float],
         keep: Callable[[Mapping[str, float]], None],
     ) -> bool:
         """Log an evaluation and what else was measured, and `keep` the adapter if it is the best so
-        far; the first of equals stays. Without a headline it is minus the mean distance to the
-        targets. False if too many images were lost, so that it does not count."""
+        far; the first of equals stays. scored: the headline; without one it is minus the mean
+        distance to the targets. False if too many images were lost, so that it does not count.
+
+        The weights that the run began with stay only if those after are worse by more than a
+        standard error: by the luck of a few prompts all training would be thrown away.
+        """
         distances = [value for key, value in more.items() if key.startswith(metrics.FIXED_PATH)]
-        headline = -sum(distances) / len(distances) if headline is None else headline
+        headline = scored.mean if scored else -sum(distances) / len(distances)
         counted = [row for row in report.rows if row.benchmark not in report.lost]
         rows = {f"{row.benchmark}/{row.metric}": measured(row) for row in counted}
         means = {metrics.EVAL + name: mean for name, (mean, _) in rows.items()}
@@ -157,7 +161,10 @@ class Evaluations:
         values = {metrics.HEADLINE: headline, **means, **more, metrics.ALARMS: len(alarms), **drift}
         self.log.write(update, values)
         self.log.warn(update, alarms)
-        if headline > self.best.get("headline", -math.inf):
+        best = self.best.get("headline", -math.inf)
+        if scored and self.best.get("update") == 0 and math.isfinite(scored.stderr):
+            best -= measured(scored)[1]
+        if headline > best:
             self.best = {"headline": headline, "update": update}
             keep(self.best)
             self.log.best(update)
