@@ -258,7 +258,7 @@ def written() -> set[str]:
 @pytest.fixture(scope="session")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder like the root of the checkout, with the prompts that configs want users to fetch, a
-    line each."""
+    line each, and a picture of their style."""
     folder = tmp_path_factory.mktemp("home")
     for path in ROOT.iterdir():
         (folder / path.name).symlink_to(path)
@@ -270,6 +270,9 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
             path = folder / name
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(texts[path.suffix])
+    style = folder / "brand" / "pictures" / "a.png"  # of the reader
+    style.parent.mkdir(parents=True)
+    style.touch()
     return folder
 
 
@@ -409,7 +412,9 @@ def test_every_config_in_a_document_is_one_that_a_command_takes(
     stages = []
     for number, block in enumerate(YAML):
         folder = tmp_path / str(number)
-        folder.mkdir()
+        style = folder / "brand" / "pictures" / "a.png"  # of the reader
+        style.parent.mkdir(parents=True)
+        style.touch()
         monkeypatch.chdir(folder)
         try:
             stages.append(check_block(block, folder, hub).stage)
