@@ -46,8 +46,8 @@ MEMORY = {
 
 @pytest.fixture
 def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clip_extra: None) -> Iterator[None]:
-    """Prompt sets under the names that the configs use, a line each, and a Hub with the public
-    teachers, a layer each."""
+    """Prompt sets under the names that the configs use, a line each, a picture, and a Hub with the
+    public teachers, a layer each."""
     monkeypatch.chdir(tmp_path)
     folder = tmp_path / "data"
     folder.mkdir()
@@ -58,14 +58,21 @@ def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clip_extra: None) -> I
         (folder / f"ocr_{name}.txt").write_text(f'a sign that says "{thing}"')
         (folder / f"pickscore_sfw_{name}.txt").write_text(f"a {thing} over a lake")
     (folder / "drawbench.txt").write_text("a clock over a lake")
+    picture = tmp_path / "brand" / "pictures" / "a.png"
+    picture.parent.mkdir(parents=True)
+    picture.touch()
     with fake_hub.serving() as hub:
         fake_hub.go_online(fake_hub.with_public_teachers(hub), monkeypatch, tmp_path / "cache")
         yield
 
 
 def stages(path: Path, variant: Path | None = None, processes: int = 1) -> dict[str, Stage]:
-    """Every stage that a config runs, checked as before a run."""
-    config = load(path, stage=Stage, variant=variant)
+    """Every stage that a config runs, checked as before a run; with the lettering in place of the
+    reader's own LoRA."""
+    public = {"sd35_medium": "jieliu/SD3.5M-FlowGRPO-Text", "flux": "stage:lettering"}
+    places = ["stages.merge.adapters.0", "stages.table.models.brand"] * (path.stem == "posters")
+    own = [f"{place}={public[path.parent.name]}" for place in places]
+    config = load(path, own, stage=Stage, variant=variant)
     if isinstance(config, RecipeStage):
         return fakes.stages_of(config, path.parent, processes)
     check_world(config, Launch(processes))
