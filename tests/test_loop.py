@@ -399,7 +399,13 @@ class Told:
 
 @pytest.mark.parametrize(
     ("means", "kept"),
-    [((2.0, 1.8), 1), ((2.0, 1.6), 0), ((2.0, 1.8, 1.7), 1), ((2.0, 1.6, 1.9), 2)],
+    [
+        ((2.0, 1.8), 1),
+        ((2.0, 1.6), 0),
+        ((2.0, 2.0), 0),
+        ((2.0, 1.8, 1.7), 1),
+        ((2.0, 1.6, 1.9), 2),
+    ],
 )
 def test_the_first_weights_are_kept_only_where_those_after_are_clearly_worse(
     random_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, means: Any, kept: int

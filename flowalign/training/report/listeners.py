@@ -161,10 +161,10 @@ class Evaluations:
         values = {metrics.HEADLINE: headline, **means, **more, metrics.ALARMS: len(alarms), **drift}
         self.log.write(update, values)
         self.log.warn(update, alarms)
-        best = self.best.get("headline", -math.inf)
+        noise, best = 0.0, self.best.get("headline", -math.inf)
         if scored and self.best.get("update") == 0 and math.isfinite(scored.stderr):
-            best -= measured(scored)[1]
-        if headline > best:
+            noise = measured(scored)[1]
+        if headline > best - noise and headline != best:
             self.best = {"headline": headline, "update": update}
             keep(self.best)
             self.log.best(update)
