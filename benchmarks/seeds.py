@@ -70,15 +70,17 @@ def scores(
 
 
 def cells(documents: Sequence[Mapping[str, Any]], first: str, second: str = "") -> list[Cell]:
-    """A model's number of every benchmark and their average; with a second, first minus second."""
-    found = []
-    for name in documents[0]["benchmarks"]:
+    """A model's number of every benchmark and the average of those that are no diversity; with a
+    second, first minus second."""
+    found, averaged = [], []
+    for name, judge in documents[0]["benchmarks"].items():
         values, tags = scores(documents, first, name)
         if second:
             values = values - scores(documents, second, name)[0]
         found.append(crossed(values, tags))
-    mean = sum(value for value, _ in found) / len(found)
-    return [*found, (mean, math.hypot(*(error for _, error in found)) / len(found))]
+        averaged += [found[-1]] if judge["reward"] != "diversity" else []
+    mean = sum(value for value, _ in averaged) / len(averaged)
+    return [*found, (mean, math.hypot(*(error for _, error in averaged)) / len(averaged))]
 
 
 def main() -> None:

@@ -114,22 +114,24 @@ def curves(runs: Sequence[Mapping[str, Any]], path: Path) -> None:
         found["fidelity (lower is better)"] = run["models"][model]["fidelity"]["mean"]
         return found
 
-    figure = Figure(figsize=(8, 3.4), layout="constrained")
-    for axes, (label, models) in zip(
-        figure.subplots(1, 2, sharey=True), sweeps.items(), strict=True
-    ):
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    grid = figure.subplots(2, 2, sharex="col", sharey="row", height_ratios=(2, 1))
+    for column, (label, models) in enumerate(sweeps.items()):
         points = [[numbers(run, model) for run in runs] for model in models.values()]
         for name in points[0][0]:
             seeds = [[row[name] for row in point] for point in points]
             errors = [statistics.stdev(s) / len(s) ** 0.5 if len(s) > 1 else 0 for s in seeds]
             style = {} if name in TASKS.values() else {"linestyle": "--", "color": GREYS[name]}
-            axes.errorbar(
+            grid[int(name in GREYS), column].errorbar(
                 [*models], [statistics.fmean(s) for s in seeds], errors,
                 marker="o", capsize=3, label=name, **style,
             )  # fmt: skip
-        axes.set(xlabel=label, ylim=(0, 1))
+        grid[0, column].set(ylim=(0.6, 1))
+        grid[1, column].set(xlabel=label, ylim=(0, 0.1))
+    for axes in grid.flat:
         axes.grid(alpha=0.3)
-    figure.axes[0].legend(fontsize=7, loc="center right")
+    for axes in grid[:, 0]:
+        axes.legend(fontsize=7, loc="lower right")
     figure.savefig(path, dpi=150)
 
 
