@@ -267,60 +267,11 @@ def _with_images(folder: str) -> str:
     return folder
 
 
-class Similarity(RewardBase):
-    """Reward: mean cosine of an image to the images of a folder, such as those of a brand's style;
-    0 where it is negative, so that `product` takes it.
+class Encoded(RewardBase):
+    """Base of rewards that compare image features. model: a CLIP ("tiny", a folder, a Hub id), a
+    DINOv2, or package.module:function, [B,3,H,W] -> [B,D]."""
 
-    With a CLIP it is DreamBooth's CLIP-I, with a DINO its DINO score (2208.12242, section 4.1). The
-    prompt is not looked at: alone it pays for the image nearest to all of them. `product` with
-    another reward asks for both.
-    images: a folder; subfolders count. Each image passes through the encoder at its own size.
-    model: a CLIP ("tiny", a folder, a Hub id), a DINOv2, or package.module:function,
-    [B,3,H,W] -> [B,D].
-    """
-
-    name = "similarity"
-    cost, downloads = Cost(VIT_L), CLIP_L
-
-    def __init__(
-        self,
-        images: Annotated[str, AfterValidator(_with_images)],
-        *,
-        model: ImageEncoder = LARGE,
-        revision: str | None = None,
-        device: Device = None,
-        batch_size: Count = 64,
-        offload: bool = False,
-    ) -> None:
-        name, self.features = image_encoder(model, revision, device, batch_size, offload)
-        files = image_files(Path(images).expanduser())
-        vectors = [self._vectors(stacked(read_image(file))) for file in files]
-        self.center = torch.cat(vectors).mean(0)  # the mean cosine is the product with it
-        self.settings = {"images": images, "count": len(files), "model": name}
-
-    def _vectors(self, images: Tensor) -> Tensor:
-        return normalize(self.features(images).float().cpu(), dim=1)
-
-    def __call__(self, images: Tensor, prompts: Sequence[str], metadata: Metadata) -> Scores:
-        """images [B,3,H,W] in [0,1] -> Scores of B, on the CPU."""
-        return Scores.of((self._vectors(images) @ self.center).clamp(min=0))
-
-
-class Diversity(RewardBase):
-    """Groupwise reward in [0,2]: 1 - mean cosine of an image to the others of its prompt.
-
-    The cosine is of image features. model: a CLIP ("tiny", a folder, a Hub id), a DINOv2, or
-    package.module:function, [B,3,H,W] -> [B,D]. The mean over the images of a prompt is their mean
-    pairwise distance; the part "vendi" is their Vendi score, the same for all of them.
-    An image that has no other of its prompt is invalid. A guard against collapse, meant as a small
-    part of a `weighted` sum: alone it pays for noise.
-    """
-
-    name = "diversity"
     downloads = CLIP_L
-    groupwise = True
-    columns = ("vendi",)
-    averaged = False
 
     def __init__(
         self,
@@ -334,11 +285,65 @@ class Diversity(RewardBase):
         name, self.features = image_encoder(model, revision, device, batch_size, offload)
         self.settings = {"model": name}
 
+    def vectors(self, images: Tensor) -> Tensor:
+        """Unit vectors [B,D], float32, on the CPU, of images [B,3,H,W] in [0,1]."""
+        return normalize(self.features(images).float().cpu(), dim=1)
+
+
+class Similarity(Encoded):
+    """Reward: mean cosine of an image to the images of a folder, such as those of a brand's style;
+    0 where it is negative, so that `product` takes it.
+
+    With a CLIP it is DreamBooth's CLIP-I, with a DINO its DINO score (2208.12242, section 4.1). The
+    prompt is not looked at: alone it pays for the image nearest to all of them. `product` with
+    another reward asks for both.
+    images: a folder; subfolders count. Each image passes through the encoder at its own size.
+    """
+
+    name = "similarity"
+    cost = Cost(VIT_L)
+
+    def __init__(
+        self,
+        images: Annotated[str, AfterValidator(_with_images)],
+        *,
+        model: ImageEncoder = LARGE,
+        revision: str | None = None,
+        device: Device = None,
+        batch_size: Count = 64,
+        offload: bool = False,
+    ) -> None:
+        computing: Any = {"device": device, "batch_size": batch_size, "offload": offload}
+        super().__init__(model, revision=revision, **computing)
+        files = image_files(Path(images).expanduser())
+        vectors = [self.vectors(stacked(read_image(file))) for file in files]
+        self.center = torch.cat(vectors).mean(0)  # the mean cosine is the product with it
+        self.settings = {"images": images, "count": len(files), **self.settings}
+
+    def __call__(self, images: Tensor, prompts: Sequence[str], metadata: Metadata) -> Scores:
+        """images [B,3,H,W] in [0,1] -> Scores of B, on the CPU."""
+        return Scores.of((self.vectors(images) @ self.center).clamp(min=0))
+
+
+class Diversity(Encoded):
+    """Groupwise reward in [0,2]: 1 - mean cosine of an image to the others of its prompt.
+
+    The cosine is of image features. The mean over the images of a prompt is their mean pairwise
+    distance; the part "vendi" is their Vendi score, the same for all of them.
+    An image that has no other of its prompt is invalid. A guard against collapse, meant as a small
+    part of a `weighted` sum: alone it pays for noise.
+    """
+
+    name = "diversity"
+    groupwise = True
+    columns = ("vendi",)
+    averaged = False
+
     def __call__(self, images: Tensor, prompts: Sequence[str], metadata: Metadata) -> Scores:
         """images [K,3,H,W] in [0,1] of one prompt -> Scores of K, on the CPU."""
         if len(images) < 2:
             raise ValueError("one image alone has no diversity; sample more copies of a prompt.")
-        vectors = normalize(self.features(images).float().cpu(), dim=1)
+        vectors = self.vectors(images)
         cosines = (vectors @ vectors.T).fill_diagonal_(0)
         distances = 1 - cosines.sum(1) / (len(images) - 1)
         return Scores.of(distances, vendi=torch.full_like(distances, vendi(vectors)))

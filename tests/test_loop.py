@@ -339,19 +339,32 @@ def test_the_kl_is_the_one_that_is_named(random_model: str, tmp_path: Path) -> N
     assert_close(ratio, minus_dt.to(ratio), rtol=1e-3, atol=0)
 
 
-class Tired:
-    """Redness that fails on most images of its n-th evaluations, of four prompts each, and finds
-    what is left of them wonderful."""
+class Counting:
+    """Redness that counts its evaluations, of four prompts each, and may say something else there.
+    On the class, as each run builds its own."""
 
-    evaluations: tuple[int, ...] = ()
     seen = 0
 
     def __call__(self, images: Tensor, prompts: list[str], metadata: list[Any]) -> Scores:
         found = fakes.redness(images, prompts, metadata)
         if not all(prompt.startswith("held") for prompt in prompts):
             return found
-        number, Tired.seen = Tired.seen, Tired.seen + 1
-        if number not in Tired.evaluations:
+        kind = type(self)
+        number, kind.seen = kind.seen, kind.seen + 1
+        return self.evaluation(number, found)
+
+    def evaluation(self, number: int, found: Scores) -> Scores:
+        """What is said at an evaluation, in place of redness."""
+        raise NotImplementedError
+
+
+class Tired(Counting):
+    """Fails on most images of its n-th evaluations, and finds what is left of them wonderful."""
+
+    evaluations: tuple[int, ...] = ()
+
+    def evaluation(self, number: int, found: Scores) -> Scores:
+        if number not in self.evaluations:
             return found
         value = torch.full_like(found.value, float("nan"))
         value[0] = 99.0
@@ -381,19 +394,13 @@ def evaluated(
     return loop
 
 
-class Told:
-    """Redness, and at its n-th evaluation of four prompts what `means` says, and half a point more
-    or less."""
+class Told(Counting):
+    """At its n-th evaluation what `means` says, and half a point more or less."""
 
     means: tuple[float, ...] = ()
-    seen = 0
 
-    def __call__(self, images: Tensor, prompts: list[str], metadata: list[Any]) -> Scores:
-        found = fakes.redness(images, prompts, metadata)
-        if not all(prompt.startswith("held") for prompt in prompts):
-            return found
-        number, Told.seen = Told.seen, Told.seen + 1
-        value = torch.tensor([0.5, -0.5, 0.5, -0.5]) + Told.means[number]  # ± .29
+    def evaluation(self, number: int, found: Scores) -> Scores:
+        value = torch.tensor([0.5, -0.5, 0.5, -0.5]) + self.means[number]  # ± .29
         return Scores.of(value, red=found.parts["red"])
 
 

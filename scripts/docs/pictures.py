@@ -10,7 +10,7 @@ is the metrics.png of a longer run of the first tiny world; of another run:
 
 beyond.png is drawn from benchmarks/beyond.yaml by
 
-    python scripts/docs/pictures.py --beyond outputs/tiny/beyond{,_1,_2}/table/results.json
+    python scripts/docs/pictures.py --beyond outputs/tiny/beyond_{0,1,2}/table/results.json
 """
 
 from __future__ import annotations
