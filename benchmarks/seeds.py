@@ -78,7 +78,7 @@ def cells(documents: Sequence[Mapping[str, Any]], first: str, second: str = "") 
         if second:
             values = values - scores(documents, second, name)[0]
         found.append(crossed(values, tags))
-        averaged += [found[-1]] if judge["reward"] != "diversity" else []
+        averaged += [found[-1]] if judge.get("reward") != "diversity" else []
     mean = sum(value for value, _ in averaged) / len(averaged)
     return [*found, (mean, math.hypot(*(error for _, error in averaged)) / len(averaged))]
 
