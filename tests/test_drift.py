@@ -203,6 +203,22 @@ def test_a_model_that_has_moved_drifts(random_model: str, tmp_path: Path) -> Non
     assert sizes == sorted(sizes, reverse=True)  # the most drifted first
 
 
+def test_a_run_may_be_compared_with_what_it_starts_from(random_model: str, tmp_path: Path) -> None:
+    """A LoRA that is far from the base, such as a style: the run has not moved."""
+    style = fakes.teachers(random_model, tmp_path)["even"]
+    given = [f"lora.init={style}", "alarm.reference=start"]
+    with pytest.raises(config.ConfigError, match=r"alarm\.reference"):
+        validated(random_model, tmp_path / "run", *given[1:])
+    for settings, moved in ((given[:1], True), (given, False)):
+        loop = fakes.wired(validated(random_model, tmp_path / "run", *settings))
+        assert loop.monitor
+        for check in (loop.monitor.evaluation(), loop.monitor.rollout(loop.rollout(3), 3)):
+            assert check and (max(abs(found.sigmas) for found in check.drifts) > 1e-3) is moved
+    fakes.shake(loop.backbone)  # the student alone
+    again = loop.monitor.evaluation()
+    assert again and any(found.sigmas for found in again.drifts)
+
+
 def test_the_alarm_changes_nothing_that_is_learnt(random_model: str, tmp_path: Path) -> None:
     found = []
     for name, given in {"with": OPEN, "without": [*OPEN[:2], "alarm=null"]}.items():

@@ -63,7 +63,10 @@ def wire(
     if config.alarm:
         statistics = ImageStatistics.of(backbone.family, built)
         prompts = [benchmark.prompts for benchmark in benchmarks]
-        monitor = Monitor(config, backbone, accelerator, statistics, prompts)
+        start = None
+        if config.alarm.reference == "start" and config.lora.init:
+            start = inputs.adapter(config.lora.init)
+        monitor = Monitor(config, backbone, accelerator, statistics, prompts, start)
     loop = Loop(
         config,
         backbone,

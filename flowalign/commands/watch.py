@@ -204,7 +204,7 @@ def _view(folder: Path, name: str, config: Mapping[str, Any], recipe: Status, ad
         curves=charts(curves),
         rollout=(update, _prompts(rollout)),
         held_out=_held_out(folder),
-        drifts=_drifts(folder, alarm.get("warn", AlarmConfig().warn)),
+        drifts=_drifts(folder, alarm),
         picture=_embedded(folder / "before_after.png") if state == "finished" else "",
         warnings=read_lines(folder / WARNINGS)[::-1][:NEWEST],
         table=read_tables(_text(folder / "table.md").partition("\nEvery metric:")[0]),
@@ -272,14 +272,16 @@ def _held_out(folder: Path) -> tuple[list[str], Prompts]:
     return [f"update {first[0]}", f"update {update}"], _prompts(pairs)
 
 
-def _drifts(folder: Path, warn: float) -> list[Panel]:
-    """The newest checks of a run: of an evaluation, of a rollout."""
+def _drifts(folder: Path, alarm: Mapping[str, Any]) -> list[Panel]:
+    """The newest checks of a run: of an evaluation, of a rollout. alarm: as in its config."""
+    warn, reference = alarm.get("warn", AlarmConfig().warn), alarm.get("reference", "base")
     kinds = {"held-out prompts": samples.HELD_OUT_DRIFT, "training prompts": samples.DRIFT}
     panels = []
     for where, kind in kinds.items():
         if newest := samples.read_sample(folder, kind):
             update, check = newest
-            panels.append(Panel(f"Update {update}, {where}", warn, Check.from_json(check)))
+            check = Check.from_json(check)
+            panels.append(Panel(f"Update {update}, {where}", warn, check, reference))
     return panels
 
 

@@ -188,6 +188,9 @@ class TrainingAlarmConfig(AlarmConfig):
     images: Annotated[int, Field(ge=2, le=100_000)] = 32
     """Images that the base samples for a check, two of a prompt: of a rollout at most a quarter of
     its images; of an evaluation so many a task."""
+    reference: Literal["base", "start"] = "base"
+    """Whose images the run's are compared with: the base's, or those of the LoRA that the run
+    starts from (lora.init), such as a style's, which is meant to be far from the base."""
 
 
 class FidelityConfig(Section):

@@ -366,6 +366,11 @@ class TrainingStage(Job):
                     f"evaluation.watch.{index}.layout: {benchmark.layout!r}, but a run keeps no "
                     "images. Use it under `benchmarks` of an evaluation (`stage: eval`)."
                 )
+        if self.alarm and self.alarm.reference == "start" and not self.lora.init:
+            yield (
+                "alarm.reference: 'start', but the run starts from the base. Use 'base', or give "
+                "lora.init."
+            )
         if self.watched and not self.evaluates:
             yield "evaluation.watch: no task has `validation` and `reward`: nothing is evaluated."
         yield from _same_names(

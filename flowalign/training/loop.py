@@ -229,13 +229,14 @@ class Loop:
         text, self.log.too_far = self.log.too_far, ""
         if not text:
             return
-        assert self.config.alarm
+        alarm = self.config.alarm
+        assert alarm
         checkpoint.set_rng(self._rng)  # a reward may have drawn since
         with self.requests.uninterrupted():
             self.save()
         raise TrainingError(
-            f"update {self.update}: the images drift from the base, beyond alarm.stop = "
-            f"{self.config.alarm.stop:g}: {text}. Look at {self.folder / 'watch.html'} "
+            f"update {self.update}: the images drift from the {alarm.reference}, beyond "
+            f"alarm.stop = {alarm.stop:g}: {text}. Look at {self.folder / 'watch.html'} "
             "(`flowalign watch`). If this is reward hacking, fix the reward and start a new run; "
             "if it is what you train for, raise alarm.stop and run again with --resume. "
             f"The last checkpoint is {self.checkpoints.latest() or 'missing'}."

@@ -399,6 +399,10 @@ class _Run(_Shapes):
                 self.others[key], name = (shapes, name), key
             self.sources[key] = Source(name, config.guidance_of(teacher))
         self._add_references(ranks_of_student)
+        self.compared: str | None = None  # of the alarm: None = the base
+        if config.alarm and config.alarm.reference == "start":
+            self.compared = self.add_frozen(ranks_of_student)
+            self.teachers += self.frozen[self.compared]
         self.backbone.activate(STUDENT)
 
     def _base(self, model: ModelConfig, device: str | None) -> _Shapes:
@@ -557,7 +561,8 @@ class _Run(_Shapes):
         assert alarm
         images = max(1, math.prod(checked(self.config)) // self.processes)
         batch = min(rollout.batch_size, images)
-        forward, decoded = self.forward(batch, Source(None, rollout.guidance)), self.decoded(batch)
+        forward = self.forward(batch, Source(self.compared, rollout.guidance))
+        decoded = self.decoded(batch)
         passes = forwards(rollout.solver, rollout.steps)
         flops = (forward.flops * passes + decoded.flops) / batch * images / alarm.every
         peak = self.stored + self.label_bytes + max(forward.peak, decoded.peak)

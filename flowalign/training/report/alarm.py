@@ -93,15 +93,17 @@ class Alarm:
                 )
         return fallen
 
-    def drift(self, drifts: Sequence[Drift], warn: float, where: str) -> list[str]:
+    def drift(
+        self, drifts: Sequence[Drift], warn: float, where: str, reference: str = "base"
+    ) -> list[str]:
         """A sentence for each statistic that has come to lie beyond `warn` sigmas; it is said again
-        when it has been back. where: whose images, such as "the rollout"."""
+        when it has been back. where: whose images, such as "the rollout"; reference: from what."""
         beyond = [drift for drift in drifts if drift.beyond(warn)]
         before = self.drifting.get(where, [])
         self.drifting[where] = [drift.name for drift in beyond]
         return [
-            f"images of {where} drift from the base: {drift}, beyond alarm.warn = "
-            f"{warn:g}. Look at them (`flowalign watch`): an honest gain, or a hack of the reward?"
+            f"images of {where} drift from the {reference}: {drift}, beyond alarm.warn = {warn:g}. "
+            "Look at them (`flowalign watch`): an honest gain, or a hack of the reward?"
             for drift in beyond
             if drift.name not in before
         ]

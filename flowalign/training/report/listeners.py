@@ -85,7 +85,9 @@ class RunLog:
         """A check of the drift, and warnings of it; its figures. where: whose images, of DRIFTS."""
         assert self.limits
         prefix, kind = DRIFTS[where]
-        self.warn(update, self.alarm.drift(check.drifts, self.limits.warn, where))
+        self.warn(
+            update, self.alarm.drift(check.drifts, self.limits.warn, where, self.limits.reference)
+        )
         if self.main:
             content, keep = to_json(check.to_json()), self.settings.keep_samples
             samples.write_json(self.folder, kind, update, content, keep)

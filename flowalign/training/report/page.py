@@ -17,11 +17,12 @@ from flowalign.training.report.drift.compare import Check
 
 class Panel(NamedTuple):
     """A check of the drift. title: whose images. warn: sigmas beyond which a statistic stands
-    out."""
+    out. reference: what they are compared with."""
 
     title: str
     warn: float
     check: Check
+    reference: str = "base"
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:

@@ -2,6 +2,7 @@
 
 Rollouts: every `alarm.every` updates the base samples some images of the rollout once more.
 Evaluations: the base is sampled at the first one of a process. Every process decides the same.
+With `alarm.reference: start` it is the base with the LoRA that the run starts from.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from accelerate.utils import gather_object
 from torch import Tensor
 
 from flowalign.backbone import Backbone
+from flowalign.backbone.adapters import Lora
 from flowalign.config import TrainingStage
 from flowalign.training.data import spread
 from flowalign.training.report.drift.compare import Check, Pair, check_drift
@@ -23,6 +25,7 @@ from flowalign.training.rollout import Noise, generate, sample
 from flowalign.types import PromptBatch, Rollout, Source
 
 COPIES = 2  # images of a prompt: for their distance; more prompts tell more than more copies
+START = "alarm_start"  # the frozen adapter that the run starts from
 SHARE = 4  # at most one in so many images of a rollout is sampled by the base
 
 Origin = tuple[str, int, str, Mapping[str, Any]]  # task, number of the prompt, prompt, metadata
@@ -38,7 +41,8 @@ def checked(config: TrainingStage) -> tuple[int, int]:
 
 
 class Monitor:
-    """The checks of one run. held_out: prompts of each task, whose images its evaluations see."""
+    """The checks of one run. held_out: prompts of each task, whose images its evaluations see.
+    start: what the run starts from, where it is the reference."""
 
     def __init__(
         self,
@@ -47,8 +51,12 @@ class Monitor:
         accelerator: Accelerator,
         measurements: ImageStatistics,
         held_out: Sequence[PromptBatch] = (),
+        start: Lora | None = None,
     ) -> None:
         assert config.alarm
+        self.reference = None if start is None else START
+        if start is not None:
+            backbone.load_adapter(START, start, frozen=True)
         self.settings, self.config, self.backbone = config.alarm, config, backbone
         self.accelerator, self.measurements = accelerator, measurements
         count = max(1, self.settings.images // COPIES)
@@ -80,7 +88,7 @@ class Monitor:
             noise=Noise((self.config.seed, update), settings.shared_noise),
             places=[(int(rollout.group[row]), int(rollout.copy[row])) for row in padded],
             batch_size=settings.batch_size,
-            sources=[Source(None, settings.guidance)] * len(padded),
+            sources=[Source(self.reference, settings.guidance)] * len(padded),
         ).images
         assert base is not None
         origins = _origins(rollout.batch.select(rows), rollout.group[rows].tolist())
@@ -102,7 +110,7 @@ class Monitor:
         if not self.held_out:
             return None
         if not self.base:
-            with self.backbone.base():
+            with self.backbone.adapter(self.reference):
                 self.base = self._sample_held_out()
         origins: list[Origin] = []
         for batch in self.held_out:
