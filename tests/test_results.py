@@ -13,7 +13,7 @@ import torch
 
 from flowalign.backbone.adapters import describe, write_lora
 from flowalign.commands import cli, sample, train
-from flowalign.config import to_yaml
+from flowalign.config import RecipeStage, parse, to_yaml
 from flowalign.eval import report
 from flowalign.training.report import results
 from flowalign.training.report.status import WARNINGS
@@ -122,3 +122,24 @@ def test_a_run_says_which_adapter_was_kept_and_warns_if_it_is_the_one_it_began_w
     assert train.main([*given, "--resume", command]) == 0
     assert "kept:" not in capsys.readouterr().out
     assert (folder / WARNINGS).read_text().count("update 0 of 2") == 1
+
+
+def test_the_next_command_of_a_recipe_is_of_the_model_that_its_table_is_about(
+    tmp_path: Path,
+) -> None:
+    """The one that it compares with the others; without a comparison that of the last stage."""
+    stages = {name: {"use": "student_flow_opd.yaml"} for name in ("student", "ablation")}
+    table = {"stage": "eval", "models": {"base": None, "ours": "stage:student"}}
+    for name in stages:
+        (tmp_path / name / "adapter").mkdir(parents=True)
+    for compare, expected in (
+        ({"ours": ["base"]}, "student"),
+        ({}, "ablation"),
+        (None, "ablation"),
+    ):
+        raw = {"stage": "recipe", "output": str(tmp_path), "model": {"id": "tiny"}}
+        recipe = parse(
+            raw | {"stages": stages | {"table": table | {"compare": compare}}}, stage=RecipeStage
+        )
+        steps = results.summary(recipe).partition("Next:")[2]
+        assert steps.count(str(tmp_path / expected)) == 2, steps

@@ -99,7 +99,16 @@ def summary(config: Stage) -> str:
         adapters[f"{name}: kept"] = kept(folder / name)
         paths |= {f"{name}: {kind}": stage[kind] for kind in PARTS if kind in stage}
     lines = [f"\n{what}: {which}" for what, which in adapters.items() if which]
-    return "".join([*lines, "\n" * bool(lines), _text(paths, list(_next_steps(paths)))])
+    main = f"{_compared(config)}: adapter" if isinstance(config, RecipeStage) else "adapter"
+    return "".join([*lines, "\n" * bool(lines), _text(paths, list(_next_steps(paths, main)))])
+
+
+def _compared(config: RecipeStage) -> str:
+    """The stage whose model a table of the recipe compares with others; "" if none does."""
+    for stage in config.stages.values():
+        for model in stage.get("compare") or ():
+            return str((stage.get("models") or {}).get(model)).removeprefix("stage:")
+    return ""
 
 
 def merged(adapter: str | Path) -> str:
@@ -115,12 +124,13 @@ def _paths(folder: Path) -> dict[str, Path]:
     return {what: path for what, path in paths.items() if path.exists()}
 
 
-def _next_steps(paths: Mapping[str, Path]) -> Iterator[str]:
+def _next_steps(paths: Mapping[str, Path], main: str) -> Iterator[str]:
+    """main: the adapter to go on with, by its name in paths; else it is the last one."""
     pages = [path for what, path in paths.items() if what.endswith(("report", "page"))]
     for path in pages[:1]:
         yield f"open {path} in a browser"
     adapters = [path for what, path in paths.items() if what.endswith("adapter")]
-    for adapter in adapters[-1:]:  # of a recipe the last one's, the student
+    for adapter in [paths[main]] if main in paths else adapters[-1:]:
         yield _sample_command(adapter)
         yield f"flowalign push {shlex.quote(str(adapter.parent))} --repo YOU/NAME --dry-run"
 
