@@ -58,8 +58,8 @@ KINDS = {  # of the lines that are drawn
     "rollouts": ("20 rollouts", "10 rollouts"),
     "images of a rollout": ("8 x 8 images", "4 x 8 images", "2 x 8 images"),
     "images, with more rollouts": ("8 x 8 images, 80 rollouts", "4 x 8 images, 160 rollouts"),
-    "group size": ("group size 4", "group size 2"),
     "noise levels": ("4 noise levels", "1 noise level"),
+    "group size": ("group size 4", "group size 2"),
     "steps": ("6 steps", "4 steps"),
     "several": ("1 noise level, 4 steps", "1 noise level, 4 steps, 4 x 8 images"),
 }
@@ -129,7 +129,9 @@ def draw(
     figure = Figure(figsize=(2 + 5 * len(tasks), 4.6), dpi=110, layout="constrained")
     axes = figure.subplots(1, len(tasks), squeeze=False)[0]
     for axis, task in zip(axes, tasks, strict=True):
-        for kind, names in KINDS.items():
+        for number, (kind, names) in enumerate(KINDS.items()):
+            # labels of neighbouring lines stand on either side of their points
+            offset, side = ((-5, 5), "right") if number % 2 else ((5, -9), "left")
             line = [name for name in (FULL, *names) if measured(data, task, name)]
             if len(line) < 2:
                 continue
@@ -137,7 +139,8 @@ def draw(
             axis.plot([relative[name] for name in line], means, marker="o", label=kind)
             for name, mean in zip(line[1:], means[1:], strict=True):
                 label = name.replace(" images", "")
-                axis.annotate(label, (relative[name], mean), fontsize=7, xytext=(4, -9),
+                at = (relative[name], mean)
+                axis.annotate(label, at, fontsize=7, xytext=offset, ha=side,
                     textcoords="offset points")  # fmt: skip
         if base := measured(data, task, "base model"):
             axis.axhline(statistics.fmean(base), color="#777777", linestyle=":")
