@@ -81,7 +81,7 @@ def wire(
     trackers.begin(accelerator, config)
     if config.mixtures and accelerator.is_main_process:
         listed = ", ".join(f"{key} {scale:g}" for key, scale in config.mixtures.items())
-        log.warning(
+        log.info(
             "CFG scale of the labels: %s; of the student: %g. Its images will look as if sampled "
             "at a scale between them", listed, config.guidance
         )  # fmt: skip

@@ -56,12 +56,12 @@ def guidance(plan: Plan) -> Iterator[Finding]:
     """Rollout, labels, update and evaluation at different CFG scales."""
     config, trained = plan.config, plan.config.guidance
     for name, scale in config.mixtures.items():
-        effect = "learns" if scale > trained else "unlearns"
-        yield Finding(
-            "fault" if scale < trained and name != "anchor" else "note",
-            f"guidance: {name} labels at CFG scale {scale}, the student is trained at {trained}: "
-            f"it {effect} guidance. Leave {name}.guidance out.",
-        )
+        said = f"guidance: {name} labels at CFG scale {scale}, the student is trained at {trained}"
+        if scale > trained:
+            yield note(f"{said}: it absorbs CFG. Sample it at {trained}.")
+        else:
+            text = f"{said}: it unlearns guidance. Leave {name}.guidance out."
+            yield note(text) if name == "anchor" else fault(text)
     if trained != config.rollout.guidance:
         yield note(f"guidance: trained at {trained}, rollouts at {config.rollout.guidance}.")
     evaluated = config.evaluation_sampling.guidance
