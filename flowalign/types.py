@@ -277,10 +277,15 @@ class Teacher(Protocol):
     """A frozen velocity field that labels the states of a rollout."""
 
     def __call__(
-        self, rollout: Rollout, known: tuple[Source, Tensor] | None = None
+        self,
+        rollout: Rollout,
+        known: tuple[Source, Tensor] | None = None,
+        *,
+        own: bool = False,
     ) -> TeacherLabel:
         """Velocities at rollout.states, routed by rollout.batch.tasks. known: a field whose
-        velocity [B,S,C,h,w] there need not be asked for again."""
+        velocity [B,S,C,h,w] there need not be asked for again. own: the teachers' own, without
+        extrapolation."""
         ...
 
     def sources(self, tasks: list[str]) -> list[Source]:

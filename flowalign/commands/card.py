@@ -138,6 +138,10 @@ def origins(folder: Path, config: Stage) -> str:
             f"{config.guidance:g}: a mixture of two scales"
             for key, scale in config.mixtures.items()
         ]
+        lines += [
+            f"{escaped(key)}: extrapolated from the {teacher.reference} by {teacher.extrapolate:g}"
+            for key, teacher in config.extrapolated.items()
+        ]
         use = "reward" if config.learns_from_rewards else "scored, but not trained, by the reward"
         scored = config.tasks if config.learns_from_rewards or config.evaluation else []
         lines += [

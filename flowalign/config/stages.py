@@ -318,6 +318,15 @@ class TrainingStage(Job):
         return {key: scale for key, scale in scales.items() if scale != self.guidance}
 
     @property
+    def extrapolated(self) -> dict[str, learning.TeacherConfig]:
+        """{config key: teacher} of the teachers whose targets are not their own velocities."""
+        return {
+            key: teacher
+            for key, teacher in self.labellers.items()
+            if isinstance(teacher, learning.TeacherConfig) and teacher.extrapolate != 1
+        }
+
+    @property
     def inputs(self) -> dict[str, str]:
         adapters = {key: teacher.adapter for key, teacher in self.labellers.items()}
         if "anchor" in adapters:  # the other places name a teacher, whose one file this is

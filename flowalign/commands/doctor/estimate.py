@@ -34,7 +34,7 @@ from flowalign.commands.doctor.meter import (
     size,
     size_of,
 )
-from flowalign.config import Stage, TeacherConfig, TrainingStage, overlay, parse
+from flowalign.config import Stage, TrainingStage, overlay, parse
 from flowalign.config.model import LoraConfig, ModelConfig
 from flowalign.training.algorithm import STUDENT, algorithm_class
 from flowalign.training.data import PromptError, load_prompts
@@ -426,12 +426,7 @@ class _Run(_Shapes):
     def _add_references(self, ranks: Mapping[str, int]) -> None:
         """What a teacher's target is extrapolated from, where it is: one more who labels."""
         self.targets = {key: [source] for key, source in self.sources.items()}
-        beyond = {
-            key: teacher
-            for key, teacher in self.config.labellers.items()
-            if isinstance(teacher, TeacherConfig) and teacher.extrapolate != 1
-        }
-        start = None
+        beyond, start = self.config.extrapolated, None
         if any(teacher.reference == "start" for teacher in beyond.values()):
             start = self.add_frozen(ranks)
             self.teachers += self.frozen[start]
