@@ -25,6 +25,7 @@ from pydantic import (
     TypeAdapter,
     ValidationError,
 )
+from pydantic_core import ErrorDetails
 
 from flowalign.system.hub_address import HubAddress
 
@@ -107,6 +108,13 @@ def _faults(what: str, option: str, annotation: Any, value: Any) -> list[str]:
     except (PydanticUserError, TypeError):
         return []
     except ValidationError as error:
-        faults = [(".".join(map(str, (option, *e["loc"]))), e) for e in error.errors()]
-        return [f"`{key}` of {what} is {e['input']!r}: {e['msg']}." for key, e in faults]
+        return [_fault(what, option, fault) for fault in error.errors()]
     return []
+
+
+def _fault(what: str, option: str, fault: ErrorDetails) -> str:
+    """In a sentence. Of a reward within a reward the inner sentence says enough."""
+    key = ".".join(map(str, (option, *fault["loc"])))
+    text = str(fault.get("ctx", {}).get("error", fault["msg"])).rstrip(".")
+    given = "" if isinstance(fault["input"], Mapping) else f" is {fault['input']!r}"
+    return f"`{key}` of {what}{given}: {text}."

@@ -78,6 +78,8 @@ def test_a_run_is_cut_in_the_order_of_the_table_until_it_fits(
         least = 0 if keys[-1] in ("rollout.window", "student.states.select") else 0.7
         assert status == 0 and least * share * whole < hours(after) <= share * whole
     assert len(keys) > 2
+    *_, near, _ = doctor(path, capsys, "--hours", str(0.97 * whole))[1]
+    assert near.startswith("train.updates=") and " " not in near  # a few updates, and no other cut
     status, lines = doctor(path, capsys, "--hours", str(1e-6 * whole))
     assert status == 1 and any("the least" in line for line in lines)
 

@@ -185,6 +185,7 @@ def test_what_cannot_work_is_refused_before_any_model_is_loaded():
         ("gated", {"reward": RED, "gate": RED, "threshold": math.nan}, "`threshold`"),
         ("gated", {"reward": RED, "gate": RED}, "`threshold`"),
         ("gated", {"reward": RED, "gate": {}, "threshold": 1.0}, "`gate.name`"),
+        ("product", {"rewards": [{"name": "gated"}]}, "`rewards.0`"),
         ("normalized", {"reward": RED, "median": 0.5, "spread": 0}, "`spread`"),
         ("diversity", {"model": "./nowhere"}, "`model`"),
     ]
@@ -192,6 +193,7 @@ def test_what_cannot_work_is_refused_before_any_model_is_loaded():
         with pytest.raises(ValueError) as caught:
             check(name, options)
         assert said in str(caught.value), options
+        assert "Value error" not in str(caught.value)
 
 
 def test_a_component_may_refuse_prompts():

@@ -378,6 +378,23 @@ def test_options_belong_to_the_reward_that_they_name() -> None:
     assert (ocr["rule"], pickscore["normalizer"]) == ("strict", 9)
     one = written("--stage", "grpo", "--reward", "ocr", "--options", "rule=strict")
     assert one.tasks[0].reward.options["rule"] == "strict"
+    head = Path("own.yaml").read_text().partition("stage:")[0]
+    assert "measured" in head and "your rewards" not in head
+
+
+def test_a_reward_made_of_others_has_the_options_of_their_shipped_configs(capsys: Any) -> None:
+    """The tiny model's OCR engine is not tuned for pages, wherever it stands."""
+    (ocr,) = written("--stage", "grpo", "--reward", "ocr").tasks
+    assert "--trust" not in capsys.readouterr().out
+    parts = "rewards=[{name: ocr, options: {rule: strict}}, {name: gated, options: "
+    parts += "{reward: {name: ocr}, gate: {name: ocr}, threshold: 0.5}}, {name: 'brand:like'}]"
+    Path("brand.py").write_text("def like(images, prompts, metadata): ...")
+    config = written("--stage", "nft", "--reward", "product", "--options", parts)
+    assert "your rewards" in Path("own.yaml").read_text().partition("stage:")[0]
+    assert "doctor --config own.yaml --trust" in capsys.readouterr().out
+    plain, gated, _ = config.tasks[0].reward.options["rewards"]
+    assert plain["options"] == ocr.reward.options | {"rule": "strict"}
+    assert gated["options"]["reward"] == gated["options"]["gate"] == ocr.reward.model_dump()
 
 
 def test_a_file_that_is_there_stays() -> None:

@@ -67,7 +67,8 @@ def parser() -> argparse.ArgumentParser:
         f"(grpo, nft, awm, opd, sft; {NONE} = a task of opd or sft without one) or benchmark (eval)"
     )
     many("--reward", metavar="NAME", help=help)
-    help = "of a single --reward; of one of several: NAME.key=value"
+    help = "of a single --reward; of one of several: NAME.key=value; of `product` such as "
+    help += "'rewards=[{name: ocr}, {name: my_rewards:brand}]'"
     many("--options", metavar="key=value", help=help)
     help = "adapters (folders, files or Hub ids) to learn from, merge or evaluate, each a task of "
     rest = "its name, by default that of the folder or file"
@@ -97,6 +98,7 @@ def main(argv: Sequence[str]) -> int:
         part.write_text(f"{text}\n", encoding="utf-8")
     print("\n".join([str(out), *notes]))
     fits = "" if args.model == "tiny" else " --gpu 4090 --hours 24"  # whatever the user has
+    fits += " --trust" if draft.has_own_code else ""
     print(f"next: flowalign doctor --config {out}{fits}\nthen: {config.command} --config {out}")
     return 0
 
@@ -186,10 +188,20 @@ class Draft:
         output = f"outputs/{self.args.out.stem}"
         return data | {"stage": stage, "output": output, "model": model}
 
+    @property
+    def has_own_code(self) -> bool:
+        """Whether a reward is code of the user's, which the doctor runs only with --trust."""
+        given = [self._reward(name) for name in self.rewards if name != NONE]
+        own = reward_registry.own_code
+        return any(own(reward["name"], reward.get("options", {})) for reward in given)
+
     def notes(self, data: Mapping[str, Any]) -> Iterator[str]:
         """What the reader of this config should know."""
         if label := label_of(self.folder / "eval.yaml"):
-            yield f"settings as in configs/{self.folder.name}: {label} ({LABELS[label]})."
+            other = {name for name in self.rewards if name not in self.tasks and name != NONE}
+            own = ["rewards"] * bool(other) + ["prompts"] * bool(self.args.prompts)
+            there = f", but not with your {' and '.join(own)}" if own else ""
+            yield f"settings as in configs/{self.folder.name}: {label}{there} ({LABELS[label]})."
         if not self.known:
             yield (
                 f"the family of {self.args.model} is not known here, so the values are those of "
@@ -337,13 +349,26 @@ class Draft:
     def _reward(self, name: str) -> dict[str, Any]:
         """A reward with the options that the shipped configs give it. Raises ValueError for one
         that does not exist or wants other options."""
-        shipped = self.tasks.get(name, {}).get("reward", {}).get("options", {})
         own = self.args.options
         if len(set(map(_short, self.args.reward))) > 1:
             own = [o.partition(".")[2] for o in own if _of(o, {_short(name)})]
-        options = shipped | assignments(own)
-        reward_registry.check(name, options)
-        return {"name": name, **({"options": options} if options else {})}
+        reward = self._filled({"name": name, "options": assignments(own)})
+        reward_registry.check(name, reward.get("options", {}))
+        return reward
+
+    def _filled(self, reward: Any) -> Any:
+        """A reward, and all that it is made of, with the options of the shipped configs where it
+        has none of its own; what is no reward as it is."""
+        if not isinstance(reward, Mapping) or "name" not in reward:
+            return reward
+        shipped = self.tasks.get(str(reward["name"]), {}).get("reward", {}).get("options", {})
+        options = {**shipped, **(reward.get("options") or {})}
+        for key in options.keys() & {"reward", "gate"}:
+            options[key] = self._filled(options[key])
+        if isinstance(parts := options.get("rewards"), list):
+            options["rewards"] = list(map(self._filled, parts))
+        rest = {key: value for key, value in reward.items() if key != "options"}
+        return {**rest, **({"options": options} if options else {})}
 
 
 def _average(adapters: list[str]) -> dict[str, Any]:

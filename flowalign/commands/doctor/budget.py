@@ -7,6 +7,7 @@ model alone. Reasons name pages of docs.
 from __future__ import annotations
 
 import json
+import math
 import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -19,6 +20,7 @@ from flowalign.commands.doctor.predictions import Forecast, shown_hours
 from flowalign.config import ConfigError, RecipeStage, Stage, TrainingStage
 
 LONG = 100  # hours above which a run is noted
+NEAR = 1.05  # times its hours that a stage may take and lose a few updates alone
 
 
 class Cut(NamedTuple):
@@ -44,12 +46,13 @@ CUTS = (
         taught=128,
     ),
     Cut("rollout.copies", 8, "groups of 8 learn (results); larger ones were not compared"),
-    Cut("{stage}.states", 1, "1 of 8 cost a tenth of the gain of an OCR teacher (budget)"),
+    Cut("{stage}.states", 1, "1 of 8 cost a quarter of the gain of an OCR teacher (budget)"),
     Cut("train.updates", 100, "half of the rollouts cost a quarter of the gain (budget)"),
     Cut("rollout.window", "[0,4]", "4 of 10 steps were enough (log); all were not compared", 0),
     Cut("train.updates", 30, "the tiny model's teachers learn most in 30 (results)"),
     Cut("rollout.steps", 6, "not measured: the reward sees other images than the users do"),
 )
+TRIM = Cut("train.updates", 1, "hardly fewer")
 
 
 def conclude(config: Stage, listed: Sequence[Forecast], limit: float | None) -> bool:
@@ -61,6 +64,8 @@ def conclude(config: Stage, listed: Sequence[Forecast], limit: float | None) -> 
     elif not any(forecast.times for forecast in listed):
         show([fault("time: --hours needs a rate, not known here: add --gpu or --tflops")])
     else:
+        if total > limit >= float(shown_hours(total)):  # rounded down
+            text = f"time: {math.ceil(10 * total) / 10:g} h"
         show([(ok if total <= limit else fault)(f"{text} of {limit:g}")])
         if total > limit:
             print(propose(config, listed, limit))
@@ -78,7 +83,10 @@ def propose(config: Stage, listed: Sequence[Forecast], limit: float) -> str:
     for number, forecast in enumerate(timed):
         share = min(rest / (len(timed) - number), rest - sum(least[number + 1 :]))
         after, keys = forecast, {}
-        for cut, texts, after in _fitted(chains[number], share):
+        chain = chains[number]
+        if forecast.hours <= NEAR * share:
+            chain = [step for step in _chain(forecast, [TRIM]) if step[2].hours <= share] or chain
+        for cut, texts, after in _fitted(chain, share):
             head = f"  {forecast.name}: {' '.join(texts)}: {shown_hours(after.hours)} h"
             show([note(f"{head}. {cut.why}")])
             keys |= {text.partition("=")[0]: text for text in texts}  # a later value replaces
@@ -92,9 +100,11 @@ def propose(config: Stage, listed: Sequence[Forecast], limit: float) -> str:
     return shlex.join(lines)
 
 
-def _chain(forecast: Forecast) -> Iterator[tuple[Cut, Forecast, Forecast]]:
+def _chain(
+    forecast: Forecast, cuts: Sequence[Cut] = CUTS
+) -> Iterator[tuple[Cut, Forecast, Forecast]]:
     """(cut, the forecasts before and after it) of the cuts that save time, all at their floors."""
-    for cut in CUTS:
+    for cut in cuts:
         with suppress(ConfigError, LookupError):  # another key needs more; there is no value
             after = forecast.after(_texts(cut, forecast, _values(cut, forecast)[0]))
             if after.hours < forecast.hours:
