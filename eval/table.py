@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain, product
+from typing import Any
 
 import numpy as np
 
@@ -98,8 +99,8 @@ def compared(
 ) -> Iterator[tuple[str, str, Benchmark, list[float]]]:
     """(model, other, benchmark, the gaps of its prompts) for all that is compared."""
     first, *others = results.judged
-    pairs = [(model, first) for model in others]
-    pairs += [(model, other) for model in compare for other in compare[model]]
+    pairs = [(model, other) for model in compare for other in compare[model]]
+    pairs += [(model, first) for model in others]
     for (model, other), benchmark in product(dict.fromkeys(pairs), results.benchmarks):
         means = results.means(benchmark, model), results.means(benchmark, other)
         yield model, other, benchmark, [a - b for a, b in zip(*means, strict=True)]
@@ -194,7 +195,7 @@ def tables(results: Results, compare: Mapping[str, Sequence[str]]) -> list[Table
         captions[f"{model} minus others"] = [(model, other) for other in references]
     # differences get the decimals of the scores, so that both tables can be read together
     about = [(benchmark.name, describe(benchmark.reward)) for benchmark in results.benchmarks]
-    who = [f"{name}: {', '.join(str(a[k]) for k in JUDGE if a.get(k))}" for name, a in about]
+    who = [f"{name}: {_judge(described)}" for name, described in about]
     who = [f"Judges. {'; '.join(who)}.", *notes(chain(*results.rows.values()))]
     result = [Table("Mean ± standard error.", main, decimals, notes=who)]
     for caption, pairs in captions.items():
@@ -203,6 +204,13 @@ def tables(results: Results, compare: Mapping[str, Sequence[str]]) -> list[Table
             said = notes(chain(*(row.values() for row in rows.values())))
             result.append(Table(f"{caption}, {results.shared}:", rows, decimals, True, said))
     return result
+
+
+def _judge(described: Mapping[str, Any]) -> str:
+    """A judge in words, with those that it is made of."""
+    text = ", ".join(str(described[key]) for key in JUDGE if described.get(key))
+    parts = [_judge(part) for part in described.get("rewards", {}).values()]
+    return f"{text} of {' and '.join(parts)}" if parts else text
 
 
 def _decimals(rows: Iterable[Mapping[str, EvalRow]], column: str) -> int:

@@ -100,6 +100,7 @@ class Weighted(Composed):
     ) -> None:
         terms, self.weights = _labelled(rewards)
         super().__init__(terms, device)
+        self.columns = tuple(terms)
 
     def describe(self) -> dict[str, Any]:
         """The components and their weights."""
@@ -128,6 +129,7 @@ class Product(Composed):
     ) -> None:
         terms, self.exponents = _labelled(rewards)
         super().__init__(terms, device)
+        self.columns = tuple(terms)
 
     def describe(self) -> dict[str, Any]:
         """The components and their exponents."""
@@ -137,7 +139,10 @@ class Product(Composed):
     def __call__(self, images: Tensor, prompts: Sequence[str], metadata: Metadata) -> Scores:
         value, components = torch.ones(len(images)), {}
         for label, reward in self.components.items():
-            components[label] = found = score(reward, images, prompts, metadata)
+            found = score(reward, images, prompts, metadata)
+            rows: list[int] = (found.value < 0).nonzero().flatten().tolist()
+            below = {row: f"{float(found.value[row]):.3g} is below 0" for row in rows}
+            components[label] = replace(found, reasons=found.reasons | below)
             value *= found.value.where(found.value >= 0, torch.nan) ** self.exponents[label]
         return _joined(value, components)
 

@@ -89,6 +89,8 @@ def test_a_product_needs_every_component():
     }  # fmt: skip
     signed = ask(build("product", rewards=[RED, spec("brightness")]))
     assert signed.valid.tolist() == (REDNESS >= 0).tolist() and not bool(signed.valid.all())
+    negative = (REDNESS < 0).nonzero().flatten().tolist()
+    assert all("below 0" in signed.reasons[row] for row in negative)
     assert rewards.has_no_weights("product")  # gdpo would take it for a sum
 
 

@@ -287,10 +287,10 @@ def _fidelity_problems(
             if fidelity.reference == "tiny":
                 try:
                     rendered(rows[:: max(1, len(rows) // 16)], seed=0)
-                except ValueError as error:
+                except ValueError:
                     yield (
                         f"fidelity.reference: 'tiny' needs prompts of the tiny world, and {source} "
-                        f"has others ({error}). Name a folder of images, or write `fidelity: null`."
+                        "has others. Name a folder of images, or write `fidelity: null`."
                     )
     folder = Path(fidelity.reference).expanduser()
     if fidelity.reference != "tiny" and not image_files(folder):

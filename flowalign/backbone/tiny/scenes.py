@@ -192,5 +192,5 @@ def rendered(metadata: Sequence[Mapping[str, Any]], seed: int, each: int = 1) ->
             for copy in range(each)
         ]
     except (KeyError, TypeError, AttributeError, IndexError) as error:
-        raise ValueError(f"these are no prompts of the tiny world ({error!r})") from error
+        raise ValueError("these are no prompts of the tiny world") from error
     return torch.from_numpy(np.stack(images)).permute(0, 3, 1, 2).float() / 255
