@@ -201,9 +201,9 @@ def test_what_changed_starts_with_the_largest_gains_and_losses(results: Results)
     grids = {mark.name: report.lines(results, mark) for mark in MARKS}
     changed = report.changes(results, {"student": ["ocr"]}, grids)
     assert [change.models for change in changed[::2]] == [
-        ("base", "ocr"), ("base", "student"), ("ocr", "student")
+        ("ocr", "student"), ("base", "ocr"), ("base", "student")
     ]  # fmt: skip
-    verdict, grade = changed[4:]
+    verdict, grade = changed[:2]
     assert verdict.title.endswith("0 prompts won, 0 lost, 3 equal, 1 without a score")
     assert verdict.sides == [[], []]
     assert grade.title.endswith("1 prompts won, 3 lost, 0 equal")
@@ -213,11 +213,15 @@ def test_what_changed_starts_with_the_largest_gains_and_losses(results: Results)
     assert [line.prompt for _, line in lost] == [PROMPTS[2], PROMPTS[1]]  # no image of the last
     stores: Any = {(model, "ocr"): Blank() for model in CORRECT}
     with_all = replace(results, stores=stores)
-    *_, grade = report.changes(with_all, {"student": ["ocr"]}, grids)
+    _, grade, *_ = report.changes(with_all, {"student": ["ocr"]}, grids)
     _, lost = grade.sides
     assert [line.prompt for _, line in lost] == [PROMPTS[2], PROMPTS[1], PROMPTS[3]]
     sources = [bool(cell.source) for _, line in lost for (cell,) in line.cells]
-    assert sources == [False] * 5 + [True]  # ocr's is shown before
+    assert sources == [False] * 4 + [True] * 2  # the others are shown in the grids
+    *_, later = report.changes(with_all, {"student": ["ocr"]}, grids)  # from base to student
+    assert not any(
+        cell.source for side in later.sides for _, line in side for (cell,) in line.cells
+    )
 
 
 @pytest.fixture
