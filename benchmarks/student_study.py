@@ -34,7 +34,7 @@ SCRATCH = "lora.init=null"
 PUBLISHED = "student.weighting=published"
 THREE = "student.states={select: random, count: 3}"
 TASKS = ("geneval", "ocr", "preference")
-DEFAULT = "default: from the merge, pathwise, velocity, one high-noise state"
+DEFAULT = "default: from the merge (average), pathwise, velocity, one high-noise state"
 VARIANTS: dict[str, list[str]] = {
     "the base": [SCRATCH, UNTRAINED],
     "the merge": [UNTRAINED],
@@ -57,7 +57,8 @@ VARIANTS: dict[str, list[str]] = {
     "ode rollouts": ["rollout.kind=ode"],
     "1 optimizer step a rollout": ["optimizer.updates_per_rollout=1"],
     "8 optimizer steps a rollout": ["optimizer.updates_per_rollout=8"],
-    "teachers at guidance 2": [f"teachers.{task}.guidance=2" for task in TASKS],
+    "labels without CFG": [f"teachers.{task}.guidance=1" for task in TASKS],
+    "labels at CFG 2": [f"teachers.{task}.guidance=2" for task in TASKS],
 }  # fmt: skip
 
 
@@ -126,7 +127,7 @@ def line(name: str, result: Mapping[str, Any], default: Mapping[str, Any], marks
     cells, gains, errors = [], [], []
     for mark in marks:
         report = suite.EvalReport(suite.rows_of(mark, result["rows"][mark.name]))
-        cells.append(suite.headline(report, [mark]))
+        cells.append(suite.headline(report, [mark]).mean)
         gap = difference(mark, default["rows"][mark.name], result["rows"][mark.name])
         gains.append(gap.mean)
         errors.append(gap.stderr)
@@ -150,7 +151,9 @@ def main() -> None:
     args = parser.parse_args()
     preset = load(PRESET, stage=OpdStage)
     if not (args.out / "merged").exists():
-        merge([t.adapter for t in preset.teachers.values() if t.adapter], args.out / "merged")
+        teachers = [t.adapter for t in preset.teachers.values() if t.adapter]
+        average = [1 / len(teachers)] * len(teachers)
+        merge(teachers, args.out / "merged", weights=average)
     from flowalign import rewards
     from flowalign.training.report.progress import quiet
 
