@@ -6,6 +6,7 @@ import math
 import fakes
 import pytest
 import torch
+from PIL import Image
 
 from flowalign import rewards
 from flowalign.commands.cli import main
@@ -116,6 +117,21 @@ def test_a_reward_of_a_size_gets_pictures_of_that_size(monkeypatch):
     monkeypatch.setattr(fakes, "sized", sized, raising=False)
     assert faults("fakes:sized", count=2, size=96) == []
     assert shapes == {(3, 96, 96)}
+
+
+def test_pictures_of_one_s_own_are_scored_beside_the_scenes(capsys, tmp_path):
+    """So that one sees whether a score of a style tells it from others."""
+    for name, color in (("red", (255, 0, 0)), ("blue", (0, 0, 255))):
+        (tmp_path / name).mkdir()
+        Image.new("RGB", (40, 20), color).save(tmp_path / name / "a.png")
+    words = ["doctor", "--reward", "fakes:redness", "--count", "2", "--size", "64"]
+    folders = [f"--images={tmp_path / name}" for name in ("red", "blue")]
+    assert main([*words, *folders]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if "pictures of" in line]
+    medians = [float(line.split()[-1]) for line in lines]
+    assert medians[0] > medians[1] and "red" in lines[0]
+    assert main([*words, "--images", str(tmp_path / "none")]) == 2
+    assert "--images" in capsys.readouterr().err
 
 
 def test_the_command_prints_the_scores_and_ends_by_its_findings(capsys):

@@ -38,11 +38,11 @@ def main(argv: Sequence[str]) -> int:
             if args.trust:
                 rewards.add_config_folder(args.config)
             return examine(args)
-        options, prompts = (
-            assignments(args.options),
-            [args.prompts] if args.prompts else reward.PROBES,
+        options = assignments(args.options)
+        prompts = [args.prompts] if args.prompts else reward.PROBES
+        found, _ = reward.diagnose(
+            args.reward, options, args.count, args.size, prompts, args.images
         )
-        found, _ = reward.diagnose(args.reward, options, args.count, args.size, prompts)
         show(found)
         return 0 if healthy(found) else 1
     finally:
@@ -75,6 +75,10 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--size", type=int, help="reward: enlarge the 64-pixel scenes to this")
     help = "reward: score scenes with these prompts, not with those of the tiny world"
     parser.add_argument("--prompts", metavar="FILE", help=help)
+    help = "reward: also score the pictures of a folder, such as those of a style; several times"
+    parser.add_argument(
+        "--images", action="append", type=Path, default=[], metavar="FOLDER", help=help
+    )
     help = "config: changes; reward: its options"
     parser.add_argument("options", nargs="*", metavar="key=value", help=help)
     return parser

@@ -11,20 +11,24 @@ import resource
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
+from PIL import ImageOps
 from torch import Tensor
 
 from flowalign import rewards
 from flowalign.backbone.tiny.scenes import rendered
 from flowalign.commands.doctor.findings import Finding, fault, note, ok
 from flowalign.rewards.scoring import score
+from flowalign.system.images import image_files, read_image, stacked
 from flowalign.training.data import load_prompts
 from flowalign.types import Metadata, PromptBatch, Scores
 
 PROBES = ("tiny/geneval_test", "tiny/ocr_test", "tiny/preference_test")
 COPIES = 4  # of a prompt, for a reward that compares them
+SIDE = 512  # pixels of pictures
 TOLERANCE = 1e-4  # relative: float32 sums in another order
 
 
@@ -38,16 +42,18 @@ def diagnose(
     count: int,
     size: int | None,
     sources: Sequence[str] = PROBES,
+    folders: Sequence[Path] = (),
 ) -> tuple[list[Finding], float]:
     """Build a reward and examine it on `count` scenes, enlarged to `size` pixels if given: the
     findings, and its seconds for an image. sources: prompt sets; the first that it can score
-    counts.
+    counts. folders: of pictures, of which it scores as many, to see what it tells apart.
 
-    Raises ValueError for a name or options that do not work, UnsuitedError where no prompts suit
-    it, and whatever its constructor raises.
+    Raises ValueError for a name or options that do not work and for a folder without pictures,
+    UnsuitedError where no prompts suit it, and whatever its constructor raises.
     """
     rewards.check(name, options)
     batches = suited(name, options, count, sources)
+    pictures = {str(folder): _pictures(folder, count, size or SIDE) for folder in folders}
     reward = rewards.build_on(None, name, options)
     copies = COPIES if reward.groupwise else 1
 
@@ -71,6 +77,9 @@ def diagnose(
     cost = (time.perf_counter() - began) / (len(probes) * len(rows))
     speed = f"{1000 * cost:.1f} ms an image in batches of {len(rows)}; {_memory()} in all"
     findings = [ok(speed), *_ranges(answers)]
+    for folder, images in pictures.items():
+        values = ask(images, [row % len(rows) for row in range(len(images))])
+        findings += _range(f"pictures of {folder}", values.value[values.valid])
     ways: dict[str, Callable[[], Tensor]] = {
         "asked again": lambda: ask(scenes, rows).value,
         "in reverse order": lambda: ask(scenes.flip(0), rows[::-1]).value.flip(0),
@@ -122,6 +131,22 @@ def _scenes(rows: Metadata, size: int | None) -> Tensor:
     return scenes
 
 
+def _pictures(folder: Path, count: int, side: int) -> Tensor:
+    """[B,3,side,side]: the middle of the first pictures of a folder."""
+    files = image_files(folder)[:count]
+    if not files:
+        raise ValueError(f"--images: there are no images in a folder {folder}.")
+    return stacked([ImageOps.fit(read_image(file), (side, side)) for file in files])
+
+
+def _range(what: str, values: Tensor) -> list[Finding]:
+    """What the valid scores of some images are; none without any."""
+    if not len(values):
+        return []
+    low, middle, high = values.float().cpu().quantile(torch.tensor([0.0, 0.5, 1.0])).tolist()
+    return [ok(f"{what}: {low:.4g} to {high:.4g}, median {middle:.4g}")]
+
+
 def _memory() -> str:
     """Peak MiB so far: of this process, and of the GPU where there is one."""
     unit = 1 if sys.platform == "darwin" else 1024  # getrusage counts bytes there, else KiB
@@ -136,9 +161,7 @@ def _ranges(answers: Mapping[str, Scores]) -> Iterator[Finding]:
     failed = {kind: int((~scores.valid).sum()) for kind, scores in answers.items()}
     valid = {kind: s.value[s.valid].float().cpu() for kind, s in answers.items()}
     for kind, values in valid.items():
-        if len(values):
-            low, middle, high = values.quantile(torch.tensor([0.0, 0.5, 1.0])).tolist()
-            yield ok(f"scenes with {kind}: {low:.4g} to {high:.4g}, median {middle:.4g}")
+        yield from _range(f"scenes with {kind}", values)
     if any(failed.values()):
         reason = next(text for scores in answers.values() for text in scores.failures.values())
         count = sum(len(scores.value) for scores in answers.values())
