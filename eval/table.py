@@ -209,7 +209,8 @@ def tables(results: Results, compare: Mapping[str, Sequence[str]]) -> list[Table
 def _judge(described: Mapping[str, Any]) -> str:
     """A judge in words, with those that it is made of."""
     text = ", ".join(str(described[key]) for key in JUDGE if described.get(key))
-    parts = [_judge(part) for part in described.get("rewards", {}).values()]
+    made_of = described.get("rewards", described).values()
+    parts = [_judge(part) for part in made_of if isinstance(part, Mapping) and "name" in part]
     return f"{text} of {' and '.join(parts)}" if parts else text
 
 

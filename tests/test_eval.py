@@ -426,13 +426,14 @@ def test_what_needs_no_image_needs_no_text(
 def test_the_parts_of_a_product_are_columns_that_do_not_count_twice(
     random_model: str, tmp_path: Path
 ):
-    parts = [{"name": "fakes:redness", "label": "red"}, {"name": "fakes:constant"}]
+    scaled = {"reward": {"name": "fakes:constant"}, "median": 0.5, "spread": 1}
+    parts = [{"name": "fakes:redness", "label": "red"}, {"name": "normalized", "options": scaled}]
     both = {"name": "both", "reward": {"name": "product", "options": {"rewards": parts}}}
     path = fakes.evaluation(random_model, tmp_path, ["a", "b"], both, {"name": "red"})
     assert main(["--config", str(path)]) == 0
     table = (tmp_path / "out" / "table.md").read_text()
-    assert "|  | both | both_red | both_fakes:constant | red | average |" in table
-    assert "both: product of redness and constant" in table
+    assert "|  | both | both_red | both_normalized | red | average |" in table
+    assert "both: product of redness and normalized of constant" in table
     models = json.loads((tmp_path / "out" / "results.json").read_text())["models"]
     means = {(row["benchmark"], row["metric"]): row["mean"] for row in models["base"]["rows"]}
     average = (means["both", "reward"] + means["red", "reward"]) / 2
