@@ -242,7 +242,8 @@ class StudentConfig(Section):
     gradient is zero."""
     weighting: Literal["kl", "published", "mean", "velocity"] = "velocity"
     """w(sigma) of the distance w |v - v_teacher|^2; see flowalign.training.losses.step_weights. The
-    defaults here and of states did best in docs/study.md. The paper has kl and all states."""
+    defaults here and of states did best in the first tiny world; in the second, random states are
+    as good or better (docs/study.md). The paper has kl and all states."""
     states: StatesConfig = StatesConfig(select="high_noise")
     guidance: NotNegative | None = Field(default=None, examples=[1.0])
     """CFG scale of the student in the loss; null = rollout.guidance."""
