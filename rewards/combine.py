@@ -142,7 +142,7 @@ class Product(Composed):
             found = score(reward, images, prompts, metadata)
             rows: list[int] = (found.value < 0).nonzero().flatten().tolist()
             below = {row: f"{float(found.value[row]):.3g} is below 0" for row in rows}
-            components[label] = replace(found, reasons=found.reasons | below)
+            components[label] = replace(found, reasons={**found.reasons, **below})
             value *= found.value.where(found.value >= 0, torch.nan) ** self.exponents[label]
         return _joined(value, components)
 
