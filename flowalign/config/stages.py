@@ -620,12 +620,11 @@ class SftStage(DistillationStage):
     def problems(self) -> Iterator[str]:
         """A target beyond a teacher, which cannot sample images."""
         yield from super().problems()
-        for name, teacher in self.teachers.items():
-            if teacher.extrapolate != 1:
-                yield (
-                    f"teachers.{name}.extrapolate: {teacher.extrapolate}, but `sft` learns from "
-                    "images, which the teacher itself samples. Leave it out, or use stage opd."
-                )
+        for key, teacher in self.extrapolated.items():
+            yield (
+                f"{key}.extrapolate: {teacher.extrapolate}, but `sft` learns from images, which "
+                "the teacher itself samples. Leave it out, or use stage opd."
+            )
 
 
 class MergeStage(Job):
