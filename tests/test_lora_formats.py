@@ -4,19 +4,23 @@ import copy
 import logging
 import re
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import diffusers
 import pytest
 import torch
+from diffusers.loaders.single_file_utils import convert_sd3_transformer_checkpoint_to_diffusers
 from safetensors.torch import save_file
 from test_families import PIPES, backbone, probe
 from torch import Tensor
 from torch.testing import assert_close
 
 from flowalign.backbone.adapters import AdapterError, read_lora
+from flowalign.backbone.conversion import convert
 from flowalign.backbone.flux import Flux
+from flowalign.backbone.sd3 import SD3
 from flowalign.backbone.z_image import ZImage
 from flowalign.commands import cli
 from flowalign.teachers.merge import merge
@@ -183,6 +187,72 @@ def test_a_public_lora_has_the_velocity_that_it_has_in_diffusers(
         ]
         assert_close(torch.cat(parts), scale * b @ a, rtol=0, atol=1e-6)
     assert len(lora.ranks) == sum(map(len, groups.values()))
+
+
+def sd3_checkpoint(width: int = 8) -> dict[str, Tensor]:
+    """Weights of Stability's own code with two blocks, of which the first has two attentions as in
+    SD3.5 Medium: what diffusers converts."""
+    shapes = {"pos_embed": (1, 4, width), "x_embedder.proj.weight": (width, 4, 2, 2)}
+    linear = {f"{name}_embedder.mlp.{n}": (width, width) for name in "ty" for n in (0, 2)}
+    linear |= {"context_embedder": (width, width), "final_layer.linear": (4, width)}
+    linear["final_layer.adaLN_modulation.1"] = (2 * width, width)
+    for block, stream in product(range(2), ("x_block", "context_block")):
+        path = f"joint_blocks.{block}.{stream}"
+        last = block == 1 and stream == "context_block"  # only its keys and values are used
+        linear[f"{path}.attn.qkv"] = (3 * width, width)
+        linear[f"{path}.adaLN_modulation.1"] = ((2 if last else 6) * width, width)
+        if not last:
+            linear[f"{path}.attn.proj"] = (width, width)
+            linear |= {f"{path}.mlp.fc1": (4 * width, width), f"{path}.mlp.fc2": (width, 4 * width)}
+    linear |= {"joint_blocks.0.x_block.attn2.qkv": (3 * width, width)}
+    linear |= {"joint_blocks.0.x_block.attn2.proj": (width, width)}
+    shapes |= {f"{name}.weight": shape for name, shape in linear.items()}
+    shapes |= {f"{name}.bias": shape[:1] for name, shape in linear.items()}
+    shapes["x_embedder.proj.bias"] = (width,)
+    generator = torch.Generator().manual_seed(3)
+    return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+
+
+def test_a_kohya_lora_of_sd3_changes_what_it_changes_in_stability_s_code() -> None:
+    """The reference is diffusers' conversion of whole checkpoints: before and after B A is added
+    to the layers under their own names."""
+    before, generator = sd3_checkpoint(), torch.Generator().manual_seed(4)
+    layers = {}
+    for name, weight in before.items():
+        if "joint_blocks" in name and name.endswith(".weight"):
+            a, b = (
+                torch.randn(s, generator=generator)
+                for s in ((4, weight.shape[1]), (len(weight), 4))
+            )
+            layers[name.removesuffix(".weight")] = (a, b)
+    scale = ALPHA / RANK
+    after = dict(before) | {
+        f"{name}.weight": before[f"{name}.weight"] + scale * b @ a
+        for name, (a, b) in layers.items()
+    }
+    plain, changed = (
+        convert_sd3_transformer_checkpoint_to_diffusers(dict(w)) for w in (before, after)
+    )
+    found = convert(down_up(KOHYA, dots=False)(layers), SD3)
+    updated = {name for name in plain if not torch.equal(plain[name], changed[name])}
+    assert {f"transformer.{name.removesuffix('.weight')}.lora_B.weight" for name in updated} == {
+        name for name in found if "lora_B" in name
+    }
+    for name in updated:
+        a, b = (
+            found[f"transformer.{name.removesuffix('weight')}lora_{half}.weight"] for half in "AB"
+        )
+        assert_close(plain[name] + b @ a, changed[name], rtol=0, atol=1e-5)
+
+
+def test_a_kohya_lora_of_sd3_is_loaded(tmp_path: Path) -> None:
+    core = PIPES("sd3").transformer
+    names = tuple(f"transformer_blocks.0.attn.to_{x}" for x in "qkv")
+    layers = random_layers(core, {"joint_blocks.0.x_block.attn.qkv": names})
+    save_file(down_up(KOHYA, dots=False)(layers), tmp_path / "public.safetensors")
+    ours = backbone(copy.deepcopy(PIPES("sd3")))
+    ours.load_adapter("public", tmp_path)
+    assert ours.read_lora(tmp_path).ranks == dict.fromkeys(names, RANK)
 
 
 # What is refused, and where a model is not known -------------------------------------------------

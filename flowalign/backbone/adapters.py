@@ -302,7 +302,7 @@ def _read_file(file: Path, family: Callable[[], type[Family]] | None) -> Lora:
         stored = convert(in_file, family())
         _say_once(
             logging.INFO,
-            f"{file}: diffusers converted {len(in_file)} weights, such as {shown(min(in_file))}, "
+            f"{file}: converted {len(in_file)} weights, such as {shown(min(in_file))}, "
             f"to {len(stored)}, such as {shown(min(stored))}",
         )
     weights = _plain_weights(stored)

@@ -1,5 +1,6 @@
 """LoRAs under the names of other programs (ai-toolkit, ComfyUI, kohya, BFL). diffusers converts
-them; this file checks what goes in, and that all of it comes out."""
+them, after names that it does not know (`Family.renamed`); this file checks what goes in, and that
+all of it comes out."""
 
 from __future__ import annotations
 
@@ -42,8 +43,10 @@ def convert(stored: Mapping[str, Tensor], family: type[Family]) -> dict[str, Ten
     refusal = f"diffusers' {family.pipeline} does not read a LoRA with names such as {min(stored)}"
     reader = getattr(diffusers, family.pipeline).lora_state_dict
     try:
-        weights, *more = reader(dict(stored), return_alphas=True, return_lora_metadata=True)
-    except Exception as error:  # its converters raise whatever a surprise raises
+        weights, *more = reader(
+            family.renamed(stored), return_alphas=True, return_lora_metadata=True
+        )
+    except Exception as error:  # converters raise whatever a surprise raises
         raise ValueError(f"{refusal} ({shown(str(error), 200)})") from error
     for name, alpha in (more[0] or {}).items():  # FluxPipeline hands some on
         down = f"{name.removesuffix('alpha')}lora_A.weight"

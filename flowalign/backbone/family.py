@@ -103,6 +103,11 @@ class Family(ABC):
         return "cfg"
 
     @classmethod
+    def renamed(cls, stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The weights of a LoRA as diffusers reads them, where it does not know their names."""
+        return dict(stored)
+
+    @classmethod
     def defaults(cls) -> tuple[int, float]:
         """(steps, guidance scale) of a call of the pipeline in diffusers."""
         call = inspect.signature(getattr(diffusers, cls.pipeline).__call__).parameters
