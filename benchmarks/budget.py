@@ -144,8 +144,9 @@ def draw(
                     textcoords="offset points")  # fmt: skip
         if base := measured(data, task, "base model"):
             axis.axhline(statistics.fmean(base), color="#777777", linestyle=":")
-            place = (0.02, statistics.fmean(base))
-            axis.annotate("base model", place, xycoords=("axes fraction", "data"), fontsize=8)
+            place = (0.98, statistics.fmean(base))
+            axis.annotate("base model", place, xycoords=("axes fraction", "data"), fontsize=8,
+                xytext=(0, 3), textcoords="offset points", ha="right")  # fmt: skip
         axis.set(xscale="log", title=task, xlabel="forward passes (1 = all)", ylabel="test score")
         shares = [1 / 16, 1 / 8, 1 / 4, 1 / 2, 1]
         axis.set_xticks(shares, ["1/16", "1/8", "1/4", "1/2", "1"], minor=False)
