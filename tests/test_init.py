@@ -323,6 +323,36 @@ def test_a_recipe_of_own_teachers_scores_test_prompts() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    "model", [MODELS[0], *(pytest.param(m, marks=pytest.mark.slow) for m in MODELS[1:4])]
+)
+def test_a_recipe_of_rewards_trains_a_teacher_for_each(
+    model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The whole method from rewards alone: teachers, their merge, the student, the table."""
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    for name in ("a.txt", "a_val.txt", "b.txt"):
+        Path(name).write_text('a red sign that says "KITE"\n' * 8)
+    words = ["--stage", "recipe", "--model", model, "--reward", "ocr", "clipscore"]
+    config = written(*words, "--prompts", "a.txt", "b.txt")
+    names = ["teacher_ocr", "teacher_clipscore", "merge", "student", "table"]
+    assert list(config.stages) == names
+    taught, blind = (config.stages[name] for name in names[:2])
+    assert taught["stage"] == blind["stage"] == "nft" and blind["evaluation"] is None
+    assert [task["prompts"] for task in taught["tasks"] + blind["tasks"]] == ["a.txt", "b.txt"]
+    student, table = config.stages["student"], config.stages["table"]
+    assert {k: t["adapter"] for k, t in student["teachers"].items()} == {
+        "ocr": "stage:teacher_ocr", "clipscore": "stage:teacher_clipscore"
+    }  # fmt: skip
+    assert config.stages["merge"]["adapters"] == [f"stage:{name}" for name in names[:2]]
+    assert set(table["models"]) == {"base", "ocr", "clipscore", "merge", "student"}
+    if model != MODELS[0]:
+        Path("data").mkdir()
+        Path("data/ocr_test.txt").write_text('a sign that says "KITE"\n')
+    _, problems = recipe.examine(config, Path())
+    assert problems == []
+
+
 @pytest.mark.parametrize("model, of", [("tiny", "tiny/ocr_test"), (MEDIUM, "data/ocr_test.txt")])
 def test_the_table_of_a_recipe_is_of_test_prompts(model: str, of: str, capsys: Any) -> None:
     words = ["--stage", "recipe", "--model", model, "--teachers", "ocr=me/a", "blue=me/b"]

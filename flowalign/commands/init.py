@@ -64,7 +64,8 @@ def parser() -> argparse.ArgumentParser:
     add("--model", default="tiny", help="tiny (default), a folder or a Hub id")
     help = "what scores the images, such as ocr, geneval or my_rewards:redness; one per task "
     help += (
-        f"(grpo, nft, awm, opd, sft; {NONE} = a task of opd or sft without one) or benchmark (eval)"
+        f"(grpo, nft, awm, opd, sft; {NONE} = a task of opd or sft without one), teacher (recipe: "
+        "trained in it where no --teachers are given) or benchmark (eval)"
     )
     many("--reward", metavar="NAME", help=help)
     help = "of a single --reward; of one of several: NAME.key=value; of `product` such as "
@@ -175,6 +176,9 @@ class Draft:
         tasks += self.student["tasks"]
         self.tasks = {key: task for task in tasks for key in (task["name"], task["reward"]["name"])}
         self.adapters = named_sources(args.teachers)
+        if args.stage == "recipe" and not args.teachers:  # it trains them itself
+            names = named_sources([f"{_short(name)}=" for name in args.reward])
+            self.adapters = {name: f"stage:teacher_{name}" for name in names}
 
     def data(self) -> dict[str, Any]:
         """The raw config; ValueError for numbers of files that do not fit."""
@@ -226,7 +230,9 @@ class Draft:
 
     def _training(self, stage: str) -> dict[str, Any]:
         """A teacher with a task for each reward, or a student with one for each of its teachers."""
-        data = self._teacher(stage) if stage in TEACHERS else self._student(stage)
+        data = (
+            self._teacher(stage, *self.rewards[:1]) if stage in TEACHERS else self._student(stage)
+        )
         names = list(map(_short, self.rewards))
         if "teachers" in data:
             like = next(iter(data["teachers"].values()))
@@ -251,13 +257,13 @@ class Draft:
             data["evaluation"] = None
         return data
 
-    def _teacher(self, stage: str) -> dict[str, Any]:
-        """The teacher of the first reward; where the family has none of this stage, the one of SD35
+    def _teacher(self, stage: str, reward: str) -> dict[str, Any]:
+        """The shipped teacher of a reward; where the family has none of this stage, the one of SD35
         with the family's guidance."""
         folder, by_reward = self.folder, _teachers(self.folder, stage)
         if not by_reward:
             folder, by_reward = SD35, _teachers(SD35, stage)
-        data = by_reward.get(self.rewards[0]) or by_reward.get("ocr") or [*by_reward.values()][0]
+        data = by_reward.get(reward) or by_reward.get("ocr") or [*by_reward.values()][0]
         if folder != self.folder:
             guidance = self.student["rollout"]["guidance"]
             if stage == "grpo":
@@ -277,7 +283,8 @@ class Draft:
         return _average(list(self.adapters.values()) or shipped) | {"method": "concat"}
 
     def _recipe(self) -> dict[str, Any]:
-        """The merge of the teachers, the student that starts from it, and the table."""
+        """A teacher for each reward, if none are given; the merge of the teachers, the student that
+        starts from it, and the table."""
         student: dict[str, Any] = self._training("opd") | {"stage": "opd"}
         adapters = {name: teacher["adapter"] for name, teacher in student["teachers"].items()}
         if unscored := [task["name"] for task in student["tasks"] if "reward" not in task]:
@@ -285,7 +292,13 @@ class Draft:
                 f"--reward: missing for {', '.join(unscored)}. Give one for each of the "
                 f"{len(adapters)} teachers, in their order; it scores the images of the table."
             )
-        models, stages = {"base": None, **adapters}, {}
+        models, stages = {"base": None, **adapters}, dict[str, Any]()
+        if not self.args.teachers and self.args.reward:
+            for name, task in zip(adapters, student["tasks"], strict=True):
+                data = self._teacher("nft", task["reward"]["name"])
+                data |= {"stage": "nft", "tasks": [task]}
+                data |= {} if "validation" in task else {"evaluation": None}
+                stages[f"teacher_{name}"] = data
         if len(adapters) > 1:
             stages["merge"] = {"stage": "merge"} | _average(list(adapters.values()))
             student["lora"] = {"init": "stage:merge"}
