@@ -1,10 +1,10 @@
 """What a base of the tiny world should be: able, and often wrong.
 
-    python scripts/tiny/criteria.py FOLDER [--guidance 1 2.5] [--images 16] [--prompts 100]
+    python scripts/tiny/criteria.py FOLDER [--lora FOLDER] [--guidance 1 2.5] [--images 16]
 
 For each task of the test prompts: the score of one image (mean over all), of the best of 2, 4, 8
-and 16 images of a prompt, and for shapes the share of images with a malformed region (one that the
-detector is less sure of than GenEval's counting threshold).
+and 16 images of a prompt, and for shapes the score by tag and relation, and the share of images
+with a malformed region (one that the detector is less sure of than GenEval's counting threshold).
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("folder", type=Path)
+    parser.add_argument("--lora", type=Path, help="of the base model")
     parser.add_argument("--guidance", type=float, nargs="+", default=[1.0])
     parser.add_argument("--images", type=int, default=16)
     parser.add_argument("--prompts", type=int, default=100)
@@ -56,6 +57,8 @@ def main() -> None:
     parts.quiet()
     pipe = StableDiffusion3Pipeline.from_pretrained(args.folder)
     pipe.set_progress_bar_config(disable=True)
+    if args.lora:
+        pipe.load_lora_weights(args.lora, weight_name="pytorch_lora_weights.safetensors")
     best = [k for k in (1, 2, 4, 8, 16, 32) if k <= args.images]
     print(f"| task | guidance | {' | '.join(f'best of {k}' for k in best)} | besides |")
     print("|---" * (len(best) + 3) + "|")
@@ -75,9 +78,12 @@ def main() -> None:
                     for s in seen
                 ]
                 besides = f"malformed {sum(torn) / len(torn):.3f}"
-                for tag in sorted({row["tag"] for row in rows}):
-                    of = [s for s, row in zip(scores, rows, strict=True) if row["tag"] == tag]
-                    besides += f", {tag} {sum(of) / len(of):.2f}"
+                kinds: dict[str, list[float]] = {}
+                for row, score in zip(rows, scores, strict=True):
+                    relation = row["include"][-1].get("position", [""])[0]
+                    for kind in {row["tag"], relation or row["tag"]}:
+                        kinds.setdefault(kind, []).append(score)
+                besides += "".join(f", {k} {sum(v) / len(v):.2f}" for k, v in sorted(kinds.items()))
             elif task == "ocr":
                 found = build("ocr", **OCR)(images, texts, rows)
                 scores = found.value.tolist()
