@@ -230,9 +230,8 @@ class Draft:
 
     def _training(self, stage: str) -> dict[str, Any]:
         """A teacher with a task for each reward, or a student with one for each of its teachers."""
-        data = (
-            self._teacher(stage, *self.rewards[:1]) if stage in TEACHERS else self._student(stage)
-        )
+        taught = stage in TEACHERS
+        data = self._teacher(stage, self.rewards[0]) if taught else self._student(stage)
         names = list(map(_short, self.rewards))
         if "teachers" in data:
             like = next(iter(data["teachers"].values()))
