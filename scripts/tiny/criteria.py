@@ -46,7 +46,7 @@ def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--lora", type=Path, help="of the base model")
+    parser.add_argument("--lora", help="folder of an adapter")
     parser.add_argument("--guidance", type=float, nargs="+", default=[1.0])
     parser.add_argument("--images", type=int, default=16)
     parser.add_argument("--prompts", type=int, default=100)
