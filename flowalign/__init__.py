@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,16 +35,16 @@ def load(model: str = "tiny", lora: str | Path | None = None, **kw: Any) -> Any:
     raises HubError or AdapterError before the model is loaded, a pipeline of no known family
     ModelError.
     """
-    from flowalign.backbone import Family, family_of, pipeline_name, put_lora, resolve
+    from flowalign.backbone import put_lora, resolve
     from flowalign.backbone.adapters import read_lora
     from flowalign.backbone.loading import pipeline_class, text_length
+    from flowalign.backbone.structure import read_family
+    from flowalign.config import ModelConfig
 
     kw.setdefault("use_safetensors", True)  # else diffusers takes a pickle where it finds no other
     hub = {name: kw[name] for name in HUB if name in kw}
 
-    def family() -> type[Family]:
-        return family_of(pipeline_name(model, **hub))
-
+    family = partial(read_family, ModelConfig(id=model), **hub)
     adapter = read_lora(lora, newest=True, family=family) if lora else None
     loader = pipeline_class(model, text_length(model, adapter), **hub)
     pipe = loader.from_pretrained(resolve(model), **kw)

@@ -18,7 +18,7 @@ from peft.utils.merge_utils import dare_linear, ties
 from torch import Tensor
 
 from flowalign.backbone.adapters import Lora, describe, read_lora, write_lora
-from flowalign.backbone.structure import model_family
+from flowalign.backbone.structure import read_family
 from flowalign.config import ADAPTER, ModelConfig
 from flowalign.system.escape import escaped, table
 
@@ -99,7 +99,7 @@ def merge(
     """
     weights = [1.0] * len(adapters) if weights is None else list(weights)
     _check_options(adapters, Path(out), weights, method, rank, density)
-    family = partial(model_family, ModelConfig(id=model)) if model else None
+    family = partial(read_family, ModelConfig(id=model)) if model else None
     loras = [read_lora(source, newest=True, family=family) for source in adapters]
     updates = [_updates(source, lora) for source, lora in zip(adapters, loras, strict=True)]
     base = _common_base(adapters, loras, updates) or model

@@ -5,7 +5,9 @@
 
 import copy
 import json
+import re
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 from unicodedata import category
@@ -19,7 +21,7 @@ from safetensors.torch import load_file, save, save_file
 
 import flowalign
 from flowalign import rewards
-from flowalign.backbone import ModelError, load_pipeline, put_lora
+from flowalign.backbone import ModelError, adapters, load_pipeline, put_lora
 from flowalign.backbone.adapters import ADAPTER, PEFT_CONFIG, AdapterError, read_lora
 from flowalign.backbone.tiny import PREFERENCE
 
@@ -115,7 +117,6 @@ def test_any_description_is_read_or_refused(
         ("lora_alpha", float("inf")), ("rank_pattern", ["to_q"]), ("rank_pattern", {"to_q": "2"}),
         ("alpha_pattern", {"to_q": None}), ("use_rslora", "yes"),
         ("base_model_name_or_path", 7), ("base_model_name_or_path", "a\x1b[2J"),
-        *(("alpha_pattern", {pattern: 2}) for pattern in CATASTROPHES),
     ],
 )  # fmt: skip
 def test_an_entry_of_a_wrong_kind_is_named(entry: str, value: Any, tmp_path: Path) -> None:
@@ -123,6 +124,27 @@ def test_an_entry_of_a_wrong_kind_is_named(entry: str, value: Any, tmp_path: Pat
     (tmp_path / PEFT_CONFIG).write_text(json.dumps({"r": 2, entry: value}))
     with pytest.raises(AdapterError, match=entry):
         read_lora(tmp_path)
+
+
+def test_patterns_are_matched_as_peft_does_and_never_for_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """peft's are regular expressions, with groups and all."""
+    monkeypatch.setattr(adapters, "MATCHING_S", 0.3)
+    save_file(HALVES, tmp_path / ADAPTER)
+    (layer,) = {name.rsplit(".lora_", 1)[0] for name in read_lora(tmp_path).weights}
+    tail = layer.rpartition(".")[2]
+    groups = [rf"(\w+\.)*(x|{tail})", rf".*\.(?:a|b|{tail})", rf"^(.+)\.{tail[:-1]}[{tail[-1]}]$"]
+    for pattern in [*groups, *CATASTROPHES, "(", "*", "(?R)"]:
+        start = time.monotonic()
+        (tmp_path / PEFT_CONFIG).write_text(json.dumps({"r": 2, "alpha_pattern": {pattern: 7}}))
+        try:
+            (alpha,) = read_lora(tmp_path).alphas.values()
+            if pattern in groups:
+                assert bool(re.match(rf"(.*\.)?({pattern})$", layer)) == (alpha == 7)
+        except AdapterError as error:
+            assert pattern not in groups and "pattern" in str(error)
+        assert time.monotonic() - start < 5
 
 
 @pytest.mark.parametrize(

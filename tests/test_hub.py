@@ -9,7 +9,14 @@ from fake_hub import PEFT, online
 from huggingface_hub import constants
 
 import flowalign
-from flowalign.backbone.adapters import HubError, adapter_folder, is_hub_id, read_lora, write_lora
+from flowalign.backbone.adapters import (
+    AdapterError,
+    HubError,
+    adapter_folder,
+    is_hub_id,
+    read_lora,
+    write_lora,
+)
 from flowalign.commands.recipe import file_digest
 from flowalign.config import ConfigError
 from flowalign.system.hub_address import HubAddress
@@ -26,6 +33,12 @@ def test_what_is_a_hub_id_and_what_is_a_folder(monkeypatch: pytest.MonkeyPatch) 
         ("me/lora@v1.0", ("me/lora", "v1.0", "")),
         ("me/lora@refs/pr/3/best", ("me/lora", "refs/pr/3", "best")),
         ("me/lora@main/runs/best", ("me/lora", "main", "runs/best")),
+        ("me/lora@main/a b.safetensors", ("me/lora", "main", "a b.safetensors")),
+        ("me/lora/a b.safetensors", ("me/lora", None, "a b.safetensors")),
+        ("https://huggingface.co/me/lora/", ("me/lora", None, "")),
+        ("https://hf.co/me/lora/blob/v1/a%20b.safetensors", ("me/lora", "v1", "a b.safetensors")),
+        *((text, None) for text in ("https://huggingface.co/me", "https://a.com/me/lora")),
+        *((text, None) for text in ("me/l/x", "me/lora@main/../x.safetensors")),
         *((text, None) for text in ("runs/teacher/adapter", "/me/lora", "./me/lora", "../lora")),
         *((text, None) for text in ("me", "me/lora/", "me//lora", "~/lora", "me/lora@")),
         *((text, None) for text in ("me/lora@main/../x", "tests/lora")),
@@ -57,8 +70,30 @@ def test_revisions_and_folders_inside_a_repository(online: fake_hub.Hub) -> None
     online.put("me/lora", {"x.safetensors": PEFT["adapter_model.safetensors"]}, revision="old")
     assert read_lora("me/lora@main/runs/best").metadata["lora_alpha"] == 5
     assert read_lora("me/lora@old").metadata["lora_alpha"] == 2
-    with pytest.raises(ValueError, match="pytorch_lora_weights"):
+    with pytest.raises(ValueError, match="me/lora@main/runs"):
         read_lora("me/lora@main/runs")
+
+
+def test_one_of_several_files_is_chosen_before_any_is_fetched(online: fake_hub.Hub) -> None:
+    """Gigabytes of other adapters stay there."""
+    weights = PEFT["adapter_model.safetensors"]
+    names = ["4 steps.safetensors", "8steps.safetensors", "v1/x.safetensors"]
+    names.append("v1/[old].safetensors")
+    online.put("me/many", {name: weights for name in names})
+    for folder in ("me/many", "me/many@main/v1", "https://huggingface.co/me/many/tree/main/v1"):
+        with pytest.raises(AdapterError) as caught:
+            read_lora(folder)
+        example = str(caught.value).rsplit(" as in ", 1)[1]
+        assert not online.downloads
+        assert read_lora(example).ranks and len(online.downloads) <= 1
+        online.downloads.clear()
+    for source in (
+        "me/many/8steps.safetensors",
+        "me/many@main/4 steps.safetensors",
+        "https://huggingface.co/me/many/blob/main/4%20steps.safetensors",
+        "https://huggingface.co/me/many/resolve/main/v1/x.safetensors?download=true",
+    ):
+        assert read_lora(source).ranks
 
 
 def test_a_whole_pipeline_is_refused_before_its_weights_are_fetched(online: fake_hub.Hub) -> None:

@@ -1,4 +1,9 @@
-"""LoRAs under the names of other programs: read as diffusers reads them, or refused."""
+"""LoRAs under the names of other programs: their updates are those of the file, or it is refused.
+
+    PYTHONPATH=.:tests python tests/test_lora_formats.py
+
+prints the guard's figure for every format and family, by the diffusers that is imported.
+"""
 
 import copy
 import logging
@@ -11,6 +16,7 @@ from typing import Any
 import diffusers
 import pytest
 import torch
+from diffusers import SD3Transformer2DModel
 from diffusers.loaders.single_file_utils import convert_sd3_transformer_checkpoint_to_diffusers
 from safetensors.torch import save_file
 from test_families import PIPES, backbone, probe
@@ -18,14 +24,14 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from flowalign.backbone.adapters import AdapterError, read_lora
-from flowalign.backbone.conversion import convert
-from flowalign.backbone.flux import Flux
+from flowalign.backbone.conversion import TOLERANCE, convert, deviations
 from flowalign.backbone.sd3 import SD3
-from flowalign.backbone.z_image import ZImage
+from flowalign.backbone.structure import family_without_text
 from flowalign.commands import cli
 from flowalign.teachers.merge import merge
 
 RANK, ALPHA = 4, 3.0
+FLUX_DEV = "black-forest-labs/FLUX.1-dev"
 Layers = dict[str, tuple[Tensor, Tensor]]  # {layer: (A, B)} as a format has them
 FUSED = {  # BFL's names of the layers of a double block
     "img_attn.qkv": ("attn.to_q", "attn.to_k", "attn.to_v"),
@@ -122,9 +128,50 @@ def ab_with_alpha(layers: Layers) -> dict[str, Tensor]:
     return ab("transformer.")(layers) | alphas
 
 
-COMFY, KOHYA = "diffusion_model.", "lora_unet_"
+def final_layer(core: Any) -> dict[str, tuple[str, ...]]:
+    """The last layers in BFL's code: of the second one, the halves of B are exchanged."""
+    return {"final_layer.linear": ("proj_out",), "final_layer.adaLN_modulation.1": (ADALN,)}
+
+
+def stability(core: Any) -> dict[str, tuple[str, ...]]:
+    """A fused layer in Stability's code."""
+    names = tuple(f"transformer_blocks.0.attn.to_{x}" for x in "qkv")
+    return {"joint_blocks.0.x_block.attn.qkv": names, **final_layer(core)}
+
+
+def modulations(core: Any) -> dict[str, tuple[str, ...]]:
+    """Of FLUX.2, for all blocks."""
+    names = ("single_stream_modulation", "double_stream_modulation_img")
+    return {f"{name}.lin": (f"{name}.linear",) for name in names}
+
+
+def xlabs(core: Any) -> dict[str, tuple[str, ...]]:
+    """XLabs' layers of FLUX.1, which have no alpha."""
+    path = "transformer_blocks.0.attn"
+    return {
+        "double_blocks.0.processor.qkv_lora1": tuple(f"{path}.to_{x}" for x in "qkv"),
+        "double_blocks.0.processor.proj_lora2": (f"{path}.to_add_out",),
+    }
+
+
+def processors(core: Any) -> dict[str, tuple[str, ...]]:
+    """As diffusers wrote LoRAs in 2023."""
+    path = "transformer_blocks.0.attn"
+    outer = {f"{path}.processor.to_out_lora": (f"{path}.to_out.0",)}
+    return outer | {f"{path}.processor.to_{x}_lora": (f"{path}.to_{x}",) for x in "qkv"}
+
+
+def plain_down_up(layers: Layers) -> dict[str, Tensor]:
+    """<layer>.down.weight."""
+    down = {f"{layer}.down.weight": a for layer, (a, _) in layers.items()}
+    return down | {f"{layer}.up.weight": b for layer, (_, b) in layers.items()}
+
+
+ADALN = "norm_out.linear"
+COMFY, KOHYA, HERE = "diffusion_model.", "lora_unet_", "lora_transformer_"
+ALL = ["flux", "flux2", "qwen_image", "z_image", "sd3", "sana"]
 READ: dict[str, tuple[list[str], Any, Any, float]] = {
-    # format: families, layers, writer, scale
+    # format: families, layers, writer, scale; diffusers reads it, too
     "kohya_bfl": (["flux", "schnell"], bfl, down_up(KOHYA, dots=False), ALPHA / RANK),
     "kohya_flux2": (["flux2", "klein"], flux2_bfl, down_up(KOHYA, dots=False), ALPHA / RANK),
     "kohya_diffusers": (["flux"], as_they_are, down_up("lora_transformer_", False), ALPHA / RANK),
@@ -141,24 +188,48 @@ READ: dict[str, tuple[list[str], Any, Any, float]] = {
     "alpha": (["flux"], as_they_are, ab_with_alpha, ALPHA / RANK),
     "down_up_no_alpha": (["flux"], as_they_are, down_up("transformer.", alpha=False), 1.0),
 }
-FAST = ("flux", "schnell", "z_image")
-CASES = [
-    pytest.param(name, family, marks=[] if family in FAST else [pytest.mark.slow])
-    for name, case in READ.items()
-    for family in case[0]
-]
+SCALE = ALPHA / RANK
+WRAPPERS = [
+    "base_model.model.", "pipe.dit.", "transformer._orig_mod.", "module.transformer.",
+    "transformer.base_model.model.", "model.diffusion_model.",
+]  # fmt: skip
+OURS: dict[str, tuple[list[str], Any, Any, float]] = {  # which no diffusers reads, or not rightly
+    "onetrainer": (ALL, as_they_are, down_up("transformer."), SCALE),
+    "onetrainer_underscores": (ALL[1:], as_they_are, down_up(HERE, False), SCALE),
+    "comfy": (["flux", "sd3", "sana"], as_they_are, ab(COMFY), 1.0),
+    "kohya": (["sd3", "sana"], as_they_are, down_up(KOHYA, dots=False), SCALE),
+    "kohya_final": (["flux", "flux2", "sd3"], final_layer, down_up(KOHYA, dots=False), SCALE),
+    "comfy_final": (["flux", "flux2"], final_layer, ab(COMFY), 1.0),
+    "kohya_sd3": (["sd3"], stability, down_up(KOHYA, dots=False), SCALE),
+    "comfy_sd3": (["sd3"], stability, ab(COMFY), 1.0),
+    "kohya_modulations": (["flux2"], modulations, down_up(KOHYA, dots=False), SCALE),
+    "xlabs": (["flux"], xlabs, plain_down_up, 1.0),
+    "processors": (["sd3", "flux"], processors, plain_down_up, 1.0),
+    **{form: (["flux", "qwen_image"], as_they_are, ab(form), 1.0) for form in WRAPPERS},
+    "peft_default": (ALL, as_they_are, ab("base_model.model.", True), 1.0),
+}  # fmt: skip
+FAST = ("flux", "schnell", "z_image", "sd3")
+
+
+def cases(table: dict[str, Any]) -> list[Any]:
+    """(format, family) of a table."""
+    return [
+        pytest.param(name, family, marks=[] if family in FAST else [pytest.mark.slow])
+        for name, case in table.items()
+        for family in case[0]
+    ]
 
 
 def written(format: str, family: str, folder: Path) -> tuple[Layers, Path]:
     """A file of a format, alone in its folder."""
-    _, groups, writer, _ = READ[format]
+    _, groups, writer, _ = (READ | OURS)[format]
     core = PIPES(family).transformer
     layers = random_layers(core, groups(core))
     save_file(writer(layers), folder / "public.safetensors")
     return layers, folder
 
 
-@pytest.mark.parametrize(("format", "family"), CASES)
+@pytest.mark.parametrize(("format", "family"), cases(READ))
 def test_a_public_lora_has_the_velocity_that_it_has_in_diffusers(
     format: str, family: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -175,18 +246,100 @@ def test_a_public_lora_has_the_velocity_that_it_has_in_diffusers(
         expected = backbone(stock).velocity(x, 0.7, cond, guidance=1.0)
     assert float((found - plain).abs().max()) > 1e-2
     assert_close(found, expected, rtol=0, atol=1e-6)
-    (line,) = [r.getMessage() for r in caplog.records if "converted" in r.getMessage()]
-    assert "\n" not in line and "public.safetensors" in line
-    # and by definition: the update of the layers, side by side, is scale B A
-    lora, scale = ours.read_lora(folder), READ[format][3]
-    groups = READ[format][1](PIPES(family).transformer)
+    if format != "default":  # peft's own names need no conversion
+        (line,) = [r.getMessage() for r in caplog.records if "converted" in r.getMessage()]
+        assert "\n" not in line and "public.safetensors" in line
+    assert_updates(ours.read_lora(folder), layers, format, family)
+
+
+def assert_updates(lora: Any, layers: Layers, format: str, family: str) -> None:
+    """By definition: the update of the layers, side by side, is scale B A."""
+    _, names, _, scale = (READ | OURS)[format]
+    groups = names(PIPES(family).transformer)
     for name, (a, b) in layers.items():
         parts = [
             lora.scales[n] * lora.weights[f"{n}.lora_B.weight"] @ lora.weights[f"{n}.lora_A.weight"]
             for n in groups[name]
         ]
+        if groups[name] == (ADALN,):  # (shift, scale) there, (scale, shift) in diffusers
+            b = torch.cat(b.chunk(2)[::-1])
         assert_close(torch.cat(parts), scale * b @ a, rtol=0, atol=1e-6)
     assert len(lora.ranks) == sum(map(len, groups.values()))
+
+
+@pytest.mark.parametrize(("format", "family"), cases(OURS))
+def test_a_lora_that_diffusers_does_not_read_has_the_updates_of_its_file(
+    format: str, family: str, tmp_path: Path
+) -> None:
+    layers, folder = written(format, family, tmp_path)
+    ours = backbone(copy.deepcopy(PIPES(family)))
+    ours.load_adapter("public", folder)  # it fits
+    assert_updates(ours.read_lora(folder), layers, format, family)
+
+
+def random_lora(dtype: torch.dtype) -> dict[str, Tensor]:
+    """Two fused layers as kohya has them, of which the first has three A's in one."""
+    generator = torch.Generator().manual_seed(2)
+    a, b = (torch.randn(s, generator=generator) for s in ((12, 48), (96, 12)))
+    sparse = b * torch.block_diag(*[torch.ones(32, 4)] * 3)
+    c, d = (torch.randn(s, generator=generator) for s in ((4, 48), (64, 4)))
+    weights = down_up()({"qkv": (a, sparse), "mlp": (c, d)})
+    return {name: w if name.endswith("alpha") else w.to(dtype) for name, w in weights.items()}
+
+
+def split(stored: dict[str, Tensor]) -> dict[str, Tensor]:
+    """`random_lora`, as diffusers converts it."""
+    found = {}
+    for layer in ("qkv", "mlp"):
+        a, b = (stored[f"{layer}.lora_{half}.weight"] for half in ("down", "up"))
+        found |= ab()({layer: (a * (ALPHA / len(a)), b)})
+    a, b = (found.pop(f"qkv.lora_{half}.weight") for half in "AB")
+    for n, x in enumerate("qkv"):
+        found[f"to_{x}.lora_A.weight"] = a[4 * n : 4 * n + 4]
+        found[f"to_{x}.lora_B.weight"] = b[32 * n : 32 * n + 32, 4 * n : 4 * n + 4]
+    return found
+
+
+def family_of(name: str) -> Callable[[], Any]:
+    """The family of a small pipeline, or of a public model."""
+    return lambda: family_without_text(name) if "/" in name else backbone(PIPES(name)).family
+
+
+FAULTS: dict[str, tuple[Callable[[dict[str, Tensor]], Any], str]] = {
+    "a dropped alpha": (lambda w: w["mlp.lora_A.weight"].div_(ALPHA / RANK), "mlp"),
+    "a permuted A": (
+        lambda w: w["mlp.lora_A.weight"].copy_(w["mlp.lora_A.weight"].roll(24, 1)), "mlp"
+    ),
+    "a lost layer": (lambda w: [w.pop(f"mlp.lora_{h}.weight") for h in "AB"], "mlp"),
+    "lost rows": (lambda w: w.update({"to_k.lora_B.weight": w["to_k.lora_B.weight"][:-1]}), "qkv"),
+    "one of three parts twice": (
+        lambda w: w["to_k.lora_B.weight"].copy_(w["to_q.lora_B.weight"]), "qkv"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_guard_tells_a_wrong_conversion_from_rounding(fault: str) -> None:
+    for dtype, noise in ((torch.float32, 1e-5), (torch.bfloat16, 0.01)):
+        stored = random_lora(dtype)
+        right = deviations(stored, split(stored))
+        assert set(right) == {"qkv", "mlp"} and max(right.values()) < noise < TOLERANCE
+        wrong = {name: value.clone() for name, value in split(stored).items()}
+        FAULTS[fault][0](wrong)
+        off = deviations(stored, wrong)
+        assert off[FAULTS[fault][1]] > 2 * TOLERANCE
+
+
+@pytest.mark.parametrize("family", ["flux2", "qwen_image", "sana"])
+def test_wrappers_that_torch_and_peft_put_anywhere_are_taken_off(family: str) -> None:
+    """Blocks that were compiled one by one, checkpointed or sharded; an adapter of another name."""
+    (layer, pair), *_ = random_layers(core := PIPES(family).transformer, as_they_are(core)).items()
+    first, _, rest = layer.partition(".0.")
+    for name in (f"{first}.0._orig_mod.{rest}", f"_fsdp_wrapped_module.{first}.0.module.{rest}"):
+        for end in (".style", ""):
+            weights = {f"{name}.lora_{h}{end}.weight": w for h, w in zip("AB", pair, strict=True)}
+            found = convert(weights, family_of(family)())
+            assert set(found) == {f"transformer.{layer}.lora_{h}.weight" for h in "AB"}
 
 
 def sd3_checkpoint(width: int = 8) -> dict[str, Tensor]:
@@ -213,13 +366,28 @@ def sd3_checkpoint(width: int = 8) -> dict[str, Tensor]:
     return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
 
 
+class TwoBlocks(SD3):
+    """Of that checkpoint."""
+
+    def __init__(self, width: int = 8) -> None:
+        names = dict(num_layers=2, joint_attention_dim=8, caption_projection_dim=width)
+        self.transformer = SD3Transformer2DModel(
+            sample_size=8, in_channels=4, num_attention_heads=1, attention_head_dim=width,
+            pooled_projection_dim=8, dual_attention_layers=(0,), pos_embed_max_size=8, **names,
+        )  # fmt: skip
+
+    @property
+    def core(self) -> Any:
+        return self.transformer
+
+
 def test_a_kohya_lora_of_sd3_changes_what_it_changes_in_stability_s_code() -> None:
     """The reference is diffusers' conversion of whole checkpoints: before and after B A is added
     to the layers under their own names."""
     before, generator = sd3_checkpoint(), torch.Generator().manual_seed(4)
     layers = {}
     for name, weight in before.items():
-        if "joint_blocks" in name and name.endswith(".weight"):
+        if re.match("joint_blocks|final_layer", name) and name.endswith(".weight"):
             a, b = (
                 torch.randn(s, generator=generator)
                 for s in ((4, weight.shape[1]), (len(weight), 4))
@@ -233,7 +401,7 @@ def test_a_kohya_lora_of_sd3_changes_what_it_changes_in_stability_s_code() -> No
     plain, changed = (
         convert_sd3_transformer_checkpoint_to_diffusers(dict(w)) for w in (before, after)
     )
-    found = convert(down_up(KOHYA, dots=False)(layers), SD3)
+    found = convert(down_up(KOHYA, dots=False)(layers), TwoBlocks())
     updated = {name for name in plain if not torch.equal(plain[name], changed[name])}
     assert {f"transformer.{name.removesuffix('.weight')}.lora_B.weight" for name in updated} == {
         name for name in found if "lora_B" in name
@@ -245,17 +413,14 @@ def test_a_kohya_lora_of_sd3_changes_what_it_changes_in_stability_s_code() -> No
         assert_close(plain[name] + b @ a, changed[name], rtol=0, atol=1e-5)
 
 
-def test_a_kohya_lora_of_sd3_is_loaded(tmp_path: Path) -> None:
-    core = PIPES("sd3").transformer
-    names = tuple(f"transformer_blocks.0.attn.to_{x}" for x in "qkv")
-    layers = random_layers(core, {"joint_blocks.0.x_block.attn.qkv": names})
-    save_file(down_up(KOHYA, dots=False)(layers), tmp_path / "public.safetensors")
-    ours = backbone(copy.deepcopy(PIPES("sd3")))
-    ours.load_adapter("public", tmp_path)
-    assert ours.read_lora(tmp_path).ranks == dict.fromkeys(names, RANK)
-
-
 # What is refused, and where a model is not known -------------------------------------------------
+
+
+def kohya(layer: str) -> dict[str, Tensor]:
+    """A file of one layer that is read, and one more."""
+    names = ("double_blocks.0.img_attn.proj", layer)
+    pairs = {n: (torch.randn(2, 32), torch.randn(32, 2)) for n in names}
+    return down_up(KOHYA, dots=False)(pairs)
 
 
 def kohya_flux() -> dict[str, Tensor]:
@@ -301,15 +466,45 @@ def test_a_spoilt_file_is_refused_in_time(how: str, family: str, tmp_path: Path)
         ours.load_adapter("refused", tmp_path)
 
 
-@pytest.mark.parametrize("family", ["sd3", "sana", "flux"])
-@pytest.mark.parametrize("writer", [ab(COMFY), ab("", True), down_up(), down_up(KOHYA, False)])
-def test_what_diffusers_does_not_read_with_a_family_is_refused(
-    family: str, writer: Any, tmp_path: Path
-) -> None:
-    core = PIPES(family).transformer
-    save_file(writer(random_layers(core, as_they_are(core))), tmp_path / "x.safetensors")
-    with pytest.raises(AdapterError, match=type(PIPES(family)).__name__):
+def halves(layer: str, form: str = "{}.lora_{}.weight") -> dict[str, Tensor]:
+    """A LoRA of one layer, 32 wide."""
+    return {form.format(layer, h): torch.ones(s) for h, s in (("A", (2, 32)), ("B", (32, 2)))}
+
+
+TO_Q = "transformer.transformer_blocks.0.attn.to_q"
+REFUSED: dict[str, tuple[str, dict[str, Tensor], str]] = {
+    # family, weights, what the reason names
+    "BFL's names with SANA": ("sana", halves("double_blocks.0.img_attn.proj"), "double_blocks"),
+    "LoKr": ("flux", halves(TO_Q, "{}.lokr_w{}"), "LoKr"),
+    "DoRA": ("sd3", halves(TO_Q) | {f"{TO_Q}.dora_scale": torch.ones(32)}, "DoRA"),
+    "a bias": ("sd3", halves(TO_Q) | {f"{TO_Q}.lora_B.bias": torch.ones(32)}, "bias"),
+    "fused and split": (
+        "z_image",
+        down_up(KOHYA, dots=False)({
+            f"layers.0.attention.{name}": (torch.ones(2, 32), torch.ones(rows, 2))
+            for name, rows in (("to_q", 32), ("to_k", 32), ("to_v", 32), ("qkv", 96))
+        }),
+        "two updates.*attention_qkv",
+    ),
+    "a layer that is not there": ("flux2", kohya("txt_norm_x"), "txt_norm_x"),
+    "integers": ("sd3", {n: w.to(torch.int8) for n, w in halves(TO_Q).items()}, "int8"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("how", REFUSED)
+def test_a_refusal_names_what_is_left_over(how: str, tmp_path: Path) -> None:
+    family, weights, reason = REFUSED[how]
+    save_file(weights, tmp_path / "x.safetensors")
+    with pytest.raises(AdapterError, match=reason):
         backbone(PIPES(family)).load_adapter("refused", tmp_path)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_weights_of_8_bits_are_read_as_they_are(dtype: torch.dtype, tmp_path: Path) -> None:
+    values = torch.linspace(-300, 300, 64).reshape(2, 32).to(dtype)
+    save_file({**halves(TO_Q), f"{TO_Q}.lora_A.weight": values}, tmp_path / "x.safetensors")
+    found = read_lora(tmp_path).weights["transformer_blocks.0.attn.to_q.lora_A.weight"]
+    assert torch.equal(found.float(), values.float())
 
 
 def test_bfl_s_fused_layers_of_a_whole_flux_are_split(tmp_path: Path) -> None:
@@ -328,7 +523,7 @@ def test_bfl_s_fused_layers_of_a_whole_flux_are_split(tmp_path: Path) -> None:
         x: (torch.randn(1, i * wide), torch.randn(o * wide, 1)) for x, (i, o) in shapes.items()
     }
     save_file(ab("base_model.model.")(layers), tmp_path / "fal.safetensors")
-    lora = read_lora(tmp_path, family=lambda: Flux)
+    lora = read_lora(tmp_path, family=family_of(FLUX_DEV))
     expected: Any = diffusers.FluxPipeline.lora_state_dict(str(tmp_path))
     assert {f"transformer.{name}" for name in lora.weights} == set(expected)
     assert all(torch.equal(expected[f"transformer.{n}"], w) for n, w in lora.weights.items())
@@ -347,7 +542,7 @@ def test_without_a_model_another_program_s_names_are_refused_and_merge_takes_one
         merge([tmp_path / "a"] * 2, tmp_path / "out")
     PIPES("flux").save_pretrained(tmp_path / "model")
     merge([tmp_path / "a"] * 2, tmp_path / "out", model=str(tmp_path / "model"))
-    one, two = read_lora(tmp_path / "a", family=lambda: Flux), read_lora(tmp_path / "out")
+    one, two = read_lora(tmp_path / "a", family=family_of("flux")), read_lora(tmp_path / "out")
     assert set(two.ranks) == set(one.ranks)
     for layer in one.ranks:
         a, b = (f"{layer}.lora_{half}.weight" for half in "AB")
@@ -373,7 +568,21 @@ def test_peft_s_description_still_counts(tmp_path: Path) -> None:
     save_file(ab(COMFY)(layers), tmp_path / "adapter_model.safetensors")
     described = tmp_path / "adapter_config.json"
     described.write_text('{"r": 4, "lora_alpha": 8}')
-    assert set(read_lora(tmp_path, family=lambda: ZImage).scales.values()) == {2.0}
+    assert set(read_lora(tmp_path, family=family_of("z_image")).scales.values()) == {2.0}
     described.write_text('{"r": 4, "lora_alpha": 8, "alpha_pattern": {"to_q": 2}}')
     with pytest.raises(AdapterError, match="alpha_pattern"):
-        read_lora(tmp_path, family=lambda: ZImage)
+        read_lora(tmp_path, family=family_of("z_image"))
+
+
+if __name__ == "__main__":
+    print(f"diffusers {diffusers.__version__}: largest deviation (refused from {TOLERANCE})")
+    for name, (families, groups, writer, _) in [*READ.items(), *OURS.items()]:
+        for family in families:
+            core = PIPES(family).transformer
+            stored = writer(random_layers(core, groups(core)))
+            stored = {n: w.bfloat16() if w.ndim else w for n, w in stored.items()}
+            try:
+                found = deviations(stored, convert(stored, family_of(family)()))
+                print(f"{name:24} {family:12} {max(found.values()):.4f}")
+            except (ValueError, OSError) as error:
+                print(f"{name:24} {family:12} refused: {error}")

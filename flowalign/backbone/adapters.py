@@ -7,27 +7,30 @@ come out in one form, `Lora`. Anything but a plain LoRA is refused, and so is ev
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import json
 import logging
 import re
 import reprlib
+import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache, cached_property
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, Literal
 
+import regex
 import torch
-from huggingface_hub import errors, snapshot_download
+from huggingface_hub import HfApi, errors, snapshot_download
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from flowalign.backbone.conversion import convert
+from flowalign.backbone.conversion import check_encoders, convert, no_plain_lora, unwrapped
 from flowalign.backbone.family import Family, ModelError
 from flowalign.backbone.tiny import TEACHERS
 from flowalign.config import ADAPTER
@@ -43,11 +46,13 @@ PEFT_ADAPTER, PEFT_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 METADATA = "lora_adapter_metadata"  # the entry of a head with peft's description
 # In the head of a file, beside peft's description and not in it: peft refuses unknown entries.
 TEXT_LENGTH = "flowalign_max_sequence_length"
-NAME = re.compile(
-    r"(?!text_encoder|lora_|diffusion_model\.|double_blocks\.|single_blocks\.)"
-    r".{1,300}\.lora_[AB]\.weight"
+NAME = re.compile(  # of a layer in diffusers, as far as a name tells
+    r"(?!text_encoder|lora_|lycoris_|(diffusion_model|model|unet|pipe|dit|double_blocks|"
+    r"single_blocks|joint_blocks|final_layer)\.|.*\.attention\.(qkv|out)\.).{1,300}\.lora_[AB]\.weight"
 )
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+MATCHING_S = 20.0  # for all patterns of a description: a stranger's may take for ever
 HTTP_ERROR: Any = errors.HfHubHTTPError.__bases__[0]  # of requests or httpx
 
 
@@ -63,16 +68,17 @@ class HubError(OSError):
 
 
 def is_hub_id(source: str) -> bool:
-    """Whether a source names a repository, and no local folder has the name of its first part."""
+    """Whether a source names a place on the Hub, and no local folder has the name of its first
+    part."""
     return HubAddress.parse(source) is not None and not Path(source.split("/")[0]).exists()
 
 
 def adapter_folder(source: str | Path, *, newest: bool = False) -> Path:
     """The folder (or .safetensors file) of an adapter, which need not exist.
 
-    `tiny/NAME` ships with the package. The folder of a run stands for its adapter. A Hub id
-    (`owner/name[@revision[/folder]]`) is downloaded if the cache does not have it, or `newest` is
-    asked for. Raises HubError.
+    `tiny/NAME` ships with the package. The folder of a run stands for its adapter. A place on the
+    Hub (see `HubAddress.parse`) is downloaded if the cache does not have it, or `newest` is asked
+    for. Raises HubError, and AdapterError for a folder there with several adapters.
     """
     if str(source).startswith("tiny/"):
         return TEACHERS / str(source).removeprefix("tiny/")
@@ -84,12 +90,15 @@ def adapter_folder(source: str | Path, *, newest: bool = False) -> Path:
 
 
 def _download(source: str, newest: bool) -> Path:
-    """The folder in huggingface_hub's cache with the files of an adapter, but no folders in it."""
+    """The folder in huggingface_hub's cache with the files of an adapter, but no folders in it; or
+    the one file that the source names."""
     address = HubAddress.parse(source)
     assert address is not None, source
-    prefix = f"{address.path}/" if address.path else ""
+    path, file = address.path, address.path.endswith(".safetensors")
+    folder = path.rpartition("/")[0] if file else path
+    prefix = glob.escape(f"{folder}/") if folder else ""
     small = [f"{prefix}*.json", f"{prefix}README.md"]
-    everything = [*small, f"{prefix}*.safetensors"]
+    everything = [*small, glob.escape(path) if file else f"{prefix}*.safetensors"]
 
     def get(names: list[str], local: bool = False) -> Path:
         snapshot = snapshot_download(
@@ -105,8 +114,15 @@ def _download(source: str, newest: bool) -> Path:
         if not newest:
             with suppress(errors.LocalEntryNotFoundError):  # not in the cache: ask the Hub
                 return get(everything, local=True)
-        folder = get(small)  # first: gigabytes of a whole pipeline, which is refused, stay there
-        return folder if (folder / "model_index.json").is_file() else get(everything)
+        found = get(small)  # first: gigabytes of what is refused, such as a pipeline, stay there
+        if file or (found / "model_index.json").is_file():
+            return get(everything) if file else found
+        with suppress(OSError, HTTP_ERROR):  # no network: the cache has it, or not
+            about = HfApi().model_info(address.repository, revision=address.revision)
+            paths = [PurePosixPath(file.rfilename) for file in about.siblings or ()]
+            place = f"{address.repository}@{address.revision or 'main'}/{folder}".rstrip("/")
+            _choose([path.name for path in paths if path.parent == PurePosixPath(folder)], place)
+        return get(everything)
 
 
 @contextmanager
@@ -132,13 +148,23 @@ def _adapter_file(folder: Path) -> Path:
     names = sorted(path.name for path in folder.iterdir())
     if "model_index.json" in names:
         raise AdapterError("it is a whole pipeline; name a LoRA (null is the base)")
+    return folder / _choose(names, str(folder))
+
+
+def _choose(names: Sequence[str], folder: str) -> str:
+    """The file of an adapter among those of a folder. Raises AdapterError."""
     candidates = [name for name in names if name.endswith(".safetensors")]
     usual = [name for name in (ADAPTER, PEFT_ADAPTER) if name in candidates]
     if usual or len(candidates) == 1:
-        return folder / (usual or candidates)[0]
+        return (usual or candidates)[0]
+    if candidates:
+        raise AdapterError(
+            f"it holds {len(candidates)} adapters: {shown(', '.join(candidates), 600)}. Name one, "
+            f"as in {folder}/{candidates[0]}"
+        )
     raise AdapterError(
-        f"{folder} has neither {ADAPTER} nor one other .safetensors file (but {names[:8]}). A "
-        "pickle (.bin, .pt, .ckpt) could run code and is not read: convert it with safetensors."
+        f"{folder} has no {ADAPTER} or other .safetensors file (but {names[:8]}). A pickle (.bin, "
+        ".pt, .ckpt) could run code and is not read: convert it with safetensors."
     )
 
 
@@ -164,9 +190,7 @@ WITHOUT_EFFECT = {
 }  # fmt: skip
 Rank = Annotated[int, Field(ge=1, le=1 << 20)]
 Alpha = Annotated[int | float, Field(gt=0, le=1e100)]  # NaN is neither
-# A regular expression that Python matches in no time: names, dots, sets of letters, one `.*`
-PART = r"(?:[\w-]|\\?\.|\[\w+\])*"
-Pattern = Annotated[str, Field(max_length=500, pattern=rf"^\^?{PART}(?:\.\*{PART})?\$?$")]
+Pattern = Annotated[str, Field(max_length=500)]
 Table = Field(None, max_length=4096)  # a few patterns for each of some hundred layers
 Printable = Annotated[str, Field(max_length=500, pattern=r"^[^\p{C}\p{Zl}\p{Zp}]*$")]
 
@@ -194,6 +218,8 @@ class Description(BaseModel):
         if not isinstance(entries, dict):
             return entries  # refused by pydantic
         entries = {_inner_name(key): value for key, value in entries.items()}
+        # of other parts, such as text encoders: their weights are refused where there are any
+        entries = {key: value for key, value in entries.items() if "." not in key}
         for key in entries.keys() - WITHOUT_EFFECT - cls.model_fields.keys():
             if entries[key]:
                 raise ValueError(f"{shown(key, 80)} = {reprlib.repr(entries[key])} is not read")
@@ -215,15 +241,24 @@ def resolve_pattern(
     layers: Iterable[str], default: Any, patterns: Mapping[str, Any] | None
 ) -> dict[str, Any]:
     """{layer: rank or alpha} as peft resolves its patterns: the first that matches the name of a
-    layer or its end."""
-    table = [(re.compile(rf"(.*\.)?({p})$"), value) for p, value in (patterns or {}).items()]
-    return {n: next((v for p, v in table if p.match(n)), default) for n in layers}
+    layer or its end. Raises ValueError for what is no pattern, or takes too long."""
+    end, table = time.monotonic() + MATCHING_S, dict(patterns or {})
+
+    def matches(pattern: str, layer: str) -> bool:
+        try:
+            compiled = regex.compile(rf"(.*\.)?({pattern})$")  # which regex caches
+            return bool(compiled.match(layer, timeout=max(end - time.monotonic(), 0.001)))
+        except (regex.error, TimeoutError, RecursionError) as error:
+            why = f"{type(error).__name__}: {shown(str(error), 200)}"
+            raise ValueError(f"pattern {shown(pattern)} cannot be matched ({why})") from None
+
+    return {n: next((v for p, v in table.items() if matches(p, n)), default) for n in layers}
 
 
 def _inner_name(key: str) -> str:
-    """The name of a weight, or of an entry, inside the transformer: without the prefixes of peft
-    and of diffusers."""
-    return key.removeprefix("base_model.model.").removeprefix("transformer.")
+    """The name of a weight, or of an entry, inside the transformer: without what peft, diffusers
+    and torch put around it."""
+    return re.sub(r"^((base_model\.model|transformer)\.)+", "", unwrapped(key))
 
 
 @dataclass(frozen=True)
@@ -263,7 +298,7 @@ def read_lora(
     source: str | Path | Lora,
     *,
     newest: bool = False,
-    family: Callable[[], type[Family]] | None = None,
+    family: Callable[[], Family] | None = None,
 ) -> Lora:
     """The adapter of a source (see `adapter_folder`); one that was read already is given back.
 
@@ -289,7 +324,7 @@ def read_lora(
         raise AdapterError(f"{str(source)!r}: {error}") from error
 
 
-def _read_file(file: Path, family: Callable[[], type[Family]] | None) -> Lora:
+def _read_file(file: Path, family: Callable[[], Family] | None) -> Lora:
     try:
         with safe_open(file, framework="pt") as opened:
             head = opened.metadata() or {}
@@ -297,6 +332,14 @@ def _read_file(file: Path, family: Callable[[], type[Family]] | None) -> Lora:
             in_file = {key: opened.get_tensor(key) for key in opened.offset_keys()}
     except (SafetensorError, OSError) as error:
         raise AdapterError(f"it is not a safetensors file ({shown(str(error))})") from error
+    for name, value in in_file.items():
+        if value.dtype in FLOAT8:
+            in_file[name] = value.to(torch.bfloat16)  # which has all of its values
+        elif value.dtype not in FLOATS:
+            raise AdapterError(f"{shown(name)} is stored as {value.dtype}: convert it to bfloat16")
+    if name := not_finite(in_file):
+        reason = f"{shown(name)} holds NaN or infinity"
+        raise AdapterError(f"{reason}. Use an earlier one, or train it again.")
     stored = in_file
     if family and not all(NAME.fullmatch(_inner_name(key)) for key in in_file):
         stored = convert(in_file, family())
@@ -343,18 +386,16 @@ def _say_once(level: int, text: str) -> None:
 
 def _plain_weights(stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The weights under their names inside the transformer. AdapterError for what is none."""
+    check_encoders(stored)
     weights = {_inner_name(key): value for key, value in stored.items()}
     for key, value in weights.items():
-        if not (NAME.fullmatch(key) and key.isprintable() and value.dtype in FLOATS):
+        if not (NAME.fullmatch(key) and key.isprintable()):
             raise AdapterError(
-                f"{shown(key)} is no A or B of a layer of a transformer. Names of other programs "
-                "(kohya, ai-toolkit) are read where the base model is known: --model. DoRA, biases "
-                "and text encoders are not."
+                f"{no_plain_lora(key, value)} Names of other programs (kohya, ai-toolkit) are read "
+                "where the base model is known: --model."
             )
     if len(weights) < len(stored):
         raise AdapterError("it has two weights of one layer, under two prefixes")
-    if name := not_finite(weights):
-        raise AdapterError(f"{name} holds NaN or infinity. Use an earlier one, or train it again.")
     return weights
 
 

@@ -252,7 +252,7 @@ class Backbone:
 
     def read_lora(self, source: str | Path | Lora) -> Lora:
         """A saved LoRA, as `flowalign.backbone.adapters.read_lora` does, for this model."""
-        return read_lora(source, family=lambda: type(self.family))
+        return read_lora(source, family=lambda: self.family)
 
     def load_adapter(self, name: str, folder: str | Path | Lora, *, frozen: bool = False) -> None:
         """A saved LoRA: whatever `flowalign.backbone.adapters.read_lora` takes. It becomes

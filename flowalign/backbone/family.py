@@ -20,6 +20,10 @@ JOINT_ATTENTION = [  # layers of blocks in which image and text attend to both
     "attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0",
     "attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj", "attn.to_add_out",
 ]  # fmt: skip
+FINAL_LAYER = {  # BFL's and Stability's; diffusers loses alphas and exchanges no halves
+    "final_layer.linear": ["proj_out"],
+    "final_layer.adaLN_modulation.1": ["norm_out.linear"],
+}
 ENCODERS = ("text_encoder", "text_encoder_2", "text_encoder_3")
 SUPPORTED = {"invert_sigmas": False, "stochastic_sampling": False, "num_train_timesteps": 1000}
 
@@ -54,6 +58,8 @@ class Family(ABC):
     by the name of their repository. negative: the prompt without content of CFG, always encoded
     alone.
     since: the first diffusers whose images these are.
+    foreign: layers of LoRAs by their names in the model's own code that diffusers does not convert
+    rightly: those here that they are made of, side by side. {} is the number of a block.
     tokenizer: the part whose tokens `max_sequence_length` limits. longest: its largest value.
 
     A latent is [C,h,w]; pipe may lie on the meta device.
@@ -64,6 +70,7 @@ class Family(ABC):
     pipeline: ClassVar[str]
     targets: ClassVar[Sequence[str]]
     cards: ClassVar[Mapping[str, tuple[int, float]]] = {}
+    foreign: ClassVar[Mapping[str, Sequence[str]]] = {}
     scale: ClassVar[str] = "guidance_scale"  # what the pipeline's call names it
     negative: ClassVar[str] = ""
     tokenizer: ClassVar[str] = "tokenizer"
@@ -101,11 +108,6 @@ class Family(ABC):
         """What a guidance scale is: of classifier-free guidance, an input of the transformer, or
         nothing (the scale must be 1)."""
         return "cfg"
-
-    @classmethod
-    def renamed(cls, stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The weights of a LoRA as diffusers reads them, where it does not know their names."""
-        return dict(stored)
 
     @classmethod
     def defaults(cls) -> tuple[int, float]:

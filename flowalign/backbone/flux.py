@@ -7,7 +7,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from flowalign.backbone.family import JOINT_ATTENTION, PackedFamily, Text, by_prompt, packed
+from flowalign.backbone.family import (
+    FINAL_LAYER,
+    JOINT_ATTENTION,
+    PackedFamily,
+    Text,
+    by_prompt,
+    packed,
+)
 
 
 class Flux(PackedFamily):
@@ -19,6 +26,7 @@ class Flux(PackedFamily):
     gpu_attention = "_native_flash"
     pipeline = "FluxPipeline"
     targets = JOINT_ATTENTION
+    foreign = FINAL_LAYER
     cards = {"flux.1-dev": (50, 3.5), "flux.1-krea-dev": (28, 4.5), "flux.1-schnell": (4, 1.0)}
     tokenizer = "tokenizer_2"
 

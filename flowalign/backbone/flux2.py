@@ -7,7 +7,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from flowalign.backbone.family import JOINT_ATTENTION, Family, Text, by_prompt
+from flowalign.backbone.family import FINAL_LAYER, JOINT_ATTENTION, Family, Text, by_prompt
 from flowalign.backbone.flux import Flux
 
 
@@ -22,6 +22,11 @@ class Flux2(Family):
         *JOINT_ATTENTION,
         "attn.to_qkv_mlp_proj",  # attn.to_out of these blocks is a list in the others
     ]  # fmt: skip
+    foreign = FINAL_LAYER | {
+        f"{name}.lin": [f"{name}.linear"]
+        for name in ("single_stream_modulation", "double_stream_modulation_img",
+                     "double_stream_modulation_txt")
+    }  # fmt: skip
     cards = {"flux.2-dev": (50, 4.0)}
     patch = 1
 

@@ -21,8 +21,10 @@ from flowalign.backbone.adapters import AdapterError, Lora, read_lora
 
 @contextmanager
 def several_adapters() -> Iterator[None]:
-    """Inside the `with`, peft does not warn that a model has several adapters."""
+    """Inside the `with`, peft does not warn that a model has several adapters, or that the name of
+    an adapted layer (proj_out) ends those of others: the weights say which are adapted."""
     with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="While injecting the PEFT adapters, an incons")
         warnings.filterwarnings("ignore", message="Already found a `peft_config` attribute")
         warnings.filterwarnings("ignore", message="Adapter .* was active which is now deleted")
         yield

@@ -2,30 +2,27 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from flowalign.backbone.family import JOINT_ATTENTION, Family, Text, by_prompt
+from flowalign.backbone.family import FINAL_LAYER, JOINT_ATTENTION, Family, Text, by_prompt
 
-# A layer of Stability's own code, as sd-scripts (kohya) writes it, and what it is in diffusers
-KOHYA = re.compile(r"lora_unet_joint_blocks_(?P<block>\d{1,3})_(?P<layer>\w+)", re.ASCII)
-LAYERS = {
-    "x_block_attn_qkv": ["attn.to_q", "attn.to_k", "attn.to_v"],
-    "x_block_attn_proj": ["attn.to_out.0"],
-    "x_block_attn2_qkv": ["attn2.to_q", "attn2.to_k", "attn2.to_v"],
-    "x_block_attn2_proj": ["attn2.to_out.0"],
-    "x_block_mlp_fc1": ["ff.net.0.proj"],
-    "x_block_mlp_fc2": ["ff.net.2"],
-    "x_block_adaLN_modulation_1": ["norm1.linear"],
-    "context_block_attn_qkv": ["attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj"],
-    "context_block_attn_proj": ["attn.to_add_out"],
-    "context_block_mlp_fc1": ["ff_context.net.0.proj"],
-    "context_block_mlp_fc2": ["ff_context.net.2"],
-    "context_block_adaLN_modulation_1": ["norm1_context.linear"],
+# Layers of Stability's own code in ours
+STABILITY = {
+    "x_block.attn.qkv": ["attn.to_q", "attn.to_k", "attn.to_v"],
+    "x_block.attn.proj": ["attn.to_out.0"],
+    "x_block.attn2.qkv": ["attn2.to_q", "attn2.to_k", "attn2.to_v"],
+    "x_block.attn2.proj": ["attn2.to_out.0"],
+    "x_block.mlp.fc1": ["ff.net.0.proj"],
+    "x_block.mlp.fc2": ["ff.net.2"],
+    "x_block.adaLN_modulation.1": ["norm1.linear"],
+    "context_block.attn.qkv": ["attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj"],
+    "context_block.attn.proj": ["attn.to_add_out"],
+    "context_block.mlp.fc1": ["ff_context.net.0.proj"],
+    "context_block.mlp.fc2": ["ff_context.net.2"],
+    "context_block.adaLN_modulation.1": ["norm1_context.linear"],
 }
 
 
@@ -43,6 +40,10 @@ class SD3(Family):
     }
     tokenizer = "tokenizer_3"
     max_shift = 1.16
+    foreign = FINAL_LAYER | {
+        f"joint_blocks.{{}}.{name}": [f"transformer_blocks.{{}}.{layer}" for layer in layers]
+        for name, layers in STABILITY.items()
+    }
 
     def __init__(self, pipe: Any) -> None:
         super().__init__(pipe)
@@ -64,34 +65,6 @@ class SD3(Family):
     @property
     def even_grid(self) -> bool:
         return False
-
-    @classmethod
-    def renamed(cls, stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """kohya's names as diffusers', which does not read them. Of a fused layer all parts have
-        its A, times alpha / rank. The rest keeps its names."""
-        found = {}
-        for name, value in stored.items():
-            path, _, end = name.partition(".")
-            known = KOHYA.fullmatch(path)
-            layers = LAYERS.get(known["layer"], []) if known else []
-            if not known or not layers:
-                found[name] = value
-                continue
-            if end == "alpha":
-                continue
-            if end == "lora_down.weight":
-                half, scale = "A", float(stored.get(f"{path}.alpha", len(value))) / len(value)
-                parts = [value * scale] * len(layers)
-            else:
-                half, parts = "B", list(value.chunk(len(layers)))
-                width = stored[f"{path}.lora_down.weight"].shape[1]
-                if layers == ["norm1_context.linear"] and len(value) == 2 * width:
-                    # of the last block, where diffusers has the scale before the shift
-                    parts = [torch.cat(value.chunk(2)[::-1])]
-            for layer, part in zip(layers, parts, strict=True):
-                block = f"transformer.transformer_blocks.{known['block']}"
-                found[f"{block}.{layer}.lora_{half}.weight"] = part
-        return found
 
     def text_shapes(self, length: int) -> dict[str, tuple[int, ...]]:
         """embeds: the tokens of CLIP, then those of T5."""

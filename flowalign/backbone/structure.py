@@ -17,12 +17,12 @@ import diffusers
 import torch
 import transformers
 from diffusers.models.modeling_utils import no_init_weights
-from huggingface_hub import try_to_load_from_cache
+from huggingface_hub import snapshot_download, try_to_load_from_cache
 from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from flowalign.backbone.base import DTYPES, Backbone
-from flowalign.backbone.family import ENCODERS
+from flowalign.backbone.family import ENCODERS, ModelError
 from flowalign.backbone.loading import family_of, pipeline_name, prompt_length, resolve
 from flowalign.backbone.shapes import PUBLIC, Architecture, Config
 
@@ -62,6 +62,23 @@ def model_family(model: ModelConfig) -> type[Family]:
     except (LookupError, OSError, ValueError):
         name = pipeline_name(model.id, revision=model.revision)
     return family_of(name, model.family)
+
+
+def read_family(model: ModelConfig, **hub: Any) -> Family:
+    """The family of a model, with its transformer on the meta device, as `family_without_text`. The
+    Hub is asked for config files that are not here. hub: options of `snapshot_download`. Raises
+    ModelError."""
+    try:
+        return family_without_text(model.id, model.revision, model.family)
+    except LookupError:
+        hub.setdefault("revision", model.revision)
+    pipeline_name(model.id, **hub)  # what is wrong with the address, it says
+    try:
+        configs = ["model_index.json", "*/config.json", "scheduler/*.json"]
+        folder = snapshot_download(model.id, allow_patterns=configs, **hub)
+        return family_without_text(folder, None, model.family)
+    except (LookupError, OSError, ValueError) as error:
+        raise ModelError(f"model.id {model.id!r}: its configs cannot be read: {error}") from error
 
 
 def local_folder(model: str, revision: str | None = None) -> Path | None:

@@ -24,7 +24,7 @@ from flowalign.backbone.adapters import Lora, read_lora
 from flowalign.backbone.family import default_length
 from flowalign.backbone.loading import card_of, text_length
 from flowalign.backbone.lora import misfit
-from flowalign.backbone.structure import family_without_text, model_family
+from flowalign.backbone.structure import family_without_text, read_family
 from flowalign.config import ConfigError, ModelConfig, SamplingConfig, TrainingStage, load
 from flowalign.system import devices
 from flowalign.system.exit import refusing
@@ -83,7 +83,7 @@ def main(argv: Sequence[str]) -> int:
     """Exit status: 0 done, 2 refused."""
     args = parser().parse_args(argv)
     quiet()
-    family = partial(model_family, ModelConfig(id=args.model)) if args.model else None
+    family = partial(read_family, ModelConfig(id=args.model)) if args.model else None
     lora = read_lora(args.lora, newest=True, family=family) if args.lora else None
     plan = settle(args, lora)
     write(plan.out, draw(args.prompts, plan, lora), args.prompts, args.images)

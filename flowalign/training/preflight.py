@@ -22,7 +22,7 @@ from flowalign.backbone.adapters import AdapterError, HubError, Lora, read_lora
 from flowalign.backbone.attention import unavailable
 from flowalign.backbone.loading import card_of, prompt_length
 from flowalign.backbone.lora import adapted_layers, misfit
-from flowalign.backbone.structure import cut_prompts, family_without_text, mismatches, model_family
+from flowalign.backbone.structure import cut_prompts, family_without_text, mismatches, read_family
 from flowalign.backbone.tiny import PREFERENCE
 from flowalign.backbone.tiny.scenes import rendered
 from flowalign.config import ConfigError, EvalStage, Stage, TrainingStage
@@ -53,7 +53,7 @@ class Inputs:
     def adapter(self, source: str) -> Lora:
         """The adapter of a source; the Hub's newest. Raises AdapterError and HubError."""
         if source not in self.adapters:
-            family = partial(model_family, self.model) if self.model else None
+            family = partial(read_family, self.model) if self.model else None
             self.adapters[source] = read_lora(source, newest=True, family=family)
         return self.adapters[source]
 

@@ -24,7 +24,7 @@ from flowalign.backbone import DTYPES
 from flowalign.backbone.adapters import AdapterError, read_lora
 from flowalign.backbone.loading import store_in_fp8
 from flowalign.backbone.lora import adapted_layers
-from flowalign.backbone.structure import family_without_text, model_family, without_data
+from flowalign.backbone.structure import family_without_text, read_family, without_data
 from flowalign.backbone.text import BATCH as TEXT_BATCH
 from flowalign.commands.doctor.meter import (
     DeviceAttention,
@@ -179,7 +179,7 @@ def ranks_of(
         return ranks[source]
     if source is not None:
         with suppress(AdapterError, OSError):  # it is not here, and the Hub cannot be asked
-            return read_lora(source, family=partial(model_family, model)).ranks
+            return read_lora(source, family=partial(read_family, model)).ranks
     family = family_without_text(model.id, model.revision, model.family)
     return dict.fromkeys(adapted_layers(family.core, lora.targets or family.targets), lora.rank)
 

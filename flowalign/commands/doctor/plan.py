@@ -12,7 +12,7 @@ import torch
 from flowalign import sde
 from flowalign.backbone import Backbone, ModelError
 from flowalign.backbone.adapters import AdapterError, read_lora
-from flowalign.backbone.structure import cut_prompts, model_family, without_data
+from flowalign.backbone.structure import cut_prompts, read_family, without_data
 from flowalign.commands.doctor.findings import Finding, fault, note
 from flowalign.config import TrainingStage
 from flowalign.training.algorithm import algorithm_class
@@ -208,7 +208,7 @@ def lengths(plan: Plan) -> Iterator[Finding]:
 
 def working(plan: Plan) -> Iterator[Finding]:
     """Adapters that change nothing. Those that are not finite are refused on reading."""
-    family = partial(model_family, plan.config.model)
+    family = partial(read_family, plan.config.model)
     for name, source in plan.config.inputs.items():
         with suppress(AdapterError, OSError):  # an earlier stage will write it
             lora = read_lora(source, family=family)
