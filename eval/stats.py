@@ -22,6 +22,7 @@ AVERAGE, FIDELITY = "average", "fidelity"  # columns of a table besides the benc
 TAGS = ("single_object", "two_object", "counting", "colors", "position", "color_attr")
 FIELDS = ("index", "copy", "prompt", "metadata", "reason")  # of an image; the rest are its scores
 WEIGHT = "weight"  # the part that says how often an image counts in the means of its benchmark
+LEFT_OUT = "left_out"  # the part that is 1 where the first question was not asked
 
 DRAWS = 2000  # of a bootstrap
 CONFIDENCE = 0.95  # of the intervals
@@ -56,7 +57,7 @@ def rows_of(benchmark: Named, images: Images) -> list[EvalRow]:
     Errors and intervals are over prompts, because the images of one prompt resemble each other.
     If the reward has a headline and every prompt a tag (GenEval), `headline_rows` follow.
     """
-    parts = {key for image in images for key in image} - {*FIELDS, "value", WEIGHT}
+    parts = {key for image in images for key in image} - {*FIELDS, "value", WEIGHT, LEFT_OUT}
     parts |= {benchmark.headline} if benchmark.headline else set()
     rows = [part_row(benchmark.name, "reward", images, "value")]
     rows += [part_row(benchmark.name, part, images, part) for part in sorted(parts)]
@@ -202,7 +203,7 @@ def _prompt_scores(images: Images, part: str, tags: bool) -> tuple[list[str], Pr
 def _weight(image: Mapping[str, Any], part: str) -> float:
     """How often an image counts in a mean: once a word, or a question of skill `a - b` or `a`."""
     skills = image["metadata"].get("skills")
-    names = map(str, skills) if isinstance(skills, list) else ()
+    names = map(str, skills[image.get(LEFT_OUT) == 1 :]) if isinstance(skills, list) else ()
     asked = sum(part in (name, name.split("-")[0].strip()) for name in names)
     return image.get(WEIGHT) or asked or 1
 
