@@ -3,8 +3,10 @@
     python benchmarks/seeds.py outputs/tiny/flow_opd{,_1,_2}/table --pairs flow_opd-merge
 
 Every folder holds the results.json of one seed. A model's number is the mean over seeds and
-prompts; its standard error has both: how the means of the seeds differ, and how prompts differ that
-all seeds share. Differences of two models are of equal seeds, prompts and noise. Prints Markdown.
+prompts; its standard error has both: how the numbers of the seeds differ, and how prompts differ
+that all seeds share. Differences of two models are of equal seeds, prompts and noise. The average
+is taken in each seed first, because its tasks share the seed, and may share prompts. Prints
+Markdown.
 """
 
 from __future__ import annotations
@@ -16,57 +18,44 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from flowalign.eval.compare import Column, load_results
-from flowalign.eval.stats import part_of
+from flowalign.eval.compare import Column, key_of, load_results
+from flowalign.eval.stats import average, difference, from_json, headline_rows, part_of
 from flowalign.system.escape import table
+from flowalign.types import EvalRow
 
-Array = NDArray[np.float64]
 Cell = tuple[float, float]  # mean, standard error
 
 
-def crossed(values: Array, strata: Sequence[str]) -> Cell:
-    """Mean and standard error of values [seeds, prompts]; strata: the tag of each prompt, whose
-    means count alike.
+def crossed(rows: Sequence[EvalRow]) -> Cell:
+    """Mean and standard error of a number that was measured once a seed, on the same prompts.
 
-    Seeds and prompts are crossed random effects: value = mean + seed + prompt + rest. The variance
-    of the seeds' means has the seed and the rest; what all seeds share of a prompt is added, from
-    the mean squares of a two-way layout without replication (0 where it would be negative). One
-    seed has the prompts' error alone.
+    Seeds and prompts are crossed random effects. A seed's number is m_s = mean + seed + sum over
+    prompts of (prompt + rest_s), where a prompt stands for all its images and tasks. The variance
+    of m_s over seeds has the seed and the rest. What all seeds share of the prompts is added: the
+    sum of squares of a prompt's mean influence, less the rest that is left in that mean, which is
+    the influence's variance over seeds / seeds (0 where it would be negative). One seed has the
+    prompts' error alone.
     """
-    tags = sorted(set(strata))
-    where = [np.array([tag == name for tag in strata]) for name in tags]
-    means = np.stack([values[:, at].mean(1) for at in where]).mean(0)  # of each seed
-    seeds, shared = len(values), 0.0
-    for at in where:
-        part = values[:, at]
-        prompts = part.shape[1]
-        rest = part - part.mean(0) - part.mean(1, keepdims=True) + part.mean()
-        between = seeds * part.mean(0).var(ddof=1)
-        if seeds > 1:
-            between = max(0.0, between - (rest**2).sum() / ((seeds - 1) * (prompts - 1)))
-        shared += between / seeds / prompts / len(tags) ** 2
-    variance = shared + (means.var(ddof=1) / seeds if seeds > 1 else 0.0)
+    means = np.array([row.mean for row in rows])
+    influence = np.array([[row.influence[prompt] for prompt in rows[0].influence] for row in rows])
+    variance, seeds = (influence.mean(0) ** 2).sum(), len(rows)
+    if seeds > 1:
+        rest = influence.var(0, ddof=1).sum() / seeds
+        variance = max(0.0, variance - rest) + means.var(ddof=1) / seeds
     return float(means.mean()), math.sqrt(variance)
 
 
-def scores(
-    documents: Sequence[Mapping[str, Any]], model: str, name: str
-) -> tuple[Array, list[str]]:
-    """A model's scores of a benchmark [seeds, prompts], and the tag of each prompt. Raises
-    ValueError where a seed lacks one."""
-    column = Column(name, documents[0]["benchmarks"][name].get("headline"))
-    part = part_of(column)
-    rows = [document["models"][model]["images"][name] for document in documents]
-    keys = [[(row["index"], row.get("copy", 0), row["prompt"]) for row in some] for some in rows]
+def images(documents: Sequence[Mapping[str, Any]], model: str, name: str) -> list[list[Any]]:
+    """A model's rows of a benchmark, of every seed. Raises ValueError where a seed lacks one."""
+    part = part_of(Column(name, documents[0]["benchmarks"][name].get("headline")))
+    rows = [list(map(from_json, d["models"][model]["images"][name])) for d in documents]
+    keys = [list(map(key_of, some)) for some in rows]
     if any(key != keys[0] for key in keys):
         raise ValueError(f"{model}, {name}: the seeds have other prompts")
-    values = np.array([[row[part] for row in some] for some in rows], np.float64)
-    if np.isnan(values).any():
-        raise ValueError(f"{model}, {name}: {int(np.isnan(values).sum())} images have no score")
-    tags = [str(row["metadata"].get("tag", "")) if column.headline else "" for row in rows[0]]
-    return values, tags
+    if lost := sum(not math.isfinite(row.get(part, math.nan)) for some in rows for row in some):
+        raise ValueError(f"{model}, {name}: {lost} images have no score")
+    return rows
 
 
 def cells(documents: Sequence[Mapping[str, Any]], first: str, second: str = "") -> list[Cell]:
@@ -74,13 +63,16 @@ def cells(documents: Sequence[Mapping[str, Any]], first: str, second: str = "") 
     second, first minus second."""
     found, averaged = [], []
     for name, judge in documents[0]["benchmarks"].items():
-        values, tags = scores(documents, first, name)
+        column, rows = Column(name, judge.get("headline")), images(documents, first, name)
         if second:
-            values = values - scores(documents, second, name)[0]
-        found.append(crossed(values, tags))
-        averaged += [found[-1]] if judge.get("reward") != "diversity" else []
-    mean = sum(value for value, _ in averaged) / len(averaged)
-    return [*found, (mean, math.hypot(*(error for _, error in averaged)) / len(averaged))]
+            pairs = zip(images(documents, second, name), rows, strict=True)
+            numbers = [difference(column, *pair) for pair in pairs]
+        else:
+            numbers = [headline_rows(column, some)[0] for some in rows]
+        found.append(numbers)
+        averaged += [numbers] if judge.get("reward") != "diversity" else []
+    means = [average(of_seed) for of_seed in zip(*averaged, strict=True)]
+    return list(map(crossed, [*found, means]))
 
 
 def main() -> None:

@@ -99,19 +99,22 @@ def write_files(config: EvalStage, results: Results) -> str:
 def document(config: EvalStage, results: Results, versions: Mapping[str, str]) -> dict[str, Any]:
     """results.json: every number, every image's scores, and who scored them."""
 
+    def plain(row: EvalRow) -> dict[str, Any]:
+        return {key: value for key, value in vars(row).items() if key != "influence"}
+
     def listed(rows: Mapping[str, EvalRow]) -> list[dict[str, Any]]:
-        return [vars(row) for row in rows.values()]
+        return [plain(row) for row in rows.values()]
 
     models = {}
     for model, judged in results.judged.items():
         scores, first = results.scores(model), next(iter(results.judged))
         models[model] = {
             "adapter": config.adapters.get(model),
-            "rows": [vars(row) for row in results.rows[model]],
+            "rows": [plain(row) for row in results.rows[model]],
             "settings": config.settings_of(model),
             "environment": versions,
-            "fidelity": vars(scores[FIDELITY]) if FIDELITY in scores else None,
-            "average": vars(scores[AVERAGE]) if AVERAGE in scores else None,
+            "fidelity": plain(scores[FIDELITY]) if FIDELITY in scores else None,
+            "average": plain(scores[AVERAGE]) if AVERAGE in scores else None,
             "difference": listed(results.difference(model, first)) if model != first else [],
             "images": {name: images.rows for name, images in judged.items()},
         }
@@ -188,8 +191,8 @@ def conditions(config: EvalStage, results: Results, versions: Mapping[str, str])
         sentences[0] = f"{', '.join(counts)}; scored at 8 bits a channel."
     if len(results.benchmarks) > 1:
         sentences.append(
-            "average: the unweighted mean of the benchmarks; its error takes them as independent, "
-            "also where they share images or prompts."
+            "average: the unweighted mean of the benchmarks; its error is over prompts, also where "
+            "benchmarks share images or prompts."
         )
     for benchmark in config.benchmarks:
         if benchmark.layout:

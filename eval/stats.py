@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from statistics import NormalDist
 from typing import Annotated, Any, NamedTuple, Protocol
 
@@ -21,6 +22,7 @@ AVERAGE, FIDELITY = "average", "fidelity"  # columns of a table besides the benc
 TAGS = ("single_object", "two_object", "counting", "colors", "position", "color_attr")
 FIELDS = ("index", "copy", "prompt", "metadata", "reason")  # of an image; the rest are its scores
 WEIGHT = "weight"  # the part that says how often an image counts in the means of its benchmark
+LEFT_OUT = "left_out"  # the part that is 1 where the first question was not asked
 
 DRAWS = 2000  # of a bootstrap
 CONFIDENCE = 0.95  # of the intervals
@@ -55,7 +57,7 @@ def rows_of(benchmark: Named, images: Images) -> list[EvalRow]:
     Errors and intervals are over prompts, because the images of one prompt resemble each other.
     If the reward has a headline and every prompt a tag (GenEval), `headline_rows` follow.
     """
-    parts = {key for image in images for key in image} - {*FIELDS, "value", WEIGHT}
+    parts = {key for image in images for key in image} - {*FIELDS, "value", WEIGHT, LEFT_OUT}
     parts |= {benchmark.headline} if benchmark.headline else set()
     rows = [part_row(benchmark.name, "reward", images, "value")]
     rows += [part_row(benchmark.name, part, images, part) for part in sorted(parts)]
@@ -65,8 +67,8 @@ def rows_of(benchmark: Named, images: Images) -> list[EvalRow]:
 def headline_rows(benchmark: Named, images: Images) -> list[EvalRow]:
     """The benchmark's number, then one row per tag if there are tags.
 
-    With tags the number is "overall", GenEval's unweighted mean of the tags' means; its error comes
-    from theirs. A tag without a valid image is left out of it.
+    With tags the number is "overall", GenEval's unweighted mean of the tags' means, with its error
+    as in `average`. A tag without a valid image is left out of it.
     """
     part = part_of(benchmark)
     if not _tagged(benchmark, images):
@@ -78,11 +80,9 @@ def headline_rows(benchmark: Named, images: Images) -> list[EvalRow]:
         if tag in tags
     ]
     scored = [row for row in rows if row.n]  # a tag without valid images is unknown, not wrong
-    mean = sum(row.mean for row in scored) / len(scored) if scored else math.nan
-    error = math.sqrt(sum(row.stderr**2 for row in scored)) / len(scored) if scored else math.nan
-    low, high = bootstrap_interval(*_prompt_scores(images, part))
-    n = sum(row.n for row in scored)
-    return [EvalRow(benchmark.name, "overall", mean, error, n, low, high, len(images)), *rows]
+    low, high = bootstrap_interval(*_prompt_scores(images, part, tags=True)[1])
+    overall = average(scored or rows, benchmark.name, "overall")
+    return [replace(overall, low=low, high=high, total=len(images)), *rows]
 
 
 def headline_row(benchmark: Named, rows: Sequence[EvalRow], part: str | None = None) -> EvalRow:
@@ -111,16 +111,19 @@ def difference(benchmark: Named, first: Images, second: Images, part: str | None
     return headline_rows(benchmark, gains)[0]
 
 
-def average(rows: Sequence[EvalRow]) -> EvalRow:
+def average(rows: Sequence[EvalRow], benchmark: str = AVERAGE, metric: str = "mean") -> EvalRow:
     """The unweighted mean of one row per benchmark: of headlines, or of their differences.
 
-    Its error treats the benchmarks as independent. It is NaN if one of them is NaN, because a mean
-    over fewer benchmarks would not compare with the other models'.
+    Its error is over prompts, and what one moves in all rows is added first: they may share images.
+    It is NaN if one of them is NaN, as a mean over fewer does not compare with other models'.
     """
-    mean = sum(row.mean for row in rows) / len(rows)
-    error = math.sqrt(sum(row.stderr**2 for row in rows)) / len(rows)
-    total = sum(row.n if row.total is None else row.total for row in rows)
-    return normal_row(AVERAGE, "mean", mean, error, sum(row.n for row in rows), total)
+    influence: dict[str, float] = {}
+    for row in rows:  # one without influence is independent of the others
+        for prompt, moved in (row.influence or {row.benchmark: row.stderr}).items():
+            influence[prompt] = influence.get(prompt, 0.0) + moved / len(rows)
+    mean, error = sum(row.mean for row in rows) / len(rows), math.hypot(*influence.values())
+    n, total = sum(r.n for r in rows), sum(r.n if r.total is None else r.total for r in rows)
+    return replace(normal_row(benchmark, metric, mean, error, n, total), influence=influence)
 
 
 def normal_row(
@@ -180,44 +183,46 @@ def _tagged(benchmark: Named, images: Images) -> bool:
     return benchmark.headline is not None and has_tags
 
 
-def _prompt_scores(images: Images, part: str) -> PromptScores:
-    """The scores of each prompt of a tag, in the order in which they come; a tag is a stratum.
+def _prompt_scores(images: Images, part: str, tags: bool) -> tuple[list[str], PromptScores]:
+    """Each prompt and its scores, in the order in which they come. tags: each is a stratum with
+    prompts of its own; otherwise there is one stratum.
 
     A prompt is its text: a set may list it several times, as the sets of the tiny world do.
     """
-    keys = [(str(image["metadata"].get("tag", "")), image["prompt"]) for image in images]
+    keys = [(str(i["metadata"]["tag"]) if tags else "", i["prompt"]) for i in images]
     numbers = {key: number for number, key in enumerate(dict.fromkeys(keys))}
     prompt, count = np.array([numbers[key] for key in keys], np.int64), len(numbers)
     values = np.array([image.get(part, math.nan) for image in images], np.float64)
     weights = np.where(np.isfinite(values), [_weight(image, part) for image in images], 0)
     strata = np.unique([tag for tag, _ in numbers], return_inverse=True)[1]
     sums = np.bincount(prompt, np.nan_to_num(values) * weights, count).astype(np.float64)
-    return PromptScores(sums, np.bincount(prompt, weights, count).astype(np.float64), strata)
+    counts = np.bincount(prompt, weights, count).astype(np.float64)
+    return [text for _, text in numbers], PromptScores(sums, counts, strata)
 
 
 def _weight(image: Mapping[str, Any], part: str) -> float:
     """How often an image counts in a mean: once a word, or a question of skill `a - b` or `a`."""
     skills = image["metadata"].get("skills")
-    names = map(str, skills) if isinstance(skills, list) else ()
+    names = map(str, skills[image.get(LEFT_OUT) == 1 :]) if isinstance(skills, list) else ()
     asked = sum(part in (name, name.split("-")[0].strip()) for name in names)
     return image.get(WEIGHT) or asked or 1
 
 
 def part_row(benchmark: str, metric: str, images: Images, part: str) -> EvalRow:
     """Mean, error, interval and count of a part of the scores of some of a benchmark's images."""
-    sums, counts, _ = _prompt_scores(images, part)
-    n, prompts = counts.sum(), int((counts > 0).sum())
+    texts, (sums, counts, one) = _prompt_scores(images, part, tags=False)
+    n, prompts = float(counts.sum()), int((counts > 0).sum())
     valid = sum(math.isfinite(image.get(part, math.nan)) for image in images)
     if not n:
         return EvalRow(benchmark, metric, math.nan, math.nan, 0, total=len(images))
-    mean, error = float(sums.sum() / n), math.nan
-    if prompts > 1:
-        # the cluster-robust error of a ratio; with one image per prompt the usual standard error.
-        # n / (n - 1): unbiased for equally many images per prompt
-        spread = ((sums - mean * counts) ** 2).sum() * prompts / (prompts - 1)
-        error = math.sqrt(spread) / float(n)
-    low, high = bootstrap_interval(sums, counts, np.zeros(len(counts), np.int64))
-    return EvalRow(benchmark, metric, mean, error, valid, low, high, len(images))
+    mean = float(sums.sum()) / n
+    # the cluster-robust error of a ratio; with one image per prompt the usual standard error.
+    # P / (P - 1): unbiased for equally many images per prompt
+    scale = math.sqrt(prompts / (prompts - 1)) / n if prompts > 1 else math.nan
+    moved = ((sums - mean * counts) * scale).tolist()
+    influence, error = dict(zip(texts, moved, strict=True)), math.hypot(*moved)
+    low, high = bootstrap_interval(sums, counts, one)
+    return EvalRow(benchmark, metric, mean, error, valid, low, high, len(images), influence)
 
 
 def between(row: EvalRow | None, decimals: int, signed: bool = False) -> str:

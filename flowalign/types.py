@@ -231,6 +231,8 @@ class EvalRow:
     low: float = float("nan")  # lower end of the 95 % interval
     high: float = float("nan")
     total: int | None = None  # images that were sampled; None = n
+    # {prompt: how far its scores move the mean}; stderr is the root of the sum of squares
+    influence: Mapping[str, float] = field(default_factory=dict, compare=False, repr=False)
 
 
 @dataclass(frozen=True)

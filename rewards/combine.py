@@ -1,9 +1,9 @@
 """Rewards made of rewards: a weighted sum, a product, a gate, a common scale.
 
 A component is given as in a config, {name, options}: a name of flowalign.rewards and its options.
-An image that a component failed on is invalid, with the component's reason. parts: every
-component's value under its label, and its own parts as label/part. device: where components compute
-that are not given one (`flowalign.rewards.build_on`).
+An image that a component failed on is invalid, with the component's reason; a component of weight 0
+has no such effect. parts: every component's value under its label, and its own parts as label/part.
+device: where components compute that are not given one (`flowalign.rewards.build_on`).
 """
 
 from __future__ import annotations
@@ -111,13 +111,14 @@ class Weighted(Composed):
         value, components = torch.zeros(len(images)), {}
         for label, reward in self.components.items():
             components[label] = score(reward, images, prompts, metadata)
-            value += self.weights[label] * components[label].value  # NaN where it failed
-        return _joined(value, components)
+            if weight := self.weights[label]:
+                value += weight * components[label].value  # NaN where it failed
+        return _join(value, components, self.weights)
 
 
 class Product(Composed):
     """Product of value ** weight over components, given as to `weighted`: an image needs all of
-    them. A value below 0 makes its image invalid."""
+    them, but those of weight 0. A value below 0 makes its image invalid."""
 
     name = "product"
 
@@ -139,12 +140,13 @@ class Product(Composed):
     def __call__(self, images: Tensor, prompts: Sequence[str], metadata: Metadata) -> Scores:
         value, components = torch.ones(len(images)), {}
         for label, reward in self.components.items():
-            found = score(reward, images, prompts, metadata)
-            rows: list[int] = (found.value < 0).nonzero().flatten().tolist()
-            below = {row: f"{float(found.value[row]):.3g} is below 0" for row in rows}
-            components[label] = replace(found, reasons={**found.reasons, **below})
-            value *= found.value.where(found.value >= 0, torch.nan) ** self.exponents[label]
-        return _joined(value, components)
+            components[label] = found = score(reward, images, prompts, metadata)
+            if exponent := self.exponents[label]:
+                rows: list[int] = (found.value < 0).nonzero().flatten().tolist()
+                below = {row: f"{float(found.value[row]):.3g} is below 0" for row in rows}
+                components[label] = replace(found, reasons={**found.reasons, **below})
+                value *= found.value.where(found.value >= 0, torch.nan) ** exponent
+        return _join(value, components, self.exponents)
 
 
 class Gated(Composed):
@@ -174,7 +176,7 @@ class Gated(Composed):
         passed = assemble(len(images), [(rows, score(self.components["reward"], *asked))])
         passed = replace(passed, valid=passed.valid | ~opened)  # who was not asked did not fail
         value = torch.where(opened, passed.value, float(self.settings["below"]))
-        return _joined(value.masked_fill(~gate.valid, torch.nan), {"gate": gate, "reward": passed})
+        return _join(value.masked_fill(~gate.valid, torch.nan), {"gate": gate, "reward": passed})
 
 
 class Normalized(Composed):
@@ -202,12 +204,12 @@ class Normalized(Composed):
         return replace(scores, value=value, parts={**scores.parts, "raw": scores.value})
 
 
-def _joined(value: Tensor, components: Mapping[str, Scores]) -> Scores:
-    """The value with the components' parts and reasons; invalid where a component is."""
+def _join(value: Tensor, found: Mapping[str, Scores], weights: Mapping[str, float] = {}) -> Scores:
+    """The value with the components' parts and reasons; invalid where one that counts is."""
     valid, parts = torch.isfinite(value), {}
     texts: dict[int, list[str]] = {}
-    for label, scores in components.items():
-        valid &= scores.valid
+    for label, scores in found.items():
+        valid &= scores.valid | (weights.get(label) == 0)
         parts[label] = scores.value
         parts |= {f"{label}/{name}": part for name, part in scores.parts.items()}
         for row, text in scores.reasons.items():

@@ -55,7 +55,8 @@ class DPG(AskedReward):
     `tiny`, which is the tiny world's detector, a line of GenEval. Options: docs/rewards/dpg.md.
 
     value: the mean of `gated`. parts: the share of yes in each category, and in the category before
-    its dash; by rule "official" of a prompt's last image alone.
+    its dash; by rule "official" of a prompt's last image alone, with "left_out" = 1 where the first
+    question was not asked.
     """
 
     name, source = "dpg", "dpg_bench"
@@ -113,6 +114,8 @@ class DPG(AskedReward):
                 }
                 for name in set().union(*names.values()):
                     scores[name] = fmean(yes[n] for n, own in names.items() if name in own)
+                if self.rule == "official" and meta.get("first_row"):  # `_ask` skips it
+                    scores["left_out"] = 1.0
             rows.append(scores)
         return Scores.of_rows(rows, reasons)
 

@@ -31,6 +31,16 @@ def refusing(images, prompts, metadata):
     return Scores.of(value)
 
 
+def signs(images, prompts, metadata):
+    """-1 of every image."""
+    return Scores.of(-torch.ones(len(images)))
+
+
+def zero(images, prompts, metadata):
+    """0 of every image."""
+    return Scores.of(torch.zeros(len(images)))
+
+
 def contrast(images, prompts, metadata):
     """How much brighter than the group's mean; shows what it was called with."""
     assert len(set(prompts)) == 1, "more than one prompt at a time"
@@ -92,6 +102,19 @@ def test_a_product_needs_every_component():
     negative = (REDNESS < 0).nonzero().flatten().tolist()
     assert all("below 0" in signed.reasons[row] for row in negative)
     assert rewards.has_no_weights("product")  # gdpo would take it for a sum
+
+
+@pytest.mark.parametrize(("name", "nothing"), [("product", 1.0), ("weighted", 0.0)])
+def test_a_weight_of_zero_takes_a_component_out_of_the_value(name: str, nothing: float):
+    """Where it is 0, below 0 or invalid, too; it is shown all the same."""
+    idle = [spec(n) | {"weight": 0.0} for n in ("refusing", "signs", "zero")]
+    found = ask(build(name, rewards=[*idle, spec("brightness")]))
+    torch.testing.assert_close(found.value, brightness(IMAGES, PROMPTS, METADATA).value)
+    assert bool(found.valid.all())
+    assert math.isnan(found.parts["test_combine:refusing"][1])
+    assert found.parts["test_combine:signs"].tolist() == [-1.0] * 6
+    assert list(found.reasons) == [1] and not found.failures
+    assert ask(build(name, rewards=idle)).value.tolist() == [nothing] * 6
 
 
 def test_a_gate_lets_the_reward_count_only_past_its_threshold():

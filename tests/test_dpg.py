@@ -74,6 +74,25 @@ def test_the_official_rule_gives_the_official_numbers(batch: PromptBatch) -> Non
         assert rows[name].mean == pytest.approx(number, abs=1e-6), name
 
 
+def test_a_question_that_is_left_out_has_no_weight(batch: PromptBatch) -> None:
+    """The first row of the file, where no other needs it: the shares are of what was asked."""
+    batch.metadata[:4] = [
+        {**row, "questions": [[n, "0", *more] for n, _, *more in row["questions"]]}
+        for row in batch.metadata[:4]
+    ]
+    answers: dict[str, list[bool]] = {}
+    for metadata in batch.metadata[::4]:
+        for _, _, about, text in metadata["questions"][bool(metadata.get("first_row")) :]:
+            name = about.split("(")[0].strip()
+            for key in {name, name.split("-")[0].strip()}:
+                answers.setdefault(key, []).append(GOLDEN["answers"][text][3] == "yes")
+    found = judged(batch, "official")[1]
+    assert found["reward"].n == len(batch)
+    for name, yes in answers.items():
+        assert found[name].mean == pytest.approx(sum(yes) / len(yes), abs=1e-6), name
+    assert set(found) == {"reward", *answers}
+
+
 def by_hand(batch: PromptBatch) -> tuple[list[float], dict[str, float]]:
     """Per image the mean over questions whose ancestors are all yes; per category all answers."""
     values, answers = [], {}

@@ -92,7 +92,7 @@ def test_each_judge_is_a_column_and_each_image_is_sampled_once(
     both, table = rows(tmp_path / "out"), (tmp_path / "out" / "table.md").read_text()
     assert list(both) == ["x_red", "x_blue"] and "|  | x_red | x_blue | average |" in table
     assert "5 prompts of x with 2 images each: 2 Euler" in table
-    assert "its error takes them as independent" in table
+    assert "its error is over prompts, also where benchmarks share images" in table
     assert [path.name for path in (tmp_path / "out").glob("*.png")] == ["grid.png"]
     assert (tmp_path / "out" / "report.html").read_text().count("base64,") == 2  # not 4
 

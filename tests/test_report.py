@@ -81,8 +81,11 @@ def test_the_main_table_is_models_by_benchmarks_then_fidelity_and_average(result
     row = main.rows["base"]
     assert row["average"].mean == pytest.approx((0.5 + 0.25) / 2)
     assert row["average"].mean == pytest.approx((row["geneval"].mean + row["ocr"].mean) / 2)
-    errors = row["geneval"].stderr, row["ocr"].stderr  # fidelity is no part of it
-    assert row["average"].stderr == pytest.approx(math.hypot(*errors) / 2)
+    # over the prompts, which both share: means [.5, .5] of two tags, and .25; fidelity is no part
+    right = [sign * 0.5 * math.sqrt(2 / 1) / 2 / 2 for sign in (1, -1, 1, -1)]
+    graded = [gap * math.sqrt(4 / 3) / 4 for gap in (-0.15, -0.05, 0.05, 0.15)]
+    both = [(a + b) / 2 for a, b in zip(right, graded, strict=True)]
+    assert row["average"].stderr == pytest.approx(math.hypot(*both))
     assert main.n("geneval") == "3 to 4" and to_base.n("average") == "7 to 8"
 
 

@@ -1,4 +1,5 @@
-"""benchmarks/seeds.py: the error of a mean over seeds and prompts."""
+"""benchmarks/seeds.py: the error of a mean over seeds and prompts (tests/test_errors.py measures
+it)."""
 
 import json
 import sys
@@ -8,34 +9,21 @@ import numpy as np
 import pytest
 from fakes import ROOT
 
+from flowalign.eval.compare import Column
+from flowalign.eval.stats import headline_rows
+
 sys.path.append(str(ROOT / "benchmarks"))
 import seeds  # noqa: E402  # pyright: ignore[reportMissingImports]
 
 
-@pytest.mark.parametrize(
-    ("seed", "prompt", "rest"), [(0.1, 0.0, 0.3), (0.0, 0.4, 0.2), (0.1, 0.4, 0.3)]
-)
-def test_the_error_is_that_of_repeated_draws(seed: float, prompt: float, rest: float) -> None:
-    """Of effects of seeds, of prompts and of both, in two strata of unequal size."""
-    rng = np.random.default_rng(0)
-    tags, found = ["a"] * 20 + ["b"] * 60, []
-    for _ in range(2000):
-        values = (
-            rng.normal(0, seed, (3, 1))
-            + rng.normal(0, prompt, (1, 80))
-            + rng.normal(0, rest, (3, 80))
-        )
-        found.append(seeds.crossed(values, tags))
-    means, errors = np.array(found).T
-    assert np.sqrt((errors**2).mean()) == pytest.approx(means.std(), rel=0.06)
-
-
 def test_equal_seeds_have_the_error_of_their_prompts() -> None:
-    values = np.random.default_rng(1).random((1, 50))
-    mean, error = seeds.crossed(np.repeat(values, 3, 0), [""] * 50)
+    values = np.random.default_rng(1).random(50)
+    images = [{"prompt": str(i), "metadata": {}, "value": value} for i, value in enumerate(values)]
+    row = headline_rows(Column("x", None), images)[0]
+    mean, error = seeds.crossed([row] * 3)
     assert mean == pytest.approx(values.mean())
     assert error == pytest.approx(values.std(ddof=1) / 50**0.5)
-    assert seeds.crossed(values, [""] * 50) == pytest.approx((mean, error))
+    assert seeds.crossed([row]) == pytest.approx((mean, error))
 
 
 def document(folder: Path, shift: float) -> None:
