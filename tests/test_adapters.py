@@ -309,6 +309,17 @@ def test_a_check_tells_another_base_from_another_machine(tmp_path: Path) -> None
     assert far.startswith("teachers.far: ") and f"was trained on '{large}'" in far
 
 
+@pytest.mark.parametrize("entries", [{"transformer.r": 2, "transformer.lora_alpha": 8}, {}])
+def test_what_is_said_of_a_text_encoder_that_is_not_there_is_ignored(
+    entries: dict[str, int], tmp_path: Path
+) -> None:
+    """As in a file of train_dreambooth_lora whose text encoder's weights were removed."""
+    encoder = {"text_encoder.r": 4, "text_encoder.lora_alpha": 4, "text_encoder_2.use_dora": True}
+    head = {"lora_adapter_metadata": json.dumps(encoder | entries)}
+    save_file(HALVES, tmp_path / "x.safetensors", metadata=head)
+    assert list(read_lora(tmp_path).scales.values()) == [4.0 if entries else 1.0]
+
+
 # Numbers that are none ---------------------------------------------------------------------------
 
 

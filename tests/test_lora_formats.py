@@ -487,6 +487,8 @@ REFUSED: dict[str, tuple[str, dict[str, Tensor], str]] = {
         "two updates.*attention_qkv",
     ),
     "a layer that is not there": ("flux2", kohya("txt_norm_x"), "txt_norm_x"),
+    "a text encoder": ("flux", halves(TO_Q) | halves("text_encoder.x.q_proj"), "text encoder"),
+    "8 bits with scales": ("flux", halves(TO_Q) | {f"{TO_Q}.weight_scale": torch.ones(1)}, "scale"),
     "integers": ("sd3", {n: w.to(torch.int8) for n, w in halves(TO_Q).items()}, "int8"),
 }  # fmt: skip
 

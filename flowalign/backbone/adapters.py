@@ -30,7 +30,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from flowalign.backbone.conversion import check_encoders, convert, no_plain_lora, unwrapped
+from flowalign.backbone.conversion import check_part, convert, unwrapped
 from flowalign.backbone.family import Family, ModelError
 from flowalign.backbone.tiny import TEACHERS
 from flowalign.config import ADAPTER
@@ -144,7 +144,8 @@ def _adapter_file(folder: Path) -> Path:
     if not folder.is_dir():
         shipped = sorted(f"tiny/{file.parent.name}" for file in TEACHERS.glob(f"*/{ADAPTER}"))
         hint = did_you_mean(f"tiny/{folder.name}", shipped) if folder.parent == TEACHERS else ""
-        raise AdapterError(f"no such folder.{hint} Shipped adapters are {', '.join(shipped)}")
+        known = f"Shipped adapters are {', '.join(shipped)}; on the Hub: owner/name@main/folder"
+        raise AdapterError(f"no such folder.{hint} {known}")
     names = sorted(path.name for path in folder.iterdir())
     if "model_index.json" in names:
         raise AdapterError("it is a whole pipeline; name a LoRA (null is the base)")
@@ -333,8 +334,8 @@ def _read_file(file: Path, family: Callable[[], Family] | None) -> Lora:
     except (SafetensorError, OSError) as error:
         raise AdapterError(f"it is not a safetensors file ({shown(str(error))})") from error
     for name, value in in_file.items():
-        if value.dtype in FLOAT8:
-            in_file[name] = value.to(torch.bfloat16)  # which has all of its values
+        if value.dtype in FLOAT8 or name.endswith(".alpha"):
+            in_file[name] = value.float()
         elif value.dtype not in FLOATS:
             raise AdapterError(f"{shown(name)} is stored as {value.dtype}: convert it to bfloat16")
     if name := not_finite(in_file):
@@ -352,10 +353,10 @@ def _read_file(file: Path, family: Callable[[], Family] | None) -> Lora:
     ranks = _ranks(weights)
     described = file.parent / PEFT_CONFIG
     text = head.get(METADATA) or (described.read_bytes() if described.is_file() else None)
-    config, alphas = Description(), dict[str, Any](ranks)
-    scaled = any(key.endswith(".alpha") for key in in_file)  # diffusers puts alpha / rank into A
-    if text is not None and not scaled:
-        config = Description.parse(text)
+    scaled = any(key.endswith(".alpha") for key in in_file)  # alpha / rank is in A
+    config = Description() if text is None or scaled else Description.parse(text)
+    alphas = dict[str, Any](ranks)
+    if config.model_fields_set:
         expected = resolve_pattern(ranks, config.r, config.rank_pattern)
         if wrong := next((layer for layer in ranks if ranks[layer] != expected[layer]), None):
             raise AdapterError(
@@ -386,13 +387,13 @@ def _say_once(level: int, text: str) -> None:
 
 def _plain_weights(stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The weights under their names inside the transformer. AdapterError for what is none."""
-    check_encoders(stored)
     weights = {_inner_name(key): value for key, value in stored.items()}
     for key, value in weights.items():
-        if not (NAME.fullmatch(key) and key.isprintable()):
+        check_part(key, value)
+        if not NAME.fullmatch(key):
             raise AdapterError(
-                f"{no_plain_lora(key, value)} Names of other programs (kohya, ai-toolkit) are read "
-                "where the base model is known: --model."
+                f"{shown(key)} may be a layer under the name of another program (kohya, "
+                "ai-toolkit). It is read where the base model is known: --model."
             )
     if len(weights) < len(stored):
         raise AdapterError("it has two weights of one layer, under two prefixes")

@@ -36,8 +36,8 @@ PREFIX = re.compile(
     r"(base_model\.model|transformer|diffusion_model|pipe|dit|model|unet)\."
     r"|lora_unet_|lora_transformer_|lycoris_"
 )
-ENCODER = re.compile(r"(^|\.)(lora_te|text_encoder|text_model)")
 KINDS = {  # of weights that are not read, by a part of their names
+    r"(^|\.)(lora_te|text_encoder|text_model)": "of a text encoder, which stays as it is",
     "dora_scale|magnitude_vector": "DoRA",
     "lokr_|hada_|oft_|boft_|vera_": "another method (LoKr, LoHa, OFT)",
     "scale_weight$|weight_scale$|scale_input$": "the scale of quantized weights",
@@ -53,24 +53,20 @@ def unwrapped(name: str) -> str:
     return WRAPPED.sub("", name)
 
 
-def no_plain_lora(name: str, value: Tensor) -> str:
-    """Why a weight is no part of a plain LoRA."""
-    if name.endswith(".alpha"):
-        return f"{shown(name)} is no alpha above 0: {value.flatten()[:4].tolist()}"
+def check_part(name: str, value: Tensor) -> None:
+    """Raise ValueError, with the reason, for a weight that is no part of a plain LoRA."""
     kind = next((kind for part, kind in KINDS.items() if re.search(part, name)), None)
-    return (
-        f"{shown(name)} is {kind or 'no A, B or alpha of a layer'}, and only plain LoRAs of a "
-        "transformer are read. Convert or train one."
-    )
-
-
-def check_encoders(names: Mapping[str, Tensor]) -> None:
-    """Raise ValueError where weights are of a text encoder."""
-    if encoders := sorted(name for name in names if ENCODER.search(name)):
+    if not kind and not PART.fullmatch(name):
+        kind = "no A, B or alpha of a layer"
+    # diffusers would not return from an alpha below 0
+    elif not kind and name.endswith(".alpha") and not (
+        value.numel() == 1 and 0 < float(value) < 1e30
+    ):
+        kind = f"no alpha above 0 ({value.flatten()[:3].tolist()})"
+    if kind:
         raise ValueError(
-            f"{len(encoders)} of its {len(names)} weights are of a text encoder, such as "
-            f"{shown(encoders[0])}. flowalign leaves text encoders as they are. Remove these "
-            "weights from the file, and see whether its images stay as they were."
+            f"{shown(name)} is {kind}, and only plain LoRAs of a transformer are read. Remove such "
+            "weights from the file and see whether its images stay as they were, or train another."
         )
 
 
@@ -82,14 +78,9 @@ def convert(stored: Mapping[str, Tensor], family: Family | type[Family]) -> dict
     Raises ValueError for what is no plain LoRA, for layers that the model does not have, and for an
     update that diffusers' conversion changes.
     """
-    check_encoders(stored)
     weights = {unwrapped(name): value for name, value in stored.items()}
     for name, value in weights.items():
-        part = PART.fullmatch(name)
-        # diffusers would not return from an alpha below 0
-        alpha = part and part["half"] == "alpha"
-        if not part or alpha and not (value.numel() == 1 and 0 < float(value) < 1e30):
-            raise ValueError(no_plain_lora(name, value))
+        check_part(name, value)
     known, own, final = _layers_of(family), dict[str, Tensor](), dict[str, Tensor]()
     rest, ends = dict[str, Tensor](), dict[str, Tensor]()  # for diffusers; the final layers, too
     for layer, names in _by_layer(weights).items():
