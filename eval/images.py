@@ -12,7 +12,6 @@ their names. GenEval's numbers start at 0 without gaps and may have any number o
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
@@ -26,6 +25,7 @@ from PIL import Image, ImageOps
 from flowalign.config.section import Size
 from flowalign.eval.store import Key
 from flowalign.system.escape import shown
+from flowalign.system.files import expanded
 from flowalign.system.images import image_files
 from flowalign.training.data import load_prompts
 from flowalign.types import PromptBatch
@@ -43,7 +43,7 @@ class ImagesError(ValueError):
 
 def find_images(source: str) -> dict[str, list[Path]]:
     """{prompt: its images, in order} of a folder or file. No image is opened."""
-    path, images = Path(os.path.expanduser(source)), {}
+    path, images = expanded(Path(source)), {}
     reader = _read_folder if path.is_dir() else READERS.get(path.suffix)
     if reader is None or not path.exists():
         raise ImagesError(f"there is no such folder, .json or .jsonl: {source!r}. {FORMS}")

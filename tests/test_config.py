@@ -118,6 +118,62 @@ def test_a_wrong_override_is_refused(override: str, said: str) -> None:
     assert said in problem
 
 
+TEACHERS = {"ocr": {"adapter": "x", "base": "y"}}
+PATHS = [  # (a config, a key that holds a path there)
+    *((raw(), key) for key in ("output", "model.id", "model.text_cache", "lora.init")),
+    *((raw(), f"tasks.0.{key}") for key in ("prompts", "validation")),
+    (raw(evaluation={"watch": [MARK | {"name": "w"}]}), "evaluation.watch.0.prompts"),
+    *((raw(stage="opd", teachers=TEACHERS), f"teachers.ocr.{key}") for key in ("adapter", "base")),
+    *((raw_eval(), key) for key in ("output", "models.a", "models.a.images", "benchmarks.0.prompts",
+                                    "fidelity.reference", "fidelity.features",
+                                    "diversity.features")),
+    ({"stage": "merge", "output": "x", "model": TINY, "adapters": ["a", "b"]}, "adapters.1"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("data", "key"), PATHS)
+def test_a_path_begins_at_home_and_has_no_variables(
+    data: dict[str, Any], key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    image = ["benchmarks.0.images=2"] * (data["stage"] == "eval")
+
+    def read_back(path: str) -> str:
+        value: Any = parse(data, [*image, f"{key}={path}"], stage=Stage).model_dump()
+        for part in key.split("."):
+            value = value[int(part)] if isinstance(value, list | tuple) else value[part]
+        return value
+
+    assert read_back("~/runs/x") == "/home/me/runs/x"
+    assert read_back("./owner/a~b") == "./owner/a~b"
+    for path in ("$HOME/x", "runs/${NAME}_1", "/scratch/$USER", "~no_such_user/x"):
+        (problem,) = problems(data, *image, f"{key}={path}", stage=Stage)
+        assert problem.startswith(f"{key}: ") and path in problem
+
+
+def test_what_is_no_path_keeps_its_signs() -> None:
+    given = ["lora.targets=['~a$B']", "tasks.0.reward.options={question: '~ ${X} or $HOME?'}"]
+    config = parse(raw(), given)
+    assert config.lora.targets == ["~a$B"] and config.tasks[0].reward
+    assert config.tasks[0].reward.options == {"question": "~ ${X} or $HOME?"}
+
+
+def test_files_are_used_from_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    write(tmp_path, to_yaml(parse(raw(seed=7))))
+    below = tmp_path / "below"
+    below.mkdir()
+    write(below, "use: ~/c.yaml\ntrain: {updates: 3}\n")
+    config = load("~/below/c.yaml", stage=GrpoStage)
+    assert (config.seed, config.train.updates) == (7, 3)
+    for name in ("$HOME/c.yaml", "~no_such_user/c.yaml"):
+        with pytest.raises(ConfigError):
+            load(name)
+        write(below, f"use: {name}")
+        with pytest.raises(ConfigError):
+            load(below / "c.yaml")
+
+
 @pytest.mark.parametrize(
     ("sections", "said"),
     [

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from flowalign import __version__
 from flowalign.system import exit, packages
+from flowalign.system.files import expanded
 
 COMMANDS = {
     "init": ("flowalign.commands.init:main", "Write a config, with the meaning of its keys."),
@@ -79,8 +80,8 @@ def merge(argv: Sequence[str]) -> int:
     """Merge LoRA adapters of one base into one, by adding their weight updates. The folder of --out
     is the adapter: give it to --lora, lora.init or flowalign.load."""
     parser = argparse.ArgumentParser("flowalign merge", description=merge.__doc__)
-    parser.add_argument("adapters", nargs="+", help="adapter folders, such as outputs/.../adapter")
-    parser.add_argument("--out", required=True, help="the adapter's folder, to be written")
+    parser.add_argument("adapters", nargs="+", type=expanded, help="such as outputs/.../adapter")
+    parser.add_argument("--out", required=True, type=expanded, help="the folder, to be written")
     parser.add_argument("--method", default="concat", help="concat (exact), svd, ties or dare")
     parser.add_argument("--weights", nargs="+", type=float, help="one each; default: 1, the sum")
     parser.add_argument("--rank", type=int, help="of the result; default: the largest given")
@@ -88,7 +89,7 @@ def merge(argv: Sequence[str]) -> int:
     parser.add_argument("--seed", type=int, default=0, help="of what dare drops")
     depth = "scales of the first and the last block (LiNeS)"
     parser.add_argument("--lines", nargs=2, type=float, metavar=("SHALLOW", "DEEP"), help=depth)
-    parser.add_argument("--model", help="the base, for LoRAs under another program's names")
+    parser.add_argument("--model", type=expanded, help="base, for another program's LoRAs")
     args = vars(parser.parse_args(argv))
     from flowalign.training.report.progress import quiet
 

@@ -9,10 +9,34 @@ import os
 import re
 import shutil
 import uuid
+from argparse import ArgumentTypeError
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+P = TypeVar("P", bound=str | Path)
+
+
+class PathError(ArgumentTypeError, ValueError):
+    """A path that is no place on this disk: what was seen, what to do. argparse shows its text."""
+
+
+def expanded(path: P) -> P:
+    """A path with the home folder for ~ or ~user at its start; other texts, such as Hub ids, as
+    they are. Raises PathError for an unknown user, and for variables: a config means the same to
+    everyone who runs it, and to all processes."""
+    text = os.path.expanduser(path)
+    if text.startswith("~") or re.search(r"\$\{?[A-Za-z_]", text):
+        what = "no user has this name" if text.startswith("~") else "variables are not read here"
+        shell = "; or let the shell do it, on a command line: output=\"$HOME/x\"" * ("$" in text)
+        raise PathError(f"{text!r}: {what}. Write the path out{shell}.")
+    return type(path)(text)
+
+
+def path_argument(text: str) -> Path:
+    """An argument of a command, `expanded`."""
+    return expanded(Path(text))
 
 
 @contextmanager
