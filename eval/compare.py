@@ -26,7 +26,6 @@ from flowalign.eval import stats
 from flowalign.system import manifest
 from flowalign.system.escape import escaped, shown, table
 from flowalign.system.exit import refusing
-from flowalign.system.files import expanded
 from flowalign.types import EvalRow
 
 VERSION = 1  # of results.json; raised whenever an older reader would misread a newer file
@@ -63,7 +62,7 @@ class Column(NamedTuple):
 def load_results(path: str | Path) -> dict[str, Any]:
     """A results.json; Incomparable if it is none, is damaged by the manifest next to it, or is of
     another version."""
-    path = expanded(Path(path))
+    path = Path(path)
     try:
         manifest.check_manifest(path.parent, [path.name])
     except manifest.Foreign:

@@ -13,15 +13,14 @@ import sys
 from collections.abc import Sequence
 
 from flowalign.config import ConfigError, EvalStage, load
-from flowalign.system.files import expanded
 from flowalign.training.run import lock
 
 
 def parser() -> argparse.ArgumentParser:
     """The command line of `eval`."""
     arguments = argparse.ArgumentParser("flowalign eval", description="Score models from a config.")
-    arguments.add_argument("--config", type=expanded, required=True, help="a YAML file")
-    arguments.add_argument("--variant", type=expanded, help="YAML of keys for other hardware")
+    arguments.add_argument("--config", required=True, help="a YAML file: configs/tiny/eval.yaml")
+    arguments.add_argument("--variant", help="a YAML file of keys by stage: other hardware")
     arguments.add_argument("overrides", nargs="*", metavar="key.path=value",
                            help="change the config")  # fmt: skip
     return arguments

@@ -47,9 +47,9 @@ def test_a_wrong_command_gets_a_suggestion(capsys: pytest.CaptureFixture[str]) -
     [
         "train --config c.yaml output=$A/x", "train --config $A/c.yaml", "demo --output=$A/x",
         "eval --out=$A/x", "eval --config $A/x.yaml", "eval --out x --lora a=$A/x",
-        "eval --out x --images a=$A/x", "eval compare $A/a.json b.json", "sample cat --out=$A/x.png",
-        "sample cat --lora=$A/x", "sample cat --model=$A/x", "merge a b --out=$A/x",
-        "merge $A/a b --out x", "data generate ocr --count 4 --out=$A/x.txt",
+        "eval --out x --images a=$A/x", "eval compare $A/a.json b.json",
+        "sample cat --out=$A/x.png", "sample cat --lora=$A/x", "sample cat --model=$A/x",
+        "merge a b --out=$A/x", "merge $A/a b --out x", "data generate ocr --count 4 --out=$A/x.txt",
         "data fetch geneval --out=$A", "data check $A/x.txt", "init --stage grpo --out=$A/x.yaml",
         "init --stage merge --loras $A/a b", "watch $A/x", "push $A/x --repo a/b",
         "doctor --config $A/x.yaml", "doctor --reward similarity images=$A/x",
@@ -65,7 +65,7 @@ def test_a_variable_in_a_path_is_refused_and_nothing_is_written(
     except SystemExit as end:  # argparse
         status = end.code
     error = capsys.readouterr().err
-    assert status == 2 and "variables are not read here" in error, error
+    assert status == 2 and "$A" in error, error
     assert not list(tmp_path.iterdir())
 
 

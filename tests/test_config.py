@@ -30,7 +30,7 @@ from flowalign.config import (
     read,
     to_yaml,
 )
-from flowalign.config.safe_yaml import load_yaml
+from flowalign.config.safe_yaml import dump_yaml, load_yaml
 from flowalign.training.preflight import Launch, check_world
 
 TINY = {"id": "tiny", "height": 64, "width": 64}
@@ -292,6 +292,29 @@ def test_what_is_no_config_is_refused(tmp_path: Path, name: str) -> None:
     if ": " in NO_CONFIGS[name] and "\n" not in NO_CONFIGS[name]:
         with pytest.raises(ConfigError):
             parse(raw(), [NO_CONFIGS[name].replace(": ", "=")])
+
+
+NUMBERS = {  # as YAML 1.2 reads them; PyYAML reads 1.1
+    "010": 10, "-017": -17, "08": 8, "0o10": 8, "0x1F": 31, "1_000": 1000, "1e-4": 1e-4, "5.": 5.0,
+    "08.5": 8.5, "+.5E1": 5.0, "-.inf": float("-inf"), "1:30": "1:30", "1:30.5": "1:30.5",
+    "190:20:30": "190:20:30", "2026-11-27": "2026-11-27", "=": "=", "0b11": "0b11", "yes": True,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("text", NUMBERS)
+def test_numbers_are_read_as_written(text: str) -> None:
+    assert load_yaml(text) == NUMBERS[text] and type(load_yaml(text)) is type(NUMBERS[text])
+    assert load_yaml(dump_yaml({text: [text, NUMBERS[text]]})) == {text: [text, NUMBERS[text]]}
+    pair = yaml.safe_load(dump_yaml([text]))  # whoever else reads our files reads a text, too
+    assert pair == [text]
+
+
+def test_an_old_number_is_refused_by_its_key() -> None:
+    assert parse(raw(), ["seed=010"]).seed == 10
+    (problem,) = problems(raw(), "train.max_minutes=1:30")
+    assert problem.startswith("train.max_minutes: got the text '1:30'")
+    merged = "a: &a {x: 010}\nb: {<<: *a, y: 1:30}"
+    assert load_yaml(merged)["b"] == {"x": 10, "y": "1:30"}
 
 
 def test_a_key_given_twice_is_refused_under_a_merge_too() -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import os
 import platform
+import re
 import sys
 import time
 from collections.abc import Sequence
@@ -12,7 +14,6 @@ from pathlib import Path
 
 from flowalign import __version__
 from flowalign.system import exit, packages
-from flowalign.system.files import expanded
 
 COMMANDS = {
     "init": ("flowalign.commands.init:main", "Write a config, with the meaning of its keys."),
@@ -52,7 +53,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"  {name:14}{text}")
         print("\n`flowalign COMMAND --help` tells more, `flowalign --version` what is installed.")
         return 0
-    name, *rest = argv
+    # a shell leaves --out=~/x, which would make a folder of that name
+    home = lambda match: os.path.expanduser(match[0])  # noqa: E731
+    name, *rest = [re.sub(r"(?<![^=])~[\w.-]*(?=/)", home, word) for word in argv]
     if name == "--version":
         print(version())
         return 0
@@ -80,8 +83,8 @@ def merge(argv: Sequence[str]) -> int:
     """Merge LoRA adapters of one base into one, by adding their weight updates. The folder of --out
     is the adapter: give it to --lora, lora.init or flowalign.load."""
     parser = argparse.ArgumentParser("flowalign merge", description=merge.__doc__)
-    parser.add_argument("adapters", nargs="+", type=expanded, help="such as outputs/.../adapter")
-    parser.add_argument("--out", required=True, type=expanded, help="the folder, to be written")
+    parser.add_argument("adapters", nargs="+", help="adapter folders, such as outputs/.../adapter")
+    parser.add_argument("--out", required=True, help="the adapter's folder, to be written")
     parser.add_argument("--method", default="concat", help="concat (exact), svd, ties or dare")
     parser.add_argument("--weights", nargs="+", type=float, help="one each; default: 1, the sum")
     parser.add_argument("--rank", type=int, help="of the result; default: the largest given")
@@ -89,7 +92,7 @@ def merge(argv: Sequence[str]) -> int:
     parser.add_argument("--seed", type=int, default=0, help="of what dare drops")
     depth = "scales of the first and the last block (LiNeS)"
     parser.add_argument("--lines", nargs=2, type=float, metavar=("SHALLOW", "DEEP"), help=depth)
-    parser.add_argument("--model", type=expanded, help="base, for another program's LoRAs")
+    parser.add_argument("--model", help="the base, for LoRAs under another program's names")
     args = vars(parser.parse_args(argv))
     from flowalign.training.report.progress import quiet
 

@@ -15,7 +15,6 @@ from typing import Any
 from flowalign.config.protocols import PROTOCOLS
 from flowalign.config.run import GivenImages
 from flowalign.eval import run
-from flowalign.system.files import expanded, path_argument
 
 CONFIGURED = "--config"  # or --config=FILE
 
@@ -29,7 +28,7 @@ def parser() -> argparse.ArgumentParser:
         "config, `flowalign eval compare A B` compares two results.",
     )
     add = parser.add_argument
-    add("--model", type=expanded, default="tiny", help="tiny (default), a folder or a Hub id")
+    add("--model", default="tiny", help="tiny (default), a folder or a Hub id")
     add("--lora", nargs="+", default=[], metavar="NAME=ADAPTER", help="folders or Hub ids")
     add("--images", nargs="+", default=[], metavar="NAME=SOURCE",
         help="folders or files of images with their prompts; no model is loaded, and --model says "
@@ -38,7 +37,7 @@ def parser() -> argparse.ArgumentParser:
         help="default: those of the family's eval.yaml, or those that --images has")  # fmt: skip
     add("--protocol", choices=PROTOCOLS, help="sample, or say how --images were sampled, as there")
     add("--limit", type=int, help="only the first so many prompts of each")
-    add("--out", type=path_argument, required=True, help="folder of the results and their config")
+    add("--out", type=Path, required=True, help="folder of the results; the config is kept there")
     add("overrides", nargs="*", metavar="key.path=value", help="change the config")
     return parser
 
@@ -144,7 +143,7 @@ def more_benchmarks(model: str) -> dict[str, dict[str, Any]]:
 def show(argv: Sequence[str]) -> int:
     """Print the benchmarks of a model's family."""
     parser = argparse.ArgumentParser("flowalign eval list", description=show.__doc__)
-    parser.add_argument("--model", type=expanded, default="tiny", help="tiny, a folder or a Hub id")
+    parser.add_argument("--model", default="tiny", help="tiny (default), a folder or a Hub id")
     model = parser.parse_args(argv).model
     from flowalign import rewards
     from flowalign.commands.init import SD35, family_folder

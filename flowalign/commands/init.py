@@ -34,7 +34,7 @@ from flowalign.config import (
 from flowalign.config.model import LoraConfig, ModelConfig
 from flowalign.config.safe_yaml import dump_yaml
 from flowalign.system.exit import refusing
-from flowalign.system.files import expanded, path_argument, replacing
+from flowalign.system.files import expanded, replacing
 from flowalign.training.preflight import FEW
 from flowalign.training.sources import validation_file
 
@@ -61,7 +61,7 @@ def parser() -> argparse.ArgumentParser:
     stages = " ".join(f"{name}: {kind.__doc__}" for name, kind in STAGES.items())
     add, many = parser.add_argument, functools.partial(parser.add_argument, nargs="+", default=[])
     add("--stage", choices=STAGES, required=True, help=stages)
-    add("--model", type=expanded, default="tiny", help="tiny (default), a folder or a Hub id")
+    add("--model", default="tiny", help="tiny (default), a folder or a Hub id")
     help = "what scores the images, such as ocr, geneval or my_rewards:redness; one per task "
     help += (
         f"(grpo, nft, awm, opd, sft; {NONE} = a task of opd or sft without one), teacher (recipe: "
@@ -74,11 +74,11 @@ def parser() -> argparse.ArgumentParser:
     help = "adapters (folders, files or Hub ids) to learn from, merge or evaluate, each a task of "
     rest = "its name, by default that of the folder or file"
     many("--teachers", "--loras", metavar="[NAME=]ADAPTER", help=help + rest)
-    many("--prompts", type=expanded, metavar="FILE", help="one per reward or teacher")
+    many("--prompts", metavar="FILE", help="one per reward or teacher")
     help = "held-out prompts, one per reward or teacher; default: NAME_val.txt beside NAME.txt"
-    many("--validation", type=expanded, metavar="FILE", help=help)
+    many("--validation", metavar="FILE", help=help)
     add("--all", action="store_true", help="also write the keys at their defaults")
-    add("--out", type=path_argument, help="file to write; default: STAGE.yaml")
+    add("--out", type=Path, help="file to write; default: STAGE.yaml")
     add("--force", action="store_true", help="replace a file that is there")
     return parser
 
@@ -87,7 +87,7 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str]) -> int:
     """Exit status: 0 written, 2 refused."""
     args = parser().parse_args(argv)
-    out = args.out = args.out or Path(f"{args.stage}.yaml")
+    out = args.out = expanded(args.out or Path(f"{args.stage}.yaml"))
     _check(args)
     draft = Draft(args)
     data = draft.data()
@@ -157,7 +157,7 @@ def named_sources(texts: Sequence[str]) -> dict[str, str]:
         if not equals:
             name, source = Path(text.removesuffix("/adapter")).name, text
             name = name.removesuffix(".safetensors")
-        named[f"{name}_{number}" if name in named else name] = expanded(source)
+        named[f"{name}_{number}" if name in named else name] = source
     return named
 
 

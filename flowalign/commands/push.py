@@ -22,7 +22,6 @@ from flowalign.config import Stage, load
 from flowalign.eval.compare import load_results
 from flowalign.system import manifest
 from flowalign.system.exit import refusing
-from flowalign.system.files import path_argument
 from flowalign.system.hub_address import HubAddress
 
 # Beside the adapter and its card. The newest picture of samples/ goes up as samples.png.
@@ -59,11 +58,11 @@ def main(argv: Sequence[str]) -> int:
     """The command `flowalign push`. Exit status: 0 done, 2 refused."""
     parser = argparse.ArgumentParser("flowalign push", description="Upload a trained adapter.")
     add = parser.add_argument
-    add("folder", type=path_argument, help="of a run, or its adapter folder")
+    add("folder", type=Path, help="of a run, or its adapter folder")
     add("--repo", required=True, help="owner/name on the Hub; made if it is not there")
     add("--private", action="store_true", help="for a repository that is made")
     add("--revision", help="a branch, made if it is not there; default: main")
-    add("--results", type=path_argument, help="a results.json of `flowalign eval`: its scores")
+    add("--results", type=Path, help="a results.json of `flowalign eval`: its scores")
     add("--dry-run", action="store_true", help="list what would go up, send nothing")
     add("--force", action="store_true", help="push a card without scores, too")
     args = parser.parse_args(argv)

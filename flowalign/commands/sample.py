@@ -28,7 +28,7 @@ from flowalign.backbone.structure import family_without_text, model_family
 from flowalign.config import ConfigError, ModelConfig, SamplingConfig, TrainingStage, load
 from flowalign.system import devices
 from flowalign.system.exit import refusing
-from flowalign.system.files import expanded, path_argument, replacing
+from flowalign.system.files import expanded, replacing
 from flowalign.training.report.pictures import grid, png
 from flowalign.training.report.progress import quiet
 from flowalign.training.rollout import generate
@@ -49,11 +49,11 @@ def parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("prompts", nargs="+", help="for example 'a red sign that says \"CAT\"'")
-    add("--model", type=expanded, help="tiny, a folder or a Hub id; default: the LoRA's, or tiny")
-    add("--lora", type=expanded, help="an adapter folder, such as outputs/.../adapter, or Hub id")
+    add("--model", help="tiny, a folder or a Hub id; default: the LoRA's, or tiny")
+    add("--lora", help="an adapter folder, such as outputs/.../adapter, or Hub id")
     help = "file of the grid; default: samples.png, or the next free number. Images above "
     help += f"{SHOWN} pixels are also written in full size, to a folder of the same name"
-    add("--out", type=path_argument, help=help)
+    add("--out", type=Path, help=help)
     add("--images", type=_number(int, 1), default=1, metavar="N", help="per prompt")
     of_the_model = "default: as in the LoRA's run, else as the model has it"
     add("--steps", type=_number(int, 1), help=of_the_model)
@@ -186,6 +186,7 @@ def free_file(out: Path | None) -> Path:
         numbered = (Path(f"samples-{number}.png") for number in itertools.count(2))
         free = itertools.chain([Path("samples.png")], numbered)
         return next(file for file in free if not (file.exists() or file.with_suffix("").exists()))
+    out = expanded(out)
     if out.suffix.lower() not in FORMATS:
         raise ValueError(
             f"--out: got {str(out)!r}; want the name of a file that ends in {', '.join(FORMATS)}."

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from flowalign.config import ConfigError, Job, load
-from flowalign.system.files import expanded, path_argument
 from flowalign.training.run import lock
 
 DEMO = Path(__file__).parent / "configs" / "tiny" / "demo.yaml"
@@ -19,7 +18,7 @@ DEMO = Path(__file__).parent / "configs" / "tiny" / "demo.yaml"
 def parser() -> argparse.ArgumentParser:
     """The command line of `train`."""
     parser = argparse.ArgumentParser("flowalign train", description="Train from a config file.")
-    parser.add_argument("--config", type=expanded, required=True, help="a YAML file")
+    parser.add_argument("--config", required=True, help="a YAML file, such as configs/tiny/...")
     parser.add_argument("--resume", action="store_true", help="continue from the last checkpoint")
     help = "resume with another number of processes, though the last digits then differ"
     parser.add_argument("--allow-world-change", action="store_true", help=help)
@@ -28,7 +27,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--trust", action="store_true", help=help)
     help = "dry run: plan for this GPU, as `flowalign doctor --gpu`"
     parser.add_argument("--gpu", type=str.lower, metavar="NAME", help=help)
-    parser.add_argument("--variant", type=expanded, help="YAML of keys by stage: other hardware")
+    parser.add_argument("--variant", help="a YAML file of keys by stage: other hardware")
     parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="change the config")
     return parser
 
@@ -75,7 +74,7 @@ def demo(argv: Sequence[str]) -> int:
     """`make demo`: distil the shipped tiny teachers into one student, then show them side by side.
     Exit status of the recipe."""
     parser = argparse.ArgumentParser("flowalign demo", description=demo.__doc__)
-    parser.add_argument("--output", type=path_argument, default=Path("outputs/demo"))
+    parser.add_argument("--output", type=Path, default=Path("outputs/demo"))
     parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="change the recipe")
     args = parser.parse_args(argv)
     print(f"Merging three teachers, then distilling them into one student: {DEMO}", flush=True)

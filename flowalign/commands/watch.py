@@ -23,7 +23,7 @@ from urllib.parse import quote
 from flowalign.commands.recipe import DONE
 from flowalign.config import AlarmConfig, ConfigError, read
 from flowalign.system.exit import refusing
-from flowalign.system.files import path_argument, read_lines, replacing
+from flowalign.system.files import read_lines, replacing
 from flowalign.training import metrics
 from flowalign.training.report import page, samples
 from flowalign.training.report.drift.compare import Check
@@ -53,8 +53,8 @@ def main(argv: Sequence[str]) -> int:
         "flowalign watch",
         description="Write one page that shows a run while it goes on, and end with it.",
     )
-    parser.add_argument("run", type=path_argument, help="the output folder of a run or a recipe")
-    parser.add_argument("--out", type=path_argument, help=f"the page; default: RUN/{PAGE}")
+    parser.add_argument("run", type=Path, help="the output folder of a run or a recipe")
+    parser.add_argument("--out", type=Path, help=f"the page; default: RUN/{PAGE}")
     parser.add_argument("--once", action="store_true", help="write the page once, and end")
     parser.add_argument("--every", type=float, default=15.0, help="seconds between two pages")
     args = parser.parse_args(argv)

@@ -35,7 +35,6 @@ from flowalign.config.stages import (
     stage_names,
     variant_problems,
 )
-from flowalign.system.files import PathError, expanded
 
 C = TypeVar("C", bound=Stage)
 CARD_OF = "flowalign.backbone.loading:card_of"  # by name: the backbone is above the configs
@@ -88,10 +87,7 @@ def label_of(path: str | Path) -> str | None:
 def read(path: str | Path, above: Sequence[Path] = ()) -> Any:
     """What a YAML file holds, unchecked, laid over the file that its key `use` names (relative to
     it), if any; ConfigError if it is missing or not YAML. above: the files that led here."""
-    try:
-        path = expanded(Path(path))
-    except PathError as error:
-        raise ConfigError([str(error)], str(path)) from None
+    path = Path(os.path.expanduser(path))
     if not path.is_file():
         present = sorted(p.name for p in path.parent.glob("*.yaml"))
         listed = f"there are {', '.join(present[:12])}" if present else ""

@@ -103,10 +103,8 @@ class Section(BaseModel):
         """What was seen, what is possible, what to do."""
         kind, place, seen = error["type"], error["loc"], error["input"]
         fields, name = cls.model_fields, str(place[0]) if place else ""
-        if kind == "explained":
-            return error["msg"]
-        if kind == "value_error":
-            return str(error["ctx"]["error"])
+        if kind in ("explained", "value_error"):
+            return error["msg"].removeprefix("Value error, ")
         if kind == "extra_forbidden":
             hint = did_you_mean(name, fields, "`")
             return f"unknown key.{hint} Possible keys: {', '.join(fields)}."

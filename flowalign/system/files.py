@@ -9,7 +9,6 @@ import os
 import re
 import shutil
 import uuid
-from argparse import ArgumentTypeError
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -18,25 +17,15 @@ from typing import Any, TypeVar
 P = TypeVar("P", bound=str | Path)
 
 
-class PathError(ArgumentTypeError, ValueError):
-    """A path that is no place on this disk: what was seen, what to do. argparse shows its text."""
-
-
 def expanded(path: P) -> P:
     """A path with the home folder for ~ or ~user at its start; other texts, such as Hub ids, as
-    they are. Raises PathError for an unknown user, and for variables: a config means the same to
+    they are. Raises ValueError for an unknown user, and for a variable: a config means the same to
     everyone who runs it, and to all processes."""
     text = os.path.expanduser(path)
     if text.startswith("~") or re.search(r"\$\{?[A-Za-z_]", text):
-        what = "no user has this name" if text.startswith("~") else "variables are not read here"
-        shell = "; or let the shell do it, on a command line: output=\"$HOME/x\"" * ("$" in text)
-        raise PathError(f"{text!r}: {what}. Write the path out{shell}.")
+        seen = "there is no such user" if text.startswith("~") else "variables are not read here"
+        raise ValueError(f"{text!r}: {seen}. Write the path out; unquoted, a shell does it.")
     return type(path)(text)
-
-
-def path_argument(text: str) -> Path:
-    """An argument of a command, `expanded`."""
-    return expanded(Path(text))
 
 
 @contextmanager
@@ -56,7 +45,7 @@ def replacing(path: str | Path, *, durable: bool = False, swap: bool = False) ->
         with replacing(folder / "results.json") as part:
             part.write_text(text)
     """
-    path = Path(path)
+    path = expanded(Path(path))
     path.parent.mkdir(parents=True, exist_ok=True)
     # a name of its own: processes of several machines may write the same file of a shared disk
     part = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.part")

@@ -17,7 +17,6 @@ from typing import Any
 
 from flowalign.backbone.tiny import PROMPTS
 from flowalign.config import TrainingStage
-from flowalign.system.files import expanded
 from flowalign.training import sources
 from flowalign.types import PromptBatch
 
@@ -100,10 +99,10 @@ def _locate(source: str) -> Path:
     """The file or folder of a source; an error says what writes it, or what else is there."""
     tiny = source.startswith("tiny/") and not Path(source).suffix
     try:
-        path = PROMPTS / f"{source[5:]}.jsonl" if tiny else expanded(Path(source))
+        path = PROMPTS / f"{source[5:]}.jsonl" if tiny else Path(source).expanduser()
         if path.is_file() or (path.is_dir() and not tiny):
             return path
-    except (OSError, ValueError) as error:  # no file can have this path
+    except (OSError, ValueError, RuntimeError) as error:  # no file can have this path
         raise PromptError(f"no prompt set {source[:80]!r}: {error}") from None
     commands = [f"`{text}`" for text in sources.commands(source)]
     present = sorted(p for p in islice(path.parent.glob("*"), 1000) if p.suffix in READERS)

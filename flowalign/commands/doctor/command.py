@@ -18,7 +18,6 @@ from flowalign.commands.doctor.predictions import Forecast, is_here
 from flowalign.config import LABELS, Stage, TrainingStage, assignments, label_of, load
 from flowalign.eval.suite import environment
 from flowalign.system.exit import refusing
-from flowalign.system.files import expanded, path_argument
 from flowalign.training.preflight import Launch, own_code, unexamined
 from flowalign.training.report.progress import quiet
 
@@ -55,9 +54,9 @@ def parser() -> argparse.ArgumentParser:
     text = "Find what is wrong with a run or a reward before training starts."
     parser = argparse.ArgumentParser("flowalign doctor", description=text)
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--config", type=expanded, help="a YAML file of any stage or a recipe")
+    what.add_argument("--config", help="a YAML file of any stage or a recipe")
     what.add_argument("--reward", help="a name, or package.module:attribute")
-    parser.add_argument("--variant", type=expanded, help="config: YAML of keys for other hardware")
+    parser.add_argument("--variant", help="config: a YAML file of keys by stage: other hardware")
     parser.add_argument("--no-model", action="store_true", help="only checks without weights")
     help = "config: run the code that it names (module:name), and look in its folder for that code"
     parser.add_argument("--trust", action="store_true", help=help)
@@ -75,10 +74,10 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--count", type=int, default=16, help="reward: scenes (default 16)")
     parser.add_argument("--size", type=int, help="reward: enlarge the 64-pixel scenes to this")
     help = "reward: score scenes with these prompts, not with those of the tiny world"
-    parser.add_argument("--prompts", type=expanded, metavar="FILE", help=help)
+    parser.add_argument("--prompts", metavar="FILE", help=help)
     help = "reward: also score the pictures of a folder, such as those of a style; several times"
     parser.add_argument(
-        "--images", action="append", type=path_argument, default=[], metavar="FOLDER", help=help
+        "--images", action="append", type=Path, default=[], metavar="FOLDER", help=help
     )
     help = "config: changes; reward: its options"
     parser.add_argument("options", nargs="*", metavar="key=value", help=help)

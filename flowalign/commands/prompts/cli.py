@@ -27,7 +27,7 @@ def generate(args: argparse.Namespace) -> int:
     lines_of = {"geneval": _geneval, "ocr": _ocr}[args.kind]
     excluded = [prompt for name in args.exclude for prompt in load_prompts(name, "").prompts]
     training, validation, summary = lines_of(args.count or count, args, excluded)
-    path = Path(args.out or out)
+    path = expanded(Path(args.out or out))
     validation_path = validation_file(path)
     contents = {
         file: "".join(f"{line}\n" for line in lines).encode()
@@ -133,8 +133,8 @@ def _parser() -> argparse.ArgumentParser:
     made.add_argument("kind", choices=list(GENERATED))
     made.add_argument("--count", type=int, help="prompts (default: 50000 geneval, 20000 ocr)")
     made.add_argument("--seed", type=int, default=0)
-    made.add_argument("--out", type=expanded, help="default: data/geneval_train.jsonl, data/"
-                      "ocr_train.txt; the validation set lies next to it, as x_val")  # fmt: skip
+    made.add_argument("--out", help="default: data/geneval_train.jsonl, data/ocr_train.txt; the "
+                                    "validation set lies next to it, as x_val")  # fmt: skip
     made.add_argument("--exclude", nargs="+", default=[], metavar="SET", help="more to keep out")
     made.add_argument("--unique", action="store_true", help="geneval: refuse to repeat prompts")
     made.add_argument("--force", action="store_true", help="replace a file that differs")
@@ -142,7 +142,7 @@ def _parser() -> argparse.ArgumentParser:
     made = command("fetch", fetch)
     made.add_argument("names", nargs="+", choices=list(SOURCES), metavar="NAME",
                       help=f"one or more of {', '.join(SOURCES)}")  # fmt: skip
-    made.add_argument("--out", type=expanded, default="data", help="folder (default: data)")
+    made.add_argument("--out", default="data", help="folder (default: data)")
     made.add_argument("--force", action="store_true", help="replace files that differ")
     made.add_argument("--unverified", action="store_true", help="keep what has another checksum")
 
@@ -154,7 +154,7 @@ def _parser() -> argparse.ArgumentParser:
     made.add_argument("--reward", nargs="+", default=[], metavar="NAME")
     made.add_argument("--against", nargs="+", default=[], metavar="SET", help="such as a test set")
     made.add_argument("--tokens", type=int, help="what a text encoder reads: 77 CLIP, 128 T5")
-    made.add_argument("--tokenizer", type=expanded, help="a folder or Hub id; else estimated")
+    made.add_argument("--tokenizer", help="that counts them: a folder or hub id; else estimated")
     return parser
 
 
