@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
+from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
@@ -21,7 +22,6 @@ from flowalign.backbone.placement import Placement
 from flowalign.backbone.tiny import PREFERENCE
 from flowalign.rewards import load
 from flowalign.rewards.options import check_model
-from flowalign.system.files import expanded
 from flowalign.system.images import to_uint8
 
 try:  # the same pixels, whether torchvision is installed or not
@@ -238,7 +238,7 @@ def _at(revision: str | None) -> dict[str, Any]:
 
 
 def _resolve(model: str) -> str:
-    return str(PREFERENCE) if model == "tiny" else expanded(model)
+    return str(PREFERENCE) if model == "tiny" else str(Path(model).expanduser())
 
 
 def _pooled(output: Any) -> Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import product
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -26,7 +27,6 @@ from flowalign.rewards.geneval_judge import relations
 from flowalign.rewards.options import Count, Device, check_call
 from flowalign.rewards.vlm import VLM
 from flowalign.system.escape import shown
-from flowalign.system.files import expanded
 from flowalign.system.images import to_uint8
 from flowalign.system.packages import require
 from flowalign.types import Detections, Metadata, Scores
@@ -100,7 +100,7 @@ class Local:
 
     def __init__(self, model: str, revision: str, *place: Any) -> None:
         require("torchvision", "a local judge of reward geneval2 needs")
-        folder, at = expanded(model), {"revision": revision}
+        folder, at = str(Path(model).expanduser()), {"revision": revision}
         self.processor: Any = AutoProcessor.from_pretrained(folder, **at)
         self.network: Any = AutoModelForImageTextToText.from_pretrained(folder, dtype="auto", **at)
         self.placement = Placement(self.network, *place)
@@ -141,7 +141,7 @@ class Served:
 
     def __init__(self, endpoint: Mapping[str, Any], model: str, top: int) -> None:
         self.endpoint, self.top = VLM(**{"model": model, **endpoint, "image_size": None}), top
-        tokenizer: Any = AutoTokenizer.from_pretrained(expanded(model))
+        tokenizer: Any = AutoTokenizer.from_pretrained(str(Path(model).expanduser()))
         self.first = {text: tokenizer.decode([i]) for text, i in first_tokens(tokenizer).items()}
         if not all(text.startswith(token) for text, token in self.first.items()):
             raise ValueError(f"`model`: the tokens of {model!r} do not show spaces before words")

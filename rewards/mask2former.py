@@ -25,7 +25,6 @@ from transformers import AutoConfig, Mask2FormerForUniversalSegmentation
 from flowalign.backbone.placement import Placement
 from flowalign.rewards.geneval_judge import COLORS, NAMES
 from flowalign.rewards.options import Count, Device, OpenClip, Pretrained
-from flowalign.system.files import expanded
 from flowalign.system.images import to_uint8
 from flowalign.system.packages import require
 from flowalign.types import Detections
@@ -54,7 +53,7 @@ def _check_size(size: Sequence[int]) -> Sequence[int]:
 
 
 def _check_clip_weights(pretrained: str) -> str:
-    if _is_path(pretrained) and not expanded(Path(pretrained)).is_file():
+    if _is_path(pretrained) and not Path(pretrained).expanduser().is_file():
         raise ValueError("there is no such file")
     return pretrained
 
@@ -84,7 +83,7 @@ class Mask2Former:
     (which transformers needs for this model) or open_clip.
     """
 
-    classes = NAMES
+    classes, palette = NAMES, COLORS
 
     def __init__(
         self,
@@ -105,7 +104,7 @@ class Mask2Former:
         self.colors = ClipColors(
             clip, clip_pretrained, quick_gelu=clip_quick_gelu, device=device, offload=offload
         )
-        folder = expanded(model)
+        folder = str(Path(model).expanduser())
         self.processor, self.network = _load(folder, revision, self.dtype)
         self.placement = Placement(self.network, device, offload)
         self.placements = (self.placement, self.colors.placement)
@@ -335,6 +334,6 @@ class ClipColors:
 def _open_clip_weights(library: Any, architecture: str, pretrained: str) -> tuple[str, bool]:
     """What open_clip is asked to load, and whether these weights need QuickGELU."""
     if _is_path(pretrained):
-        return expanded(pretrained), True
+        return str(Path(pretrained).expanduser()), True
     tag = library.get_pretrained_cfg(architecture, pretrained)
     return pretrained, bool(tag.get("quick_gelu", False))

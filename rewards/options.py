@@ -27,7 +27,6 @@ from pydantic import (
 )
 from pydantic_core import ErrorDetails
 
-from flowalign.system.files import expanded
 from flowalign.system.hub_address import HubAddress
 
 
@@ -40,7 +39,7 @@ def _check_device(value: Any) -> Any:
 
 
 def check_model(name: str) -> str:
-    folder = expanded(Path(name))
+    folder = Path(name).expanduser()
     if folder.is_dir() and not any(folder.glob("*config.json")):
         raise ValueError(f"folder {folder} holds no config.json")
     if not folder.is_dir() and HubAddress.parse(name) != HubAddress(name):

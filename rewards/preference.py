@@ -28,7 +28,6 @@ from flowalign.rewards.clip import (
 )
 from flowalign.rewards.options import Count, Device, Divisor, OpenClip, TextCache
 from flowalign.rewards.weights import WeightsFile, fit_weights, read_weights
-from flowalign.system.files import expanded
 from flowalign.system.images import image_files, read_image, stacked
 from flowalign.system.packages import require
 from flowalign.types import Metadata, Scores
@@ -263,7 +262,7 @@ def vendi(vectors: Tensor) -> float:
 
 
 def _with_images(folder: str) -> str:
-    if not image_files(expanded(Path(folder))):
+    if not image_files(Path(folder).expanduser()):
         raise ValueError(f"there are no images in a folder {folder}")
     return folder
 
@@ -316,7 +315,7 @@ class Similarity(Encoded):
     ) -> None:
         computing: Any = {"device": device, "batch_size": batch_size, "offload": offload}
         super().__init__(model, revision=revision, **computing)
-        files = image_files(expanded(Path(images)))
+        files = image_files(Path(images).expanduser())
         vectors = [self.vectors(stacked(read_image(file))) for file in files]
         self.center = torch.cat(vectors).mean(0)  # the mean cosine is the product with it
         self.settings = {"images": images, "count": len(files), **self.settings}

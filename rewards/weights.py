@@ -12,12 +12,11 @@ from pydantic import AfterValidator
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from flowalign.system.files import expanded
 from flowalign.system.hub_address import HubAddress
 
 
 def _check_file(address: str) -> str:
-    if not expanded(Path(address)).is_file() and HubAddress.parse_file(address) is None:
+    if not Path(address).expanduser().is_file() and HubAddress.parse_file(address) is None:
         raise ValueError("no such file, and no address owner/repository/file[@revision] on the Hub")
     return address
 
@@ -32,7 +31,7 @@ def read_weights(address: str) -> dict[str, Tensor]:
     Nothing in it is executed. Raises OSError for a file that the Hub does not give, and ValueError
     for one with other objects than torch's own weights loader takes.
     """
-    path = expanded(Path(address))
+    path = Path(address).expanduser()
     if not path.is_file() and (on_hub := HubAddress.parse_file(address)):
         path = Path(hf_hub_download(on_hub.repository, on_hub.path, revision=on_hub.revision))
     try:

@@ -121,7 +121,7 @@ def test_a_wrong_override_is_refused(override: str, said: str) -> None:
 TEACHERS = {"ocr": {"adapter": "x", "base": "y"}}
 PATHS = [  # (a config, a key that holds a path there)
     *((raw(), key) for key in ("output", "model.id", "model.text_cache", "lora.init")),
-    *((raw(), f"tasks.0.{key}") for key in ("prompts", "validation")),
+    *((raw(), f"tasks.0.{key}") for key in ("prompts", "validation", "reward.options.mine")),
     (raw(evaluation={"watch": [MARK | {"name": "w"}]}), "evaluation.watch.0.prompts"),
     *((raw(stage="opd", teachers=TEACHERS), f"teachers.ocr.{key}") for key in ("adapter", "base")),
     *((raw_eval(), key) for key in ("output", "models.a", "models.a.images", "benchmarks.0.prompts",
@@ -146,16 +146,19 @@ def test_a_path_begins_at_home_and_has_no_variables(
 
     assert read_back("~/runs/x") == "/home/me/runs/x"
     assert read_back("./owner/a~b") == "./owner/a~b"
-    for path in ("$HOME/x", "runs/${NAME}_1", "/scratch/$USER", "~no_such_user/x"):
+    inside = ["runs/${NAME}_1", "/scratch/$USER"] * (".options." not in key)
+    for path in ["$HOME/x", "~no_such_user/x", *inside]:
         (problem,) = problems(data, *image, f"{key}={path}", stage=Stage)
-        assert problem.startswith(f"{key}: ") and path in problem
+        assert problem.startswith(key.partition(".mine")[0] + ": ") and path in problem
 
 
-def test_what_is_no_path_keeps_its_signs() -> None:
-    given = ["lora.targets=['~a$B']", "tasks.0.reward.options={question: '~ ${X} or $HOME?'}"]
-    config = parse(raw(), given)
+def test_what_is_no_path_keeps_its_signs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    options = {"question": "~ ${X} or $HOME?", "sum": "$5/h", "parts": [{"a": "~/x", "b": ["~"]}]}
+    config = parse(raw(), ["lora.targets=['~a$B']", f"tasks.0.reward.options={options}"])
     assert config.lora.targets == ["~a$B"] and config.tasks[0].reward
-    assert config.tasks[0].reward.options == {"question": "~ ${X} or $HOME?"}
+    options["parts"] = [{"a": "/home/me/x", "b": ["~"]}]
+    assert config.tasks[0].reward.options == options
 
 
 def test_files_are_used_from_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -547,7 +547,7 @@ def test_hidden_files_and_folders_are_no_images_and_links_are_followed(tmp_path:
     picture(tmp_path / "elsewhere/x.PNG", 0).with_suffix(".TXT").write_text("linked")
     (theirs / "link").symlink_to(tmp_path / "elsewhere")
     assert find_images(str(theirs)) == {**before, "linked": [theirs / "link" / "x.PNG"]}
-    # the same in a folder of prompts, and of reference images
+    # the same in a folder of prompts
     (theirs / "0" / "._0.txt").write_bytes(b"\xff")
     shutil.move(theirs / "0" / "1.txt", theirs / "0" / "1.TXT")
     assert load_prompts(theirs / "0", "").prompts == [WORDS[0]] * 2

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import os
 import platform
 import re
 import sys
 import time
 from collections.abc import Sequence
+from os.path import expanduser
 from pathlib import Path
 
 from flowalign import __version__
@@ -53,9 +53,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"  {name:14}{text}")
         print("\n`flowalign COMMAND --help` tells more, `flowalign --version` what is installed.")
         return 0
-    # a shell leaves --out=~/x, which would make a folder of that name
-    home = lambda match: os.path.expanduser(match[0])  # noqa: E731
-    name, *rest = [re.sub(r"(?<![^=])~[\w.-]*(?=/)", home, word) for word in argv]
+    # --out=~/x, too, which shells leave as it is
+    name, *rest = [re.sub(r"(?<![^=])~[\w.-]*(?=/)", lambda m: expanduser(m[0]), w) for w in argv]
     if name == "--version":
         print(version())
         return 0

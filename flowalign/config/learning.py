@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from flowalign.config.section import (
     Count,
@@ -21,6 +22,17 @@ from flowalign.config.section import (
     Steps,
     as_tuple,
 )
+from flowalign.system.files import expanded
+
+
+def _expanded(option: Any) -> Any:
+    """An option with the texts in it that begin as paths do, `expanded`."""
+    if isinstance(option, dict):
+        return {key: _expanded(value) for key, value in option.items()}
+    if isinstance(option, list):
+        return list(map(_expanded, option))
+    path = isinstance(option, str) and re.match(r"(~[\w.-]*|\$\w+|\$\{\w+\})/", option)
+    return expanded(option) if path else option
 
 
 class RewardConfig(Section):
@@ -28,7 +40,7 @@ class RewardConfig(Section):
 
     name: str = Field(examples=["ocr"])
     """Name in flowalign.rewards, built in or plugged in."""
-    options: dict[str, Any] = {}
+    options: Annotated[dict[str, Any], AfterValidator(_expanded)] = {}
     """Keyword arguments of the reward."""
 
 

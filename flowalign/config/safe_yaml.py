@@ -38,12 +38,10 @@ class _Dumper(yaml.SafeDumper):
     """Quotes the texts that _Loader would read as numbers."""
 
 
-def _integer(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int:
-    text = loader.construct_scalar(node)
-    return int(text, 0 if "o" in text or "x" in text else 10)
-
-
-_Loader.add_constructor("tag:yaml.org,2002:int", _integer)
+_Loader.add_constructor(  # int(text, 0) refuses 010
+    "tag:yaml.org,2002:int",
+    lambda loader, node: int(re.sub(r"\b0+\B(?=\d)", "", loader.construct_scalar(node)), 0),
+)
 _Loader.yaml_implicit_resolvers = {
     first: [(tag, r) for tag, r in resolvers if tag.endswith((":bool", ":null", ":merge"))]
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()

@@ -22,8 +22,8 @@ def expanded(path: P) -> P:
     they are. Raises ValueError for an unknown user, and for a variable: a config means the same to
     everyone who runs it, and to all processes."""
     text = os.path.expanduser(path)
-    if text.startswith("~") or re.search(r"\$\{?[A-Za-z_]", text):
-        seen = "there is no such user" if text.startswith("~") else "variables are not read here"
+    if re.search(r"^~|\$\{?[A-Za-z_]", text):
+        seen = "no such user" if text[0] == "~" else "variables are not read here"
         raise ValueError(f"{text!r}: {seen}. Write the path out; unquoted, a shell does it.")
     return type(path)(text)
 

@@ -19,16 +19,12 @@ HIDDEN = (".", "__MACOSX")  # how names begin that a system, an archive or a not
 def image_files(folder: Path) -> list[Path]:
     """The images in a folder and its subfolders, also those that are links, sorted; none that is
     HIDDEN. Empty if there is no such folder."""
-    files, seen = [], set()
+    files, seen = [], {}
     for parent, folders, names in os.walk(folder, followlinks=True):
-        folders[:] = sorted(name for name in folders if not name.startswith(HIDDEN))
-        if (real := os.path.realpath(parent)) in seen:  # a link to where we were
-            folders.clear()
-            continue
-        seen.add(real)
-        paths = (Path(parent, name) for name in names if not name.startswith(HIDDEN))
-        files += [path for path in paths if path.suffix.lower() in IMAGES]
-    return sorted(files)
+        new = seen.setdefault(os.path.realpath(parent), parent) == parent  # no link back
+        folders[:] = sorted(name for name in folders if new and not name.startswith(HIDDEN))
+        files += [Path(parent, n) for n in names if new and not n.startswith(HIDDEN)]
+    return sorted(path for path in files if path.suffix.lower() in IMAGES)
 
 
 def read_image(path: Path) -> Image.Image:
