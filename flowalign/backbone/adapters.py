@@ -33,7 +33,7 @@ from flowalign.backbone.tiny import TEACHERS
 from flowalign.config import ADAPTER
 from flowalign.config.section import did_you_mean
 from flowalign.system.escape import shown
-from flowalign.system.files import expanded, replacing
+from flowalign.system.files import replacing
 from flowalign.system.hub_address import HubAddress
 from flowalign.system.manifest import Damaged, Foreign, check_manifest, write_manifest
 
@@ -78,7 +78,7 @@ def adapter_folder(source: str | Path, *, newest: bool = False) -> Path:
         return TEACHERS / str(source).removeprefix("tiny/")
     if is_hub_id(str(source)):
         return _download(str(source), newest)
-    folder = expanded(Path(source))
+    folder = Path(source).expanduser()
     of_run = folder / "adapter"
     return of_run if (of_run / ADAPTER).is_file() and not (folder / ADAPTER).exists() else folder
 

@@ -116,7 +116,7 @@ def _locate(source: str) -> Path:
         if path.is_file() or (path.is_dir() and not tiny):
             return path
     except (OSError, ValueError, RuntimeError) as error:  # no file can have this path
-        raise PromptError(f"no prompt set {source[:80]!r}: {error}") from None
+        raise PromptError(f"no prompt set {source[:80]!r}: {str(error)[:200]}") from None
     commands = [f"`{text}`" for text in sources.commands(source)]
     present = sorted(p for p in islice(path.parent.glob("*"), 1000) if p.suffix.lower() in READERS)
     names = [f"tiny/{p.stem}" if tiny else str(p) for p in present[:12]] or ["none beside it"]
