@@ -33,15 +33,15 @@ class _Loader(yaml.SafeLoader):
             seen.add(key.value)
         return node
 
+    def integer(self, node: Any) -> int:  # int(text, 0) refuses 010
+        return int(re.sub(r"\b0+\B(?=\d)", "", self.construct_scalar(node)), 0)
+
 
 class _Dumper(yaml.SafeDumper):
     """Quotes the texts that _Loader would read as numbers."""
 
 
-_Loader.add_constructor(  # int(text, 0) refuses 010
-    "tag:yaml.org,2002:int",
-    lambda loader, node: int(re.sub(r"\b0+\B(?=\d)", "", loader.construct_scalar(node)), 0),
-)
+_Loader.add_constructor("tag:yaml.org,2002:int", _Loader.integer)
 _Loader.yaml_implicit_resolvers = {
     first: [(tag, r) for tag, r in resolvers if tag.endswith((":bool", ":null", ":merge"))]
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()

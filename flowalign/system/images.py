@@ -47,7 +47,7 @@ def as_rgb(image: Image.Image) -> Image.Image:
     if deep:  # convert() would cut values at 255
         image = Image.fromarray((np.asarray(image) / 257).round().astype(np.uint8))
     if image.mode.endswith(("A", "a")) or "transparency" in image.info:
-        if image.convert("RGBA").getextrema()[3] != (255, 255):
+        if image.convert("RGBA").getchannel("A").getextrema() != (255, 255):
             raise ValueError("it has transparent pixels; lay it over a background")
     return image.convert("RGB")
 
