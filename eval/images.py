@@ -12,7 +12,6 @@ their names. GenEval's numbers start at 0 without gaps and may have any number o
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
@@ -21,12 +20,11 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from PIL import Image, ImageOps
-
 from flowalign.config.section import Size
 from flowalign.eval.store import Key
 from flowalign.system.escape import shown
-from flowalign.system.images import image_files
+from flowalign.system.files import expanded
+from flowalign.system.images import IMAGES, image_files, read_image
 from flowalign.training.data import load_prompts
 from flowalign.types import PromptBatch
 
@@ -43,8 +41,8 @@ class ImagesError(ValueError):
 
 def find_images(source: str) -> dict[str, list[Path]]:
     """{prompt: its images, in order} of a folder or file. No image is opened."""
-    path, images = Path(os.path.expanduser(source)), {}
-    reader = _read_folder if path.is_dir() else READERS.get(path.suffix)
+    path, images = expanded(Path(source)), {}
+    reader = _read_folder if path.is_dir() else READERS.get(path.suffix.lower())
     if reader is None or not path.exists():
         raise ImagesError(f"there is no such folder, .json or .jsonl: {source!r}. {FORMS}")
     try:
@@ -108,15 +106,12 @@ def check_images(files: Iterable[Path], size: Size | None) -> Size:
     """Decode images: their size, which is `size` if that is given."""
     places: dict[Size, str] = {size: "the model or `size`"} if size else {}
     for path in dict.fromkeys(files):
+        if not path.exists():
+            raise ImagesError(f"there is no image {path}. Add it.")
         try:
-            with Image.open(path) as image:
-                image.load()
-                width, height = ImageOps.exif_transpose(image).size
-        except FileNotFoundError:
-            raise ImagesError(f"there is no image {path}. Add it.") from None
-        except Exception as error:  # PIL raises whatever its decoders do
-            reason = f"{type(error).__name__}: {error}"
-            raise ImagesError(f"{path} is no image that can be read ({reason}).") from None
+            width, height = read_image(path).size
+        except ValueError as error:
+            raise ImagesError(str(error)) from None
         places.setdefault((height, width), str(path))
     if len(places) > 1:
         listed = ", ".join(f"{h}x{w} ({place})" for (h, w), place in places.items())
@@ -144,18 +139,22 @@ def _read_json(path: Path) -> list[tuple[str, Any]]:
 
 
 def _read_folder(path: Path) -> Iterator[tuple[str, list[Any]]]:
-    if any(path.glob("*/metadata.jsonl")):
+    if any(file.parent.name.isdecimal() for file in path.glob("*/metadata.jsonl")):
         folders = _numbered((p for p in path.iterdir() if p.is_dir()), r"\d+", path)
         for folder in folders:
             rows, inside = load_prompts(folder / "metadata.jsonl", ""), folder / "samples"
-            files = inside.iterdir() if inside.is_dir() else ()
-            images = _numbered((p for p in files if p.is_file()), r"\d+\.png", inside)
+            files = [p for p in inside.iterdir() if p.is_file()] if inside.is_dir() else []
+            others = {p.suffix for p in files if p.stem.isdecimal()} - {".png"}
+            if seen := sorted(suffix for suffix in others if suffix.lower() in IMAGES):
+                text = f"{inside} holds NUMBER{seen[0]}. GenEval's script reads NUMBER.png only"
+                raise ImagesError(f"{text}, so these would not count. Write them as .png.")
+            images = _numbered(files, r"\d+\.png", inside)
             yield rows.prompts[0], [image.absolute() for image in images]
         return
     for image in image_files(path):
-        beside = image.with_suffix(".txt")
-        if not beside.is_file():
-            raise ImagesError(f"{image} has no prompt beside it, in {beside.name}. {FORMS}")
+        both = image.with_suffix(".txt"), image.with_suffix(".TXT")
+        if not (beside := next(filter(Path.is_file, both), None)):
+            raise ImagesError(f"{image} has no prompt beside it, in {both[0].name}. {FORMS}")
         yield beside.read_text("utf-8-sig").strip(), [image.absolute()]
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from flowalign.rewards import load, with_device
 from flowalign.rewards.base import VIT_L, Cost, RewardBase
-from flowalign.rewards.geneval_judge import Verdict, judge, partial_credit
+from flowalign.rewards.geneval_judge import COLORS, Verdict, judge, partial_credit
 from flowalign.rewards.options import Count, Device, check_call
 from flowalign.system.escape import shown
 from flowalign.types import Detections, Detector, Metadata, Scores
@@ -141,12 +141,12 @@ class GenEval(RewardBase):
     @classmethod
     def check_prompts(cls, prompts: Sequence[str], metadata: Metadata, **options: Any) -> None:
         """Raise ValueError for the first prompt whose metadata is not in GenEval's form, or asks
-        for what the detector that the options name does not know (its `classes`): never seen, it
-        would only cost points."""
+        for what the detector that the options name does not know (its `classes` and `palette`):
+        never seen, it would only cost points. Without one, GenEval's colours are known."""
         detector = options.get("detector")
-        known = getattr(
-            _factory(detector) if isinstance(detector, str) else detector, "classes", ()
-        )
+        found = _factory(detector) if isinstance(detector, str) else detector
+        classes = getattr(found, "classes", ())
+        palette = getattr(found, "palette", COLORS if found is None else ())
         for number, (prompt, meta) in enumerate(zip(prompts, metadata, strict=True), 1):
             read = {key: meta[key] for key in Form.model_fields if key in meta}
             where = f"number {number} of {len(prompts)}: prompt {shown(repr(prompt))}"
@@ -160,12 +160,13 @@ class GenEval(RewardBase):
                     "geneval wants a .jsonl with lines such as "
                     '{"include": [{"class": "dog", "count": 2}]}.'
                 ) from None
-            unknown = [clause.name for clause in form.include if clause.name not in known]
-            if known and unknown:
-                raise ValueError(
-                    f"{where} asks for {shown(repr(unknown[0]))}, and detector {detector!r} knows "
-                    f"{shown(', '.join(known))}. Name another detector."
-                )
+            asked = [(clause.name, classes) for clause in form.include]
+            asked += [(clause.color, palette) for clause in form.include if clause.color]
+            for word, known in asked:
+                if known and word not in known:
+                    seen = f"{where} asks for {shown(repr(word))}"
+                    answers = shown(", ".join(known))
+                    raise ValueError(f"{seen}, and detector {detector!r} knows {answers}.")
 
     def __call__(self, images: Tensor, prompts: Sequence[str], metadata: Metadata) -> Scores:
         """images [B,3,H,W] in [0,1] -> Scores of B, on the CPU; reasons say what is wrong."""

@@ -83,7 +83,7 @@ class Mask2Former:
     (which transformers needs for this model) or open_clip.
     """
 
-    classes = NAMES
+    classes, palette = NAMES, COLORS
 
     def __init__(
         self,

@@ -21,6 +21,7 @@ from flowalign.backbone.adapters import Lora, describe, read_lora, write_lora
 from flowalign.backbone.structure import read_family
 from flowalign.config import ADAPTER, ModelConfig
 from flowalign.system.escape import escaped, table
+from flowalign.system.files import expanded
 
 METHODS = ("concat", "svd", "ties", "dare")
 BLOCK = re.compile(r"transformer_blocks\.(\d+)\.")
@@ -98,6 +99,7 @@ def merge(
     concat; HubError for one that cannot be had; FileExistsError if `out` already holds an adapter.
     """
     weights = [1.0] * len(adapters) if weights is None else list(weights)
+    out = expanded(out)
     _check_options(adapters, Path(out), weights, method, rank, density)
     family = partial(read_family, ModelConfig(id=model)) if model else None
     loras = [read_lora(source, newest=True, family=family) for source in adapters]

@@ -42,6 +42,47 @@ def test_a_wrong_command_gets_a_suggestion(capsys: pytest.CaptureFixture[str]) -
     assert "'train'" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        "train --config c.yaml output=$A/x", "train --config $A/c.yaml", "demo --output=$A/x",
+        "eval --out=$A/x", "eval --config $A/x.yaml", "eval --out x --lora a=$A/x",
+        "eval --out x --images a=$A/x", "eval compare $A/a.json b.json",
+        "sample cat --out=$A/x.png", "sample cat --lora=$A/x", "sample cat --model=$A/x",
+        "merge a b --out=$A/x", "merge $A/a b --out x",
+        "data generate ocr --count 4 --out=$A/x.txt",
+        "data fetch geneval --out=$A", "data check $A/x.txt", "init --stage grpo --out=$A/x.yaml",
+        "init --stage merge --loras $A/a b", "watch $A/x", "push $A/x --repo a/b",
+        "doctor --config $A/x.yaml", "doctor --reward similarity images=$A/x",
+    ],
+)  # fmt: skip
+def test_a_variable_in_a_path_is_refused_and_nothing_is_written(
+    words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = ROOT / "configs" / "tiny" / "teacher_ocr.yaml"
+    try:
+        status = cli.main(words.replace(" c.yaml", f" {config}").split())
+    except SystemExit as end:  # argparse
+        status = end.code
+    error = capsys.readouterr().err
+    assert status == 2 and "$A" in error, error
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_tilde_in_a_path_is_the_home_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert cli.main("data generate ocr --count 4 --out=~/data/x_train.txt".split()) == 0
+    prompts = ["--prompts=~/data/x_train.txt"]  # the validation set lies beside it
+    assert cli.main(["init", "--stage=grpo", "--reward=ocr", *prompts, "--out=~/c.yaml"]) == 0
+    assert "validation: " in (tmp_path / "home/c.yaml").read_text()
+    assert cli.main(["data", "check", "~/data/x_train.txt", "--against=~/data/x_val.txt"]) == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["home"]
+
+
 def test_the_version_names_what_matters_and_where_it_lies(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -30,7 +30,7 @@ from flowalign.config import (
     read,
     to_yaml,
 )
-from flowalign.config.safe_yaml import load_yaml
+from flowalign.config.safe_yaml import dump_yaml, load_yaml
 from flowalign.training.preflight import Launch, check_world
 
 TINY = {"id": "tiny", "height": 64, "width": 64}
@@ -116,6 +116,65 @@ def test_overrides_reach_items_and_closed_sections() -> None:
 def test_a_wrong_override_is_refused(override: str, said: str) -> None:
     (problem,) = problems(raw(), override)
     assert said in problem
+
+
+TEACHERS = {"ocr": {"adapter": "x", "base": "y"}}
+PATHS = [  # (a config, a key that holds a path there)
+    *((raw(), key) for key in ("output", "model.id", "model.text_cache", "lora.init")),
+    *((raw(), f"tasks.0.{key}") for key in ("prompts", "validation", "reward.options.mine")),
+    (raw(evaluation={"watch": [MARK | {"name": "w"}]}), "evaluation.watch.0.prompts"),
+    *((raw(stage="opd", teachers=TEACHERS), f"teachers.ocr.{key}") for key in ("adapter", "base")),
+    *((raw_eval(), key) for key in ("output", "models.a", "models.a.images", "benchmarks.0.prompts",
+                                    "fidelity.reference", "fidelity.features",
+                                    "diversity.features")),
+    ({"stage": "merge", "output": "x", "model": TINY, "adapters": ["a", "b"]}, "adapters.1"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("data", "key"), PATHS)
+def test_a_path_begins_at_home_and_has_no_variables(
+    data: dict[str, Any], key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    image = ["benchmarks.0.images=2"] * (data["stage"] == "eval")
+
+    def read_back(path: str) -> str:
+        value: Any = parse(data, [*image, f"{key}={path}"], stage=Stage).model_dump()
+        for part in key.split("."):
+            value = value[int(part)] if isinstance(value, list | tuple) else value[part]
+        return value
+
+    assert read_back("~/runs/x") == "/home/me/runs/x"
+    assert read_back("./owner/a~b") == "./owner/a~b"
+    inside = ["runs/${NAME}_1", "/scratch/$USER"] * (".options." not in key)
+    for path in ["$HOME/x", "~no_such_user/x", *inside]:
+        (problem,) = problems(data, *image, f"{key}={path}", stage=Stage)
+        assert problem.startswith(key.partition(".mine")[0] + ": ") and path in problem
+
+
+def test_what_is_no_path_keeps_its_signs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    options = {"question": "~ ${X} or $HOME?", "sum": "$5/h", "parts": [{"a": "~/x", "b": ["~"]}]}
+    config = parse(raw(), ["lora.targets=['~a$B']", f"tasks.0.reward.options={options}"])
+    assert config.lora.targets == ["~a$B"] and config.tasks[0].reward
+    options["parts"] = [{"a": "/home/me/x", "b": ["~"]}]
+    assert config.tasks[0].reward.options == options
+
+
+def test_files_are_used_from_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    write(tmp_path, to_yaml(parse(raw(seed=7))))
+    below = tmp_path / "below"
+    below.mkdir()
+    write(below, "use: ~/c.yaml\ntrain: {updates: 3}\n")
+    config = load("~/below/c.yaml", stage=GrpoStage)
+    assert (config.seed, config.train.updates) == (7, 3)
+    for name in ("$HOME/c.yaml", "~no_such_user/c.yaml"):
+        with pytest.raises(ConfigError):
+            load(name)
+        write(below, f"use: {name}")
+        with pytest.raises(ConfigError):
+            load(below / "c.yaml")
 
 
 @pytest.mark.parametrize(
@@ -236,6 +295,29 @@ def test_what_is_no_config_is_refused(tmp_path: Path, name: str) -> None:
     if ": " in NO_CONFIGS[name] and "\n" not in NO_CONFIGS[name]:
         with pytest.raises(ConfigError):
             parse(raw(), [NO_CONFIGS[name].replace(": ", "=")])
+
+
+NUMBERS = {  # as YAML 1.2 reads them; PyYAML reads 1.1
+    "010": 10, "-017": -17, "08": 8, "0o10": 8, "0x1F": 31, "1_000": 1000, "1e-4": 1e-4, "5.": 5.0,
+    "08.5": 8.5, "+.5E1": 5.0, "-.inf": float("-inf"), "1:30": "1:30", "1:30.5": "1:30.5",
+    "190:20:30": "190:20:30", "2026-11-27": "2026-11-27", "=": "=", "0b11": "0b11", "yes": True,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("text", NUMBERS)
+def test_numbers_are_read_as_written(text: str) -> None:
+    assert load_yaml(text) == NUMBERS[text] and type(load_yaml(text)) is type(NUMBERS[text])
+    assert load_yaml(dump_yaml({text: [text, NUMBERS[text]]})) == {text: [text, NUMBERS[text]]}
+    pair = yaml.safe_load(dump_yaml([text]))  # whoever else reads our files reads a text, too
+    assert pair == [text]
+
+
+def test_an_old_number_is_refused_by_its_key() -> None:
+    assert parse(raw(), ["seed=010"]).seed == 10
+    (problem,) = problems(raw(), "train.max_minutes=1:30")
+    assert problem.startswith("train.max_minutes: got the text '1:30'")
+    merged = "a: &a {x: 010}\nb: {<<: *a, y: 1:30}"
+    assert load_yaml(merged)["b"] == {"x": 10, "y": "1:30"}
 
 
 def test_a_key_given_twice_is_refused_under_a_merge_too() -> None:

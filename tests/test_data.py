@@ -38,6 +38,18 @@ def test_json_lines_keep_the_other_keys_as_metadata(tmp_path: Path) -> None:
     assert batch.metadata == [{"target": "OPEN"}, {"n": [1]}]
 
 
+def test_a_json_list_holds_prompts_or_objects_and_a_suffix_has_any_case(tmp_path: Path) -> None:
+    listed = json.dumps(["a cat", {"prompt": "a dog", "target": "x"}])
+    (tmp_path / "a.JSON").write_text(listed)
+    batch = load_prompts(tmp_path / "a.JSON", "t")
+    assert batch == PromptBatch(["a cat", "a dog"], ["t"] * 2, [{}, {"target": "x"}])
+    for name, text in (("a.TXT", "a"), ("a.Jsonl", '{"prompt": "a"}'), ("a.CSV", "prompt\na")):
+        (tmp_path / name).write_text(text)
+        assert load_prompts(tmp_path / name, "t").prompts == ["a"]
+    with pytest.raises(PromptError, match=r"a\.TXT"):
+        load_prompts(tmp_path / "b.txt", "t")
+
+
 def test_a_malformed_set_is_refused(tmp_path: Path) -> None:
     cases = [
         ("a.txt", "\n \n", "holds no prompts"),
@@ -45,6 +57,9 @@ def test_a_malformed_set_is_refused(tmp_path: Path) -> None:
         ("a.jsonl", '["x"]', "line 1"),
         ("a.jsonl", '{"prompt": "x"}\n{"text": "y"}', "line 2.*prompt"),
         ("a.jsonl", '{"prompt": " "}', "line 1"),
+        ("a.json", '["a", 3]', "prompt 2"),
+        ("a.json", '{"a cat": "cat.png"}', r'\["a cat", .*data_list'),
+        ("a.json", '"a cat"', "data_list"),
         ("a.yaml", "x", "a .txt, .jsonl, .csv or .json"),
         ("a.csv", "item_id,caption\n1,x\n", "caption"),
         ("a.csv", "", "`prompt`"),

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import struct
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,7 +25,9 @@ from flowalign.commands.cli import main as flowalign_main
 from flowalign.commands.evaluate import main
 from flowalign.config import EvalStage, load
 from flowalign.config.protocols import deviation
-from flowalign.eval.images import find_images
+from flowalign.eval.images import ImagesError, check_images, find_images
+from flowalign.system.images import image_files, pixels_of, read_image, stacked
+from flowalign.training.data import load_prompts
 from flowalign.training.rollout import Noise
 
 SD35 = "stabilityai/stable-diffusion-3.5-medium"
@@ -458,6 +462,105 @@ def test_flags_choose_the_benchmark_that_the_images_are_of(tmp_path: Path, capsy
         assert main([*given, "--out", str(tmp_path / "refused")]) == 2
         assert key in capsys.readouterr().err
         assert not list((tmp_path / "refused").glob("*.*"))
+
+
+RAMP = np.tile(np.arange(64, dtype=np.uint16) * 1024 + 511, (64, 1))  # 16 bits
+GREY = Image.fromarray((RAMP / 257).round().astype(np.uint8))
+FULL = Image.new("L", GREY.size, 255)
+HOLES = Image.fromarray(np.where(np.arange(64) < 8, 254, np.full((64, 64), 255)).astype(np.uint8))
+
+
+def png16(alpha: bool) -> bytes:
+    """A PNG of RAMP with 16 bits a channel, which Pillow does not write: RGB, or grey and alpha."""
+    planes = [RAMP, np.full_like(RAMP, 65535)] if alpha else [RAMP] * 3
+    lines = b"".join(b"\0" + row.astype(">u2").tobytes() for row in np.dstack(planes))
+    head = struct.pack(">IIBBBBB", *GREY.size, 16, 4 if alpha else 2, 0, 0, 0)
+    chunks = ((b"IHDR", head), (b"IDAT", zlib.compress(lines)), (b"IEND", b""))
+    packed = (struct.pack(">I", len(d)) + k + d + struct.pack(">I", zlib.crc32(k + d))
+              for k, d in chunks)  # fmt: skip
+    return b"\x89PNG\r\n\x1a\n" + b"".join(packed)
+
+
+READ: dict[str, Image.Image | bytes] = {
+    "grey16.png": Image.fromarray(RAMP),
+    "grey16.tif": Image.fromarray(RAMP.astype(">u2")),
+    "rgb16.png": png16(alpha=False),
+    "alpha16.png": png16(alpha=True),
+    "grey.bmp": GREY,
+    "alpha.png": Image.merge("LA", (GREY, FULL)),
+    "rgba.webp": Image.merge("RGBA", (GREY, GREY, GREY, FULL)),
+    "palette.png": GREY.convert("P"),
+    "cmyk.tif": GREY.convert("RGB").convert("CMYK"),
+}
+UNREAD: dict[str, Image.Image] = {
+    "grey32.tif": Image.fromarray(RAMP.astype(np.int32)),
+    "float.tif": Image.fromarray((RAMP / 65535).astype(np.float32)),
+    "alpha.png": Image.merge("LA", (GREY, HOLES)),
+    "rgba.webp": Image.merge("RGBA", (GREY, GREY, GREY, HOLES)),
+}
+
+
+def saved(path: Path, image: Image.Image | bytes) -> Path:
+    if isinstance(image, bytes):
+        path.write_bytes(image)
+    else:
+        image.save(path, lossless=True) if path.suffix == ".webp" else image.save(path)
+    return path
+
+
+@pytest.mark.parametrize("name", READ)
+def test_pixels_of_any_kind_are_read_right(name: str, tmp_path: Path) -> None:
+    file = saved(tmp_path / name, READ[name])
+    truth = torch.from_numpy(RAMP / 65535).float().expand(3, -1, -1)
+    for pixels in (stacked(read_image(file))[0], pixels_of(file.read_bytes())):
+        torch.testing.assert_close(pixels, truth, rtol=0, atol=1 / 255)
+    torch.testing.assert_close(stacked(Image.open(file))[0], truth, rtol=0, atol=1 / 255)
+
+
+@pytest.mark.parametrize("name", UNREAD)
+def test_pixels_that_may_be_read_wrong_are_refused(name: str, tmp_path: Path) -> None:
+    file = saved(tmp_path / name, UNREAD[name])
+    with pytest.raises(ValueError, match=name):
+        read_image(file)
+    with pytest.raises(ImagesError, match=name):
+        check_images([file], None)
+
+
+def test_a_transparent_colour_of_a_palette_is_refused_where_it_is_used(tmp_path: Path) -> None:
+    palette = GREY.convert("P")
+    palette.save(tmp_path / "used.png", transparency=palette.getpixel((0, 0)))
+    palette.save(tmp_path / "unused.png", transparency=1)
+    assert read_image(tmp_path / "unused.png").mode == "RGB"
+    with pytest.raises(ValueError, match=r"used\.png"):
+        read_image(tmp_path / "used.png")
+
+
+def test_hidden_files_and_folders_are_no_images_and_links_are_followed(tmp_path: Path) -> None:
+    theirs = beside(tmp_path / "theirs")
+    before = find_images(str(theirs))
+    for name in ("._0.png", ".ipynb_checkpoints/0-checkpoint.png", "__MACOSX/0/._0.png", "0/.x.png",
+                 ".ipynb_checkpoints/metadata.jsonl"):  # fmt: skip
+        (theirs / name).parent.mkdir(parents=True, exist_ok=True)
+        (theirs / name).write_bytes(b"no image")
+    (theirs / "0" / "back").symlink_to(theirs)  # a circle
+    assert find_images(str(theirs)) == before
+    picture(tmp_path / "elsewhere/x.PNG", 0).with_suffix(".TXT").write_text("linked")
+    (theirs / "link").symlink_to(tmp_path / "elsewhere")
+    assert find_images(str(theirs)) == {**before, "linked": [theirs / "link" / "x.PNG"]}
+    # the same in a folder of prompts
+    (theirs / "0" / "._0.txt").write_bytes(b"\xff")
+    shutil.move(theirs / "0" / "1.txt", theirs / "0" / "1.TXT")
+    assert load_prompts(theirs / "0", "").prompts == [WORDS[0]] * 2
+    hidden = tmp_path / ".cache"
+    assert image_files(picture(hidden / "a.png", 0).parent) == [hidden / "a.png"]
+
+
+@pytest.mark.parametrize("suffix", [".jpg", ".PNG", ".webp"])
+def test_names_that_the_script_of_geneval_skips_are_refused(suffix: str, tmp_path: Path) -> None:
+    samples = geneval(tmp_path) / "00001" / "samples"
+    (samples / "00001.png").rename(samples / f"00001{suffix}")
+    with pytest.raises(ImagesError, match=rf"NUMBER\{suffix}.*NUMBER\.png"):
+        find_images(str(tmp_path))
 
 
 def test_a_source_is_read_from_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

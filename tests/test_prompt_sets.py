@@ -221,6 +221,40 @@ def test_it_counts_what_a_reward_refuses_and_says_why() -> None:
         faults(mixed, {"orc": {}}, {})
 
 
+FOREIGN = [
+    "# samples", "#1 cat", "a cat --n low quality --w 768 --h 768", "a cat --ar 16:9",
+    "a (red:1.3) cat", "a cat, <lora:style:0.8>", "a __colour__ cat", "a {red|blue} cat",
+]  # fmt: skip
+OWN = [
+    'a sign that says "#1"', "a cat -- asleep", "a clock (10:30)", "a map (scale 1:2)", "a_b__c",
+    'a mug that says "{A}"', "a dog < a cat", "a well-known --", "a cat (red) and a dog: both",
+]  # fmt: skip
+
+
+def test_it_points_at_what_other_programs_put_beside_prompts() -> None:
+    assert faults(batch(*OWN), {}, {}) == []
+    for prompt in FOREIGN:
+        (fault,) = faults(batch(*OWN, prompt), {}, {})
+        assert fault.startswith("1 prompts ") and repr(prompt) in fault
+    assert len(faults(batch(*OWN, *FOREIGN), {}, {})) == 4
+
+
+def test_a_colour_or_thing_that_the_judge_never_answers_is_a_fault() -> None:
+    def clause(**keys: Any) -> dict[str, Any]:
+        return {"include": [{"class": "bench", "count": 1, **keys}]}
+
+    assert faults(batch("a", **clause(color="red")), {"geneval": {}}, {}) == []
+    for options in ({}, {"detector": "mask2former"}):
+        for word in ("crimson", "grey", "Red"):
+            (fault,) = faults(batch("a", **clause(color=word)), {"geneval": options}, {})
+            assert repr(word) in fault and "purple" in fault
+    star = {"include": [{"class": "star", "count": 1, "color": "orange"}]}  # not of the tiny world
+    assert faults(batch("a", **star), {"geneval": {"detector": "tiny"}}, {})
+    for keys in ({"count": 0}, {"position": ["next to", 0]}):
+        (fault,) = faults(batch("a", **clause(**keys)), {"geneval": {}}, {})
+        assert next(iter(keys)) in fault
+
+
 def test_it_points_at_quotes_that_do_not_count() -> None:
     prompts = ('a 12" TV that says "NEWS"', 'a sign "OPEN"')
     (fault,) = faults(batch(*prompts), {"ocr": {}}, {})

@@ -28,6 +28,7 @@ from flowalign.backbone.tiny import T5_LENGTH
 from flowalign.backbone.z_image import ZImage
 from flowalign.config import ModelConfig
 from flowalign.system import packages
+from flowalign.system.files import expanded
 
 FAMILIES: dict[str, type[Family]] = {
     family.pipeline: family for family in (SD3, Flux, Flux2, Flux2Klein, QwenImage, ZImage, Sana)
@@ -79,8 +80,8 @@ def card_of(model: str) -> tuple[int, float] | None:
 
 
 def resolve(model: str) -> str:
-    """The folder of the shipped tiny model for "tiny"; any other id or folder as it is."""
-    return str(TINY) if model == "tiny" else model
+    """The folder of the shipped tiny model for "tiny"; any other folder, `expanded`, or id."""
+    return str(TINY) if model == "tiny" else expanded(model)
 
 
 def pipeline_name(model: str, **hub: Any) -> str:

@@ -47,7 +47,7 @@ class TextEncoder:
         if model.text_cache is not None:
             dtypes = [str(part.dtype) for part in encoders]  # embeddings depend on all of these
             key = f"{fingerprint(encoders)} {dtypes} {self.max_sequence_length}"
-            self.folder = Path(model.text_cache).expanduser() / _digest(key)[:16]
+            self.folder = Path(model.text_cache) / _digest(key)[:16]
 
     @torch.no_grad()
     def __call__(self, prompts: Sequence[str]) -> Text:

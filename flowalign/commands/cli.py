@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import difflib
 import platform
+import re
 import sys
 import time
 from collections.abc import Sequence
+from os.path import expanduser
 from pathlib import Path
 
 from flowalign import __version__
@@ -51,7 +53,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"  {name:14}{text}")
         print("\n`flowalign COMMAND --help` tells more, `flowalign --version` what is installed.")
         return 0
-    name, *rest = argv
+    # --out=~/x, too, which shells leave as it is
+    name, *rest = [re.sub(r"(?<![^=])~[\w.-]*(?=/)", lambda m: expanduser(m[0]), w) for w in argv]
     if name == "--version":
         print(version())
         return 0

@@ -34,7 +34,7 @@ from flowalign.config import (
 from flowalign.config.model import LoraConfig, ModelConfig
 from flowalign.config.safe_yaml import dump_yaml
 from flowalign.system.exit import refusing
-from flowalign.system.files import replacing
+from flowalign.system.files import expanded, replacing
 from flowalign.training.preflight import FEW
 from flowalign.training.sources import validation_file
 
@@ -87,7 +87,7 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str]) -> int:
     """Exit status: 0 written, 2 refused."""
     args = parser().parse_args(argv)
-    out = args.out = args.out or Path(f"{args.stage}.yaml")
+    out = args.out = expanded(args.out or Path(f"{args.stage}.yaml"))
     _check(args)
     draft = Draft(args)
     data = draft.data()

@@ -21,7 +21,7 @@ from flowalign.commands.init import SD35, family_folder
 from flowalign.commands.watch import read_tables
 from flowalign.config import EvalStage, Job, Stage, load, parse, read
 from flowalign.eval.evaluation import evaluate as run_evaluation
-from flowalign.system.files import read_lines, replacing
+from flowalign.system.files import expanded, read_lines, replacing
 from flowalign.system.images import image_files, read_image, stacked
 from flowalign.training.data import load_prompts
 from flowalign.training.report import page
@@ -91,7 +91,7 @@ def score(images: Any, prompts: Prompts, reward: Any, **options: Any) -> Scored:
     options, or a callable (images, prompts, metadata) -> Scores.
     """
     if isinstance(images, str | Path):
-        images = list(map(read_image, image_files(Path(images))))
+        images = list(map(read_image, image_files(expanded(Path(images)))))
     rows, pixels = _rows(prompts), stacked(images)
     if isinstance(reward, str):
         registry.check(reward, options)
@@ -146,6 +146,7 @@ def train(
     """
     home = Path()
     if isinstance(config, str | Path):
+        config = expanded(config)
         home = Path(config).parent
         registry.add_config_folder(config)
         config = load(config, stage=Stage)
@@ -176,7 +177,7 @@ def _with_files(config: Mapping[str, Any]) -> dict[str, Any]:
             for kind in {"prompts", "validation"} & part.keys():
                 if isinstance(part[kind], str | Path | None):
                     continue
-                file = Path(data["output"]) / "prompts" / f"{part['name']}_{kind}.jsonl"
+                file = Path(expanded(data["output"])) / "prompts" / f"{part['name']}_{kind}.jsonl"
                 with replacing(file) as written:
                     written.write_text("".join(f"{json.dumps(r)}\n" for r in _rows(part[kind])))
                 part[kind] = str(file)

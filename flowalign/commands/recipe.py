@@ -8,6 +8,7 @@ stage proves itself by a manifest; one that is damaged is run again, as if it ha
 from __future__ import annotations
 
 import logging
+import os
 import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -170,7 +171,7 @@ def _read_stage(config: RecipeStage, name: str, home: Path, adapters: Mapping[st
         raise ConfigError([f"set: got {changes!r}; want a list of texts, key.path=value."])
     if moved := [text for text in changes if text.partition("=")[0].strip() == "output"]:
         raise ConfigError([f"set: {moved[0]!r}, but a stage writes below the recipe's output."])
-    base = {} if use is None else read(home / use)
+    base = {} if use is None else read(home / os.path.expanduser(use))
     data = overlay(base if isinstance(base, Mapping) else {}, keys)
     kind = str(data.get("stage"))
     if kind == "recipe":

@@ -22,6 +22,7 @@ from flowalign.eval.suite import EvaluationError
 from flowalign.system import files
 from flowalign.system.signals import Clock
 from flowalign.training.algorithm import TrainingError
+from flowalign.training.data import marks
 from flowalign.training.preflight import Launch, against_card, check_world, overruled, span
 from flowalign.training.report import results
 from flowalign.training.report.pictures import metrics_plot
@@ -99,6 +100,9 @@ def train(
             log.warning("%s. Leave it out, or start without lora.init.", text)
     for _, text in against_card(config) if main else ():
         log.warning("a finding of preflight: %s", text)
+    for (source, _), batch in inputs.prompt_sets.items() if main else ():
+        for text in marks(batch.prompts):
+            log.warning("%s: %s", source, text)
     unscored = [task.name for task in config.tasks if not task.evaluated]
     if main and config.evaluation and unscored and not config.unrewarded:
         last = "" if config.evaluates else "; the adapter of the last update is kept"

@@ -28,7 +28,7 @@ from flowalign.backbone.structure import family_without_text, read_family
 from flowalign.config import ConfigError, ModelConfig, SamplingConfig, TrainingStage, load
 from flowalign.system import devices
 from flowalign.system.exit import refusing
-from flowalign.system.files import replacing
+from flowalign.system.files import expanded, replacing
 from flowalign.training.report.pictures import grid, png
 from flowalign.training.report.progress import quiet
 from flowalign.training.rollout import generate
@@ -186,6 +186,7 @@ def free_file(out: Path | None) -> Path:
         numbered = (Path(f"samples-{number}.png") for number in itertools.count(2))
         free = itertools.chain([Path("samples.png")], numbered)
         return next(file for file in free if not (file.exists() or file.with_suffix("").exists()))
+    out = expanded(out)
     if out.suffix.lower() not in FORMATS:
         raise ValueError(
             f"--out: got {str(out)!r}; want the name of a file that ends in {', '.join(FORMATS)}."

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from flowalign.config.section import (
     Count,
     Decay,
     FileName,
+    Location,
     Many,
     NotNegative,
     Pair,
@@ -20,6 +22,17 @@ from flowalign.config.section import (
     Steps,
     as_tuple,
 )
+from flowalign.system.files import expanded
+
+
+def _expanded(option: Any) -> Any:
+    """An option with the texts in it that begin as paths do, `expanded`."""
+    if isinstance(option, dict):
+        return {key: _expanded(value) for key, value in option.items()}
+    if isinstance(option, list):
+        return list(map(_expanded, option))
+    path = isinstance(option, str) and re.match(r"(~[\w.-]*|\$\w+|\$\{\w+\})/", option)
+    return expanded(option) if path else option
 
 
 class RewardConfig(Section):
@@ -27,7 +40,7 @@ class RewardConfig(Section):
 
     name: str = Field(examples=["ocr"])
     """Name in flowalign.rewards, built in or plugged in."""
-    options: dict[str, Any] = {}
+    options: Annotated[dict[str, Any], AfterValidator(_expanded)] = {}
     """Keyword arguments of the reward."""
 
 
@@ -36,9 +49,9 @@ class TaskConfig(Section):
 
     name: FileName = Field(examples=["ocr"])
     """Its name in logs, and of its teacher if `teacher` is null."""
-    prompts: str = Field(examples=["tiny/ocr_train", "prompts/train.jsonl"])
+    prompts: Location = Field(examples=["tiny/ocr_train", "prompts/train.jsonl"])
     """Training prompts: a .txt, a .jsonl, or tiny/NAME."""
-    validation: str | None = Field(default=None, examples=["tiny/ocr_test", "prompts/test.jsonl"])
+    validation: Location | None = Field(default=None, examples=["tiny/ocr_test", "my_test.jsonl"])
     """Held-out prompts, in the same formats."""
     weight: Annotated[float, Field(gt=0, le=1e6)] = 1.0
     """Share of every batch, relative to the other tasks."""
@@ -182,9 +195,9 @@ class AwmConfig(ForwardConfig):
 class LabellerConfig(Section):
     """A frozen velocity field: a base, and perhaps an adapter of it."""
 
-    adapter: str | None = Field(examples=["runs/teacher_ocr/adapter"])
+    adapter: Location | None = Field(examples=["runs/teacher_ocr/adapter"])
     """Adapter folder or Hub id; null = the base itself."""
-    base: str | None = Field(default=None, examples=["stabilityai/stable-diffusion-3.5-large"])
+    base: Location | None = Field(default=None, examples=["stabilityai/stable-diffusion-3.5-large"])
     """Another base (a folder or Hub id), such as a larger one, with the VAE, text encoders and
     scheduler of model.id: only its transformer is loaded. null = the student's base."""
     revision: str | None = Field(default=None, examples=["main"])

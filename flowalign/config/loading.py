@@ -16,6 +16,7 @@ or its index (`benchmarks.geneval.limit=8`, `benchmarks.0.limit=8`), and so it i
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from pkgutil import resolve_name
@@ -86,7 +87,7 @@ def label_of(path: str | Path) -> str | None:
 def read(path: str | Path, above: Sequence[Path] = ()) -> Any:
     """What a YAML file holds, unchecked, laid over the file that its key `use` names (relative to
     it), if any; ConfigError if it is missing or not YAML. above: the files that led here."""
-    path = Path(path)
+    path = Path(os.path.expanduser(path))
     if not path.is_file():
         present = sorted(p.name for p in path.parent.glob("*.yaml"))
         listed = f"there are {', '.join(present[:12])}" if present else ""
@@ -103,9 +104,10 @@ def read(path: str | Path, above: Sequence[Path] = ()) -> Any:
     if not isinstance(name, str):
         text = f"use: got {shown_value(name)}; want the name of a YAML file."
         raise ConfigError([text], str(path))
-    if (path.parent / name).resolve() in chain:
+    used = path.parent / os.path.expanduser(name)
+    if used.resolve() in chain:
         raise ConfigError([f"use: {name} leads back to itself. Break the circle."], str(path))
-    base = read(path.parent / name, chain)
+    base = read(used, chain)
     keys = {key: value for key, value in data.items() if key != "use"}
     return overlay(base if isinstance(base, Mapping) else {}, keys, source=str(path))
 

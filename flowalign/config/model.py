@@ -8,13 +8,13 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator
 from pydantic_core import PydanticCustomError
 
-from flowalign.config.section import Many, Pair, Pixels, Positive, Section, Size
+from flowalign.config.section import Location, Many, Pair, Pixels, Positive, Section, Size
 
 
 class ModelConfig(Section):
     """The base model."""
 
-    id: str = Field(examples=["tiny", "stabilityai/stable-diffusion-3.5-medium"])
+    id: Location = Field(examples=["tiny", "stabilityai/stable-diffusion-3.5-medium"])
     """`tiny` (ships with the package), a folder, or a Hub id."""
     revision: str | None = Field(default=None, examples=["main"])
     """Branch, tag or commit on the Hub."""
@@ -41,7 +41,7 @@ class ModelConfig(Section):
     max_sequence_length: Many | None = Field(default=None, examples=[512])
     """Tokens of a prompt, at most (of the T5 encoder where there are several), with those of a
     chat template around it; null = as many as models of the family are used with."""
-    text_cache: str | None = Field(default=None, examples=["outputs/text_cache"])
+    text_cache: Location | None = Field(default=None, examples=["outputs/text_cache"])
     """Folder that keeps encoded prompts for later runs with the same encoders; null = keep none.
     Stable Diffusion 3.5 needs 1.7 MB a prompt in 16 bits."""
     offload_text_encoders: bool = False
@@ -102,6 +102,6 @@ class LoraConfig(Section):
     )
     """Layers that are adapted, by the end of their names; null = the attention layers of the
     model's family."""
-    init: str | None = Field(default=None, examples=["runs/teacher_ocr/adapter"])
+    init: Location | None = Field(default=None, examples=["runs/teacher_ocr/adapter"])
     """Adapter folder to start from; null = a fresh adapter (B = 0). It brings its own rank, scale
     and layers: rank, alpha and targets are ignored, with a warning if they were set."""

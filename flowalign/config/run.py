@@ -11,6 +11,7 @@ from flowalign.config.learning import RewardConfig
 from flowalign.config.section import (
     Count,
     FileName,
+    Location,
     Many,
     NotNegative,
     Pair,
@@ -71,7 +72,7 @@ class BenchmarkConfig(Section):
 
     name: FileName = Field(examples=["ocr"])
     """Its name in tables and files."""
-    prompts: str = Field(examples=["tiny/ocr_test", "prompts/test.jsonl"])
+    prompts: Location = Field(examples=["tiny/ocr_test", "prompts/test.jsonl"])
     """A .txt, a .jsonl, or tiny/NAME."""
     limit: Many | None = Field(default=None, examples=[128])
     """Only the first prompts of the file; null = all. A file that is sorted by tag starts with its
@@ -128,7 +129,7 @@ class GivenImages(Section):
     """Images that another program made, in place of a model, and how they were sampled; null = not
     known."""
 
-    images: str = Field(examples=["outputs/sdxl"])
+    images: Location = Field(examples=["outputs/sdxl"])
     """Their folder or file; see docs/evaluation.md."""
     steps: Steps | None = Field(default=None, examples=[40])
     """Denoising steps."""
@@ -141,7 +142,7 @@ class GivenImages(Section):
 
 
 Evaluated = Annotated[  # an adapter, or images
-    Annotated[str, Tag("[adapter]")] | Annotated[GivenImages, Tag("[images]")],
+    Annotated[Location, Tag("[adapter]")] | Annotated[GivenImages, Tag("[images]")],
     Discriminator(lambda v: "[images]" if isinstance(v, Mapping | GivenImages) else "[adapter]"),
 ]
 
@@ -196,10 +197,10 @@ class TrainingAlarmConfig(AlarmConfig):
 class FidelityConfig(Section):
     """Fréchet distance between the features of the images and of reference images."""
 
-    features: str = Field(default="tiny", examples=["tiny", "my_features:dino"])
+    features: Location = Field(default="tiny", examples=["tiny", "my_features:dino"])
     """A CLIP or DINOv2 (`tiny`, a folder, a Hub id), or package.module:function, [B,3,H,W] ->
     [B,D]."""
-    reference: str = Field(default="tiny", examples=["tiny", "data/coco_val2017"])
+    reference: Location = Field(default="tiny", examples=["tiny", "data/coco_val2017"])
     """`tiny` (scenes drawn from the benchmarks' own metadata), or a folder of images."""
 
 
@@ -207,7 +208,7 @@ class DiversityConfig(Section):
     """Diversity over seeds: Vendi score and mean pairwise distance of the images of a prompt, as
     one more judge of every benchmark that has several."""
 
-    features: str = Field(examples=["facebook/dinov2-base", "tiny", "my_features:dreamsim"])
+    features: Location = Field(examples=["facebook/dinov2-base", "tiny", "my_features:dreamsim"])
     """A DINOv2 or CLIP (a folder, a Hub id, `tiny`), or package.module:function, [B,3,H,W] ->
     [B,D]."""
 

@@ -1,4 +1,5 @@
-"""YAML as configs use it: 1e-4 is a number, 2026-11-22 is a text, and no key is given twice."""
+"""YAML as configs use it: numbers as in YAML 1.2, so that 1e-4 and 010 (ten) are numbers, and 1:30
+is a text, as is 2026-11-22; and no key is given twice."""
 
 from __future__ import annotations
 
@@ -32,18 +33,23 @@ class _Loader(yaml.SafeLoader):
             seen.add(key.value)
         return node
 
+    def integer(self, node: Any) -> int:  # int(text, 0) refuses 010
+        return int(re.sub(r"\b0+\B(?=\d)", "", self.construct_scalar(node)), 0)
+
 
 class _Dumper(yaml.SafeDumper):
     """Quotes the texts that _Loader would read as numbers."""
 
 
+_Loader.add_constructor("tag:yaml.org,2002:int", _Loader.integer)
 _Loader.yaml_implicit_resolvers = {
-    first: [(tag, regexp) for tag, regexp in resolvers if not tag.endswith(":timestamp")]
+    first: [(tag, r) for tag, r in resolvers if tag.endswith((":bool", ":null", ":merge"))]
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
-for _class in (_Loader, _Dumper):  # YAML 1.1 reads 1e-4, without a dot, as text
-    _class.add_implicit_resolver(
-        "tag:yaml.org,2002:float",
-        re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+\Z"),
-        list("-+.0123456789"),
-    )
+for _kind, _form in (
+    ("int", r"[-+]?(\d[\d_]*|0o[0-7]+|0x[\da-fA-F]+)\Z"),  # 1_000, as in YAML 1.1 and Python
+    ("float", r"([-+]?((\d+(\.\d*)?|\.\d+)([eE][-+]?\d+)?|\.(inf|Inf|INF))|\.(nan|NaN|NAN))\Z"),
+):
+    for _class in (_Loader, _Dumper):
+        _regexp, _first = re.compile(_form, re.ASCII), list("-+.0123456789")
+        _class.add_implicit_resolver(f"tag:yaml.org,2002:{_kind}", _regexp, _first)

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Annotated, Any
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -19,6 +20,7 @@ from pydantic import (
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from flowalign.config.safe_yaml import dump_yaml
+from flowalign.system.files import expanded
 
 # The upper limits are far beyond any run. They keep a slip of the keyboard from filling the memory.
 Count = Annotated[int, Field(ge=1, le=100_000)]
@@ -32,6 +34,7 @@ NotNegative = Annotated[float, Field(ge=0, le=1e9)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 FileName = Annotated[str, Field(pattern=r"^[\w-]{1,60}$")]  # part of file names and tables
+Location = Annotated[str, AfterValidator(expanded)]  # a path, or the name of another source
 # YAML has lists only, and a strict pydantic takes no list for a tuple.
 as_tuple = BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)
 # Later layers of a config can only add to a mapping; null empties it.
@@ -100,8 +103,8 @@ class Section(BaseModel):
         """What was seen, what is possible, what to do."""
         kind, place, seen = error["type"], error["loc"], error["input"]
         fields, name = cls.model_fields, str(place[0]) if place else ""
-        if kind == "explained":
-            return error["msg"]
+        if kind in ("explained", "value_error"):
+            return error["msg"].removeprefix("Value error, ")
         if kind == "extra_forbidden":
             hint = did_you_mean(name, fields, "`")
             return f"unknown key.{hint} Possible keys: {', '.join(fields)}."

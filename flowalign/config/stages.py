@@ -18,6 +18,7 @@ from flowalign.config.rollout import RolloutConfig, steps_within
 from flowalign.config.section import (
     ConfigError,
     FileName,
+    Location,
     Positive,
     Seconds,
     Section,
@@ -50,7 +51,7 @@ class Stage(Section):
 
     stage: str
     """What is done: a key of STAGES."""
-    output: str = Field(min_length=1, examples=["runs/teacher_ocr"])
+    output: Location = Field(min_length=1, examples=["runs/teacher_ocr"])
     """Folder of the run."""
     model: ModelConfig
     command: ClassVar[str] = "flowalign train"
@@ -633,7 +634,7 @@ class MergeStage(Job):
     makes_adapter = True
     stage: Literal["merge"]  # pyright: ignore[reportIncompatibleVariableOverride]
     """Add weight updates."""
-    adapters: list[str] = Field(min_length=2, examples=[["runs/a/adapter", "runs/b/adapter"]])
+    adapters: list[Location] = Field(min_length=2, examples=[["runs/a/adapter", "runs/b/adapter"]])
     """Adapter folders or Hub ids."""
     weights: list[float] | None = Field(default=None, examples=[[0.5, 0.5]])
     """One per adapter; null = 1 each, the sum. 1/n each is the average."""

@@ -12,7 +12,20 @@ import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+P = TypeVar("P", bound=str | Path)
+
+
+def expanded(path: P) -> P:
+    """A path with the home folder for ~ or ~user at its start; other texts, such as Hub ids, as
+    they are. Raises ValueError for an unknown user, and for a variable: a config means the same to
+    everyone who runs it, and to all processes."""
+    text = os.path.expanduser(path)
+    if re.search(r"^~|\$\{?[A-Za-z_]", text):
+        seen = "no such user" if text[0] == "~" else "variables are not read here"
+        raise ValueError(f"{text!r}: {seen}. Write the path out; unquoted, a shell does it.")
+    return type(path)(text)
 
 
 @contextmanager
@@ -32,7 +45,7 @@ def replacing(path: str | Path, *, durable: bool = False, swap: bool = False) ->
         with replacing(folder / "results.json") as part:
             part.write_text(text)
     """
-    path = Path(path)
+    path = expanded(Path(path))
     path.parent.mkdir(parents=True, exist_ok=True)
     # a name of its own: processes of several machines may write the same file of a shared disk
     part = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.part")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,27 +13,48 @@ from PIL import Image, ImageOps
 from torch import Tensor
 
 IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
+HIDDEN = (".", "__MACOSX")  # how names begin that a system, an archive or a notebook adds
 
 
 def image_files(folder: Path) -> list[Path]:
-    """The images in a folder and its subfolders, sorted; empty if there is no such folder."""
-    return sorted(path for path in folder.rglob("*") if path.suffix.lower() in IMAGES)
+    """The images in a folder and its subfolders, also those that are links, sorted; none that is
+    HIDDEN. Empty if there is no such folder."""
+    files, seen = [], {}
+    for parent, folders, names in os.walk(folder, followlinks=True):
+        new = seen.setdefault(os.path.realpath(parent), parent) == parent  # no link back
+        folders[:] = sorted(name for name in folders if new and not name.startswith(HIDDEN))
+        files += [Path(parent, n) for n in names if new and not n.startswith(HIDDEN)]
+    return sorted(path for path in files if path.suffix.lower() in IMAGES)
 
 
 def read_image(path: Path) -> Image.Image:
-    """A file as an RGB image, as its EXIF turns it. Raises ValueError, with its name, for one that
-    is no image."""
+    """A file as an RGB image (`as_rgb`). Raises ValueError, with its name, for one that is none."""
     try:
         with Image.open(path) as image:
-            return ImageOps.exif_transpose(image).convert("RGB")
-    except OSError as error:
-        raise ValueError(f"{path} is not readable as an image ({error})") from error
+            return as_rgb(image)
+    except Exception as error:  # PIL raises whatever its decoders do
+        reason = f"{type(error).__name__}: {error}"
+        raise ValueError(f"{path} is no image that can be read ({reason}).") from error
+
+
+def as_rgb(image: Image.Image) -> Image.Image:
+    """An image with 8 bits a channel, as its EXIF turns it. Raises ValueError for pixels without a
+    known range, and for transparent ones, whose colour is not seen."""
+    deep = image.mode.startswith("I;16") or image.mode == "I" and image.format == "PNG"
+    if image.mode in ("I", "F") and not deep:
+        raise ValueError(f"the range of its pixels (mode {image.mode}) is not known; save 8 bits")
+    image = ImageOps.exif_transpose(image)
+    if deep:  # convert() would cut values at 255
+        image = Image.fromarray((np.asarray(image) / 257).round().astype(np.uint8))
+    if image.mode.endswith(("A", "a")) or "transparency" in image.info:
+        if image.convert("RGBA").getchannel("A").getextrema() != (255, 255):
+            raise ValueError("it has transparent pixels; lay it over a background")
+    return image.convert("RGB")
 
 
 def pixels_of(file: bytes) -> Tensor:
-    """The image [3,H,W] in [0,1] of a PNG file, as its EXIF turns it."""
-    pixels = np.array(ImageOps.exif_transpose(Image.open(io.BytesIO(file))).convert("RGB"))
-    return to_float(torch.from_numpy(pixels).permute(2, 0, 1))
+    """The image [3,H,W] in [0,1] of a file (`as_rgb`)."""
+    return stacked(Image.open(io.BytesIO(file)))[0]
 
 
 def to_uint8(image: Tensor) -> np.ndarray:
@@ -52,7 +74,7 @@ def stacked(images: Tensor | Image.Image | Sequence[Tensor | Image.Image]) -> Te
     tensors = [
         image
         if isinstance(image, Tensor)
-        else to_float(torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1))
+        else to_float(torch.from_numpy(np.array(as_rgb(image))).permute(2, 0, 1))
         for image in images
     ]
     if len({tensor.shape for tensor in tensors}) > 1:

@@ -7,7 +7,7 @@ import io
 import json
 import random
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from functools import lru_cache
 from itertools import islice
@@ -23,6 +23,12 @@ from flowalign.types import PromptBatch
 Row = tuple[str, dict[str, Any]]  # a prompt, its metadata
 QUESTION = ("proposition_id", "dependency", "tuple", "question_natural_language")
 LONGEST = 100_000  # characters of a prompt; text encoders read some 2,000
+MARKS = {  # what other programs do not take for words of a prompt
+    "begin as a comment": r"^#",
+    "have options, as of kohya or Midjourney": r"\s--[a-z]+\b",
+    "have weights or tags, as of A1111 or ComfyUI": r"\([^()]*[^\d\s():]:[\d.]+\)|<\w+:[^<>]+>",
+    "have wildcards": r"__\w+__|\{[^{}|]*\|[^{}]*\}",
+}
 
 
 class PromptError(ValueError):
@@ -35,17 +41,17 @@ def load_prompts(source: str | Path, task: str) -> PromptBatch:
     `.txt`: one a line. `.jsonl`: an object a line, its key `prompt`; the other keys are metadata.
     `.csv`: a header with the column `prompt` (or `text`); the other columns are metadata, and rows
     of one `item_id` are one prompt (DPG-Bench's dpg_bench.csv has a row a question).
-    `.json`: a file of CVTG-2K. A folder: one prompt a `.txt`, whose name becomes the metadata
-    `item_id` (DPG-Bench's prompts/), CVTG-2K's of SET/REGIONS.json, or GenEval's folder of images:
-    one prompt a NUMBER/metadata.jsonl.
+    `.json`: a list of prompts or of such objects, or a file of CVTG-2K. A folder: one prompt a
+    `.txt`, whose name becomes the metadata `item_id` (DPG-Bench's prompts/), CVTG-2K's of
+    SET/REGIONS.json, or GenEval's folder of images: one prompt a NUMBER/metadata.jsonl.
     `tiny/NAME` is a set that ships with the package. Blank lines are skipped, repeats are kept.
     Raises PromptError for a set that is missing, empty or malformed.
     """
     path = _locate(str(source))
     if path.is_dir():
         rows = _read_folder(path)
-    elif path.suffix in READERS:
-        rows = READERS[path.suffix](path, _text(path))
+    elif reader := READERS.get(path.suffix.lower()):
+        rows = reader(path, _text(path))
     else:
         raise PromptError(f"{path}: want a .txt, .jsonl, .csv or .json file, or a folder of them.")
     if not rows:
@@ -57,6 +63,13 @@ def load_prompts(source: str | Path, task: str) -> PromptBatch:
             f"{LONGEST}. Is it one prompt a line?"
         )
     return PromptBatch(prompts, [task] * len(prompts), metadata)
+
+
+def marks(prompts: Sequence[str]) -> Iterator[str]:
+    """What of MARKS some prompts have, which a model would read as words."""
+    for what, form in MARKS.items():
+        if found := [prompt for prompt in prompts if re.search(form, prompt)]:
+            yield f"{len(found)} prompts {what}, which a model reads as words, such as {found[0]!r}"
 
 
 def subset(prompts: PromptBatch, count: int) -> PromptBatch:
@@ -103,9 +116,9 @@ def _locate(source: str) -> Path:
         if path.is_file() or (path.is_dir() and not tiny):
             return path
     except (OSError, ValueError, RuntimeError) as error:  # no file can have this path
-        raise PromptError(f"no prompt set {source[:80]!r}: {error}") from None
+        raise PromptError(f"no prompt set {source[:80]!r}: {str(error)[:200]}") from None
     commands = [f"`{text}`" for text in sources.commands(source)]
-    present = sorted(p for p in islice(path.parent.glob("*"), 1000) if p.suffix in READERS)
+    present = sorted(p for p in islice(path.parent.glob("*"), 1000) if p.suffix.lower() in READERS)
     names = [f"tiny/{p.stem}" if tiny else str(p) for p in present[:12]] or ["none beside it"]
     raise PromptError(
         f"no prompt set {source!r}. "
@@ -151,14 +164,19 @@ def _read_jsonl(path: Path, text: str) -> list[Row]:
     return [_json_row(line, f"{path}, line {number}") for number, line in _lines(text)]
 
 
-def _read_cvtg(path: Path, text: str) -> list[Row]:
-    """A file of CVTG-2K, REGIONS.json. The texts are what its script takes for them: all between
-    two single quotes, apostrophes included."""
+def _read_json(path: Path, text: str) -> list[Row]:
+    """A list of prompts, or a file of CVTG-2K, REGIONS.json. The texts are what its script takes
+    for them: all between two single quotes, apostrophes included."""
     try:
-        items = [json.dumps(item) for item in json.loads(text)["data_list"]]
+        content = json.loads(text)
+        listed = content if isinstance(content, list) else content["data_list"]
+        items = [json.dumps({"prompt": i} if isinstance(i, str) else i) for i in listed]
     except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise PromptError(f"{path}: want a `data_list` of JSON ({error!r:.200}).") from None
+        forms = '["a cat", "a dog"], or a file of CVTG-2K, {"data_list": ...}'
+        raise PromptError(f"{path}: want {forms} ({error!r:.200}).") from None
     rows = [_json_row(item, f"{path}, prompt {number}") for number, item in enumerate(items, 1)]
+    if content is listed:
+        return rows
     regions = {"regions": int(path.stem)} if path.stem.isdecimal() else {}
     return [(p, {**row, **regions, "target": re.findall("'(.*?)'", p)}) for p, row in rows]
 
@@ -201,10 +219,10 @@ def _read_folder(path: Path) -> list[Row]:
     if numbered := [file for file in path.glob("*/metadata.jsonl") if file.parent.name.isdecimal()]:
         numbered.sort(key=lambda file: int(file.parent.name))
         return [row for file in numbered for row in _read_jsonl(file, _text(file))]
-    if regions := sorted(path.glob("*/[0-9].json")):
-        return [row for file in regions for row in _read_cvtg(file, _text(file))]
+    if regions := sorted(path.glob("[!.]*/[0-9].json")):
+        return [row for file in regions for row in _read_json(file, _text(file))]
     rows: list[Row] = []
-    for file in sorted(file for file in path.glob("*.txt") if file.is_file()):
+    for file in sorted(file for file in path.glob("[!.]*.[tT][xX][tT]") if file.is_file()):
         lines = _lines(_text(file))
         if len(lines) != 1:
             raise PromptError(
@@ -219,7 +237,7 @@ READERS: Mapping[str, Callable[[Path, str], list[Row]]] = {
     ".txt": lambda path, text: [(line, {}) for _, line in _lines(text)],
     ".jsonl": _read_jsonl,
     ".csv": _read_csv,
-    ".json": _read_cvtg,
+    ".json": _read_json,
 }
 
 

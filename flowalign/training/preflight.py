@@ -292,7 +292,7 @@ def _fidelity_problems(
                         f"fidelity.reference: 'tiny' needs prompts of the tiny world, and {source} "
                         "has others. Name a folder of images, or write `fidelity: null`."
                     )
-    folder = Path(fidelity.reference).expanduser()
+    folder = Path(fidelity.reference)
     if fidelity.reference != "tiny" and not image_files(folder):
         seen = f"the folder holds no {', '.join(IMAGES)}" if folder.is_dir() else "no such folder"
         yield (

@@ -83,7 +83,7 @@ def fit(mask: np.ndarray) -> tuple[str, float, tuple[int, int, int, int]]:
 class TinyDetector:
     """Detector of shapes in 64x64 scenes; images [B,3,H,W] in [0,1] -> one Detections an image."""
 
-    name, classes = "flowalign tiny detector 1", SHAPES
+    name, classes, palette = "flowalign tiny detector 1", SHAPES, NAMES
 
     def __call__(self, images: Tensor) -> list[Detections]:
         """Boxes {class: [[x1,y1,x2,y2,score], ...]} and colours {class: [name, ...]}."""

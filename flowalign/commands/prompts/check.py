@@ -12,6 +12,7 @@ from flowalign.commands.doctor.findings import Finding, fault, note, ok
 from flowalign.commands.prompts.geneval import same_picture
 from flowalign.commands.prompts.held_out import digest
 from flowalign.rewards.ocr import normalize, target_of
+from flowalign.training.data import marks
 from flowalign.types import PromptBatch
 
 EXAMPLES = 3  # shown of each kind
@@ -41,6 +42,7 @@ def examine(
         shown = "; ".join(f"{n} times {prompt!r}" for prompt, n in repeated)
         yield note(f"repeated (each is drawn once an epoch, so repeats are weights): {shown}")
     yield ok(f"characters: {_range(batch.prompts)}")
+    yield from map(fault, marks(batch.prompts))
     if tokens is not None:
         measure = count or (lambda text: round(len(text) / CHARACTERS))
         long = [prompt for prompt in different if measure(prompt) > tokens]

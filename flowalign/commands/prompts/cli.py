@@ -16,7 +16,7 @@ from flowalign.commands.prompts.held_out import digest
 from flowalign.rewards.ocr import target_of
 from flowalign.system.escape import harmless
 from flowalign.system.exit import refusing
-from flowalign.system.files import replacing
+from flowalign.system.files import expanded, replacing
 from flowalign.training.data import load_prompts
 from flowalign.training.sources import GENERATED, SOURCES, validation_file
 
@@ -27,7 +27,7 @@ def generate(args: argparse.Namespace) -> int:
     lines_of = {"geneval": _geneval, "ocr": _ocr}[args.kind]
     excluded = [prompt for name in args.exclude for prompt in load_prompts(name, "").prompts]
     training, validation, summary = lines_of(args.count or count, args, excluded)
-    path = Path(args.out or out)
+    path = expanded(Path(args.out or out))
     validation_path = validation_file(path)
     contents = {
         file: "".join(f"{line}\n" for line in lines).encode()

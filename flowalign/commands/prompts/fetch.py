@@ -17,7 +17,7 @@ from typing import Any
 
 from flowalign.commands.prompts.geneval import same_picture
 from flowalign.commands.prompts.held_out import GENEVAL, OCR, digest
-from flowalign.system.files import replacing
+from flowalign.system.files import expanded, replacing
 from flowalign.system.http import Client, Refused
 from flowalign.training.data import PromptError, load_prompts
 from flowalign.training.sources import File, Source
@@ -47,7 +47,7 @@ def fetch(
         print(f"NOTE:    {source.note}")
     paths: list[Path] = []
     for file in source.files:
-        paths += _fetch(file, source, Path(out), paths, force, unverified)
+        paths += _fetch(file, source, expanded(Path(out)), paths, force, unverified)
     return paths
 
 
