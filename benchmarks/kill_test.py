@@ -86,7 +86,7 @@ def training(kind: str, base: Path, **changes: Any) -> dict[str, Any]:
     if kind != "grpo":
         config["teachers"] = {name: {"adapter": str(base / name)} for name in ("even", "odd")}
     if kind == "opd":
-        config["student"] = {"weighting": "kl", "states": {"select": "all"}, "reward_weight": 0.1}
+        config["student"] = {"weighting": "kl", "states": {"select": "all"}}
     return config | changes
 
 

@@ -49,7 +49,6 @@ VARIANTS: dict[str, list[str]] = {
     "states: 3 random, weighting published": [THREE, PUBLISHED],
     "states: all": ["student.states={select: all}"],
     "gradient published, 3 random": ["student.gradient=published", PUBLISHED, THREE],
-    "gradient detached, 3 random": ["student.gradient=detached", PUBLISHED, THREE],
     "gradient policy, 3 random": ["student.gradient=policy", THREE],
     "gradient policy, to go, 3 random": [
         "student.gradient=policy", THREE, "student.reward_to_go=true",

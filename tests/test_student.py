@@ -133,8 +133,8 @@ def test_a_student_that_is_its_teacher_has_no_loss(
         assert away > 0 and loss.total.item() == pytest.approx(0.5 * away)
 
 
-@pytest.mark.parametrize("how", ["policy", "published", "detached"])
-def test_the_ratio_is_one_and_only_the_published_form_leaks(
+@pytest.mark.parametrize("how", ["policy", "published"])
+def test_the_ratio_is_one_and_the_published_form_leaks(
     random_model: str, tmp_path: Path, how: str
 ) -> None:
     weighting = "kl" if how == "policy" else "published"
@@ -155,7 +155,7 @@ def test_the_ratio_is_one_and_only_the_published_form_leaks(
         teacher = sde.scheduled_transition(labels.rollout.schedule, pairs.x, label, pairs.steps)
         assert_close(advantage, (sde.log_prob(teacher, x_next) - old).detach())
     else:
-        advantage = -distance if how == "published" else -distance.detach()
+        advantage = -distance
     expected = gradient(loop, (-advantage * torch.exp(new - old.detach())).mean())
     ours = gradient(loop, student.loss(pairs, loop.algorithm.velocity(pairs), labels).total)
     assert_close(ours, expected, rtol=1e-3, atol=1e-5 * float(expected.abs().max()))
@@ -194,22 +194,6 @@ def test_reward_to_go_sums_what_comes_after(random_model: str, tmp_path: Path) -
     assert plain.advantage is not None and summed.advantage is not None
     assert_close(summed.advantage[:, 0], plain.advantage.sum(1), rtol=1e-4, atol=1e-7)
     assert torch.equal(summed.advantage[:, -1], plain.advantage[:, -1])
-
-
-@pytest.mark.slow
-def test_a_student_with_rewards_adds_their_loss(random_model: str, tmp_path: Path) -> None:
-    """OPD + GRPO: at the first update, the gradient is the sum of both."""
-    found = {}
-    for name, given in {"opd": [], "both": ["student.reward_weight=2"]}.items():
-        loop, student, labels = labelled(random_model, tmp_path / name, *given)
-        (pairs,) = pairs_of(labels.rollout, torch.ones(8, dtype=torch.bool), 100)
-        loss = student.loss(pairs, loop.algorithm.velocity(pairs), labels)
-        found[name] = gradient(loop, loss.total)
-        if student.grpo:
-            again = student.grpo.loss(pairs, loop.algorithm.velocity(pairs), labels.rewarded)
-            reward = gradient(loop, again.total)
-            assert labels.rollout.images is not None and reward.abs().max() > 0
-            assert_close(found[name], found["opd"] + 2 * reward, rtol=1e-3, atol=1e-6)
 
 
 def test_a_run_comes_nearer_to_its_teachers(random_model: str, tmp_path: Path) -> None:
@@ -371,8 +355,6 @@ def test_sft_learns_the_straight_way_to_the_teachers_images(
         (["teachers.odd.reference=start"], ["teachers.odd.reference", "lora.init"]),
         (["student.patience=1"], ["student.patience", "evaluation"]),
         (["student={patience: 1, fixed_prompts: 0}"], ["student.patience", "fixed_prompts"]),
-        (["student.reward_weight=1", "rollout.copies=1"], ["rollout.copies"]),
-        (["student.reward_weight=1", "tasks.1.reward=null"], ["tasks.1.reward"]),
         (["evaluation={}", "tasks.1.reward=null", "tasks.1.validation=x"], ["tasks.1.reward"]),
         (["evaluation={}", "tasks.1.validation=x"], ["tasks.0.validation"]),
         ([WATCH, "tasks.0.reward=null", "tasks.1.reward=null"], ["evaluation.watch"]),

@@ -249,10 +249,9 @@ class StatesConfig(Section):
 class StudentConfig(Section):
     """On-policy distillation: the loss between the student and its teachers."""
 
-    gradient: Literal["pathwise", "policy", "published", "detached"] = "pathwise"
+    gradient: Literal["pathwise", "policy", "published"] = "pathwise"
     """pathwise: through the weighted velocity distance. policy: a clipped policy gradient on the
-    teacher's log-ratio. published: the official arithmetic. detached: its control, whose expected
-    gradient is zero."""
+    teacher's log-ratio. published: the official arithmetic."""
     weighting: Literal["kl", "published", "mean", "velocity"] = "velocity"
     """w(sigma) of the distance w |v - v_teacher|^2; see flowalign.training.losses.step_weights. The
     defaults here and of states did best in the first tiny world; in the second, random states are
@@ -261,13 +260,11 @@ class StudentConfig(Section):
     guidance: NotNegative | None = Field(default=None, examples=[1.0])
     """CFG scale of the student in the loss; null = rollout.guidance."""
     clip_range: Positive = 1e-4
-    """PPO's epsilon (policy, published, detached)."""
+    """PPO's epsilon (policy, published)."""
     advantage_clip: Positive = 5.0
-    """Advantages are clipped to +- this (policy, published, detached)."""
+    """Advantages are clipped to +- this (policy, published)."""
     reward_to_go: bool = False
     """policy: a step's advantage includes the log-ratios of all later trained steps."""
-    reward_weight: NotNegative = 0.0
-    """Weight of a GRPO loss on the tasks' rewards (section grpo) added to the distillation."""
     label_dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """dtype of the stored labels."""
     label_batch: Many = 64
@@ -288,7 +285,7 @@ class StudentConfig(Section):
             yield "patience: it needs fixed_prompts, which are 0."
         if self.reward_to_go and self.gradient != "policy":
             yield f"reward_to_go: true, but gradient {self.gradient!r}; it is for 'policy' only."
-        if self.gradient in ("published", "detached") and self.weighting != "published":
+        if self.gradient == "published" and self.weighting != "published":
             yield f"weighting: gradient {self.gradient!r} has 'published' only. Use it."
 
 

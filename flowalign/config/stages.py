@@ -534,8 +534,6 @@ class OpdStage(DistillationStage):
     student: learning.StudentConfig = learning.StudentConfig()
     anchor: learning.AnchorConfig | None = None
     """The anchor of MAR; null = none."""
-    grpo: learning.GrpoConfig = learning.GrpoConfig()
-    """Only for student.reward_weight > 0."""
 
     @property
     def guidance(self) -> float:
@@ -543,14 +541,9 @@ class OpdStage(DistillationStage):
         return self.rollout.guidance if guidance is None else guidance
 
     @property
-    def credited(self) -> learning.AdvantageConfig | None:
-        """The section `grpo`, if a GRPO loss is added to the distillation."""
-        return self.grpo if self.student.reward_weight > 0 else None
-
-    @property
     def needs_actions(self) -> bool:
         """Whether the loss has a ratio of new and old policy."""
-        return self.student.gradient != "pathwise" or self.learns_from_rewards
+        return self.student.gradient != "pathwise"
 
     @property
     def patience(self) -> int | None:
@@ -592,7 +585,7 @@ class OpdStage(DistillationStage):
             yield (
                 f"student.guidance: {self.guidance}, but the rollout has {self.rollout.guidance}: "
                 "the ratio of new and old policy needs one policy. Use the same, or gradient "
-                "'pathwise' without a reward."
+                "'pathwise'."
             )
         for name, teacher in self.teachers.items():
             if teacher.reference == "start" and not self.lora.init:

@@ -11,7 +11,6 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -19,17 +18,9 @@ from accelerate.utils import gather_object
 from torch import Tensor
 
 from flowalign import sde
-from flowalign.config import GrpoStage, OpdStage, StatesConfig
+from flowalign.config import OpdStage, StatesConfig
 from flowalign.training import metrics
-from flowalign.training.algorithm import (
-    Algorithm,
-    Keeps,
-    Pairs,
-    Parts,
-    Prepared,
-    algorithm_class,
-    pairs_of,
-)
+from flowalign.training.algorithm import Algorithm, Keeps, Pairs, Parts, Prepared, pairs_of
 from flowalign.training.losses import policy_loss, published_loss, step_weights, velocity_error
 from flowalign.training.rollout import Size, Stream, schedule_of, window_of
 from flowalign.training.run import processes
@@ -49,15 +40,13 @@ class Labels(Prepared):
     kl_weights: Tensor  # [T] which make them a KL, for the log
     anchor: Tensor | None = None  # [B,S,C,h,w] velocity of the anchor
     advantage: Tensor | None = None  # [B,S] log-ratios of gradient "policy"
-    rewarded: Prepared | None = None  # for the loss on rewards, with student.reward_weight
 
 
 class Opd(Algorithm[Labels]):
     """The algorithm. The teachers label by task; the anchor labels every task (MAR).
 
     Which steps an update trains is a function of (seed, update): its window's, or a draw
-    among them by student.states. With student.reward_weight, the loss of GRPO on the tasks' rewards
-    is added.
+    among them by student.states.
     """
 
     def __init__(self, parts: Parts) -> None:
@@ -67,19 +56,12 @@ class Opd(Algorithm[Labels]):
         self.anchor_weight = self.config.anchor.weight if self.config.anchor else 0.0
         self.held_out_prompts = parts.held_out
         self.fixed: list[Fixed] | None = None  # made at the first evaluation
-        self.grpo: Algorithm[Any] | None = None
-        if self.config.learns_from_rewards:
-            self.grpo = algorithm_class(GrpoStage)(parts)
-            self.on_images = self.grpo.on_images
 
     @classmethod
     def keeps(cls, config: OpdStage, updates: Sequence[int] | None = None) -> Keeps:
-        """Labels of the trained states, and what the loss on rewards keeps, if there is one."""
-        rewarded = Keeps(actions=config.needs_actions)
-        if config.learns_from_rewards:
-            rewarded = algorithm_class(GrpoStage).keeps(config, updates)
-        return dataclasses.replace(
-            rewarded,
+        """Labels of the trained states."""
+        return Keeps(
+            actions=config.needs_actions,
             targets=[config.student.label_dtype] * (2 if config.anchor else 1),
             labels=True,
             task_gradients=True,
@@ -109,30 +91,27 @@ class Opd(Algorithm[Labels]):
             anchor = self.anchor(rollout).velocity
             known = self.anchor.sources(rollout.batch.tasks[:1])[0], anchor
         label = self.teachers(rollout, known)
-        rewarded = self.grpo.prepare(rollout, update) if self.grpo else None
         policy = self.settings.gradient == "policy"
-        measured = dict(rewarded.metrics) if rewarded else {}
-        weights = weights_of(rollout.schedule, self.settings.weighting)
+        measured, weights = {}, weights_of(rollout.schedule, self.settings.weighting)
         for step in rollout.steps:
             measured[metrics.WEIGHT + metrics.step_label(step)] = float(weights[step])
         labels = Labels(
             rollout=rollout,
-            keep=torch.ones(len(rollout), dtype=torch.bool),  # all, whatever their advantage
+            keep=torch.ones(len(rollout), dtype=torch.bool),
             metrics=measured,
-            notes=rewarded.notes if rewarded else list(label.teacher),
+            notes=list(label.teacher),
             velocity=label.velocity,
             weights=weights,
             kl_weights=weights_of(rollout.schedule, "kl"),
             anchor=anchor,
             advantage=self._log_ratios(rollout, label.velocity) if policy else None,
-            rewarded=rewarded,
         )
         if update % self.settings.diagnose_every:
             return labels
         return dataclasses.replace(labels, metrics={**measured, **self._cosines(labels)})
 
     def loss(self, pairs: Pairs, velocity: Tensor, prepared: Labels) -> StepLoss:
-        """Distillation + anchor_weight * anchor + reward_weight * policy, means over b pairs."""
+        """Distillation + anchor_weight * anchor, means over b pairs."""
         error = velocity_error(velocity, prepared.velocity[pairs.rows, pairs.columns])
         weight = prepared.weights.to(error.device)[pairs.steps]
         total = distill = self._distillation(pairs, velocity, weight * error, prepared).mean()
@@ -143,15 +122,7 @@ class Opd(Algorithm[Labels]):
             anchor = (weight * away).mean()
             total = total + self.anchor_weight * anchor
             measured[metrics.ANCHOR] = float(anchor.detach())
-        if self.grpo:
-            rewarded = self.grpo.loss(pairs, velocity, prepared.rewarded)
-            measured |= rewarded.metrics
-            total = total + self.settings.reward_weight * rewarded.total
         return StepLoss(total, measured, counts)
-
-    def drift(self, pairs: Pairs, prepared: Labels) -> Mapping[str, float]:
-        """That of the loss on rewards."""
-        return self.grpo.drift(pairs, prepared.rewarded) if self.grpo else {}
 
     def held_out(self) -> Mapping[str, float]:
         """The distance to the targets at states that stay the same."""
@@ -164,11 +135,7 @@ class Opd(Algorithm[Labels]):
         size = self.config.optimizer.micro_batch
         return distances(self.fixed, self.backbone, self.guidance, size)
 
-    def tensors(self) -> Mapping[str, Sequence[Tensor]]:
-        """What the loss on rewards remembers."""
-        return self.grpo.tensors() if self.grpo else {}
-
-    # The four gradients ------------------------------------------------------------------------
+    # The three gradients -----------------------------------------------------------------------
 
     def _distillation(
         self, pairs: Pairs, velocity: Tensor, distance: Tensor, labels: Labels
@@ -184,9 +151,6 @@ class Opd(Algorithm[Labels]):
         if labels.advantage is not None:  # policy
             advantage = labels.advantage[pairs.rows, pairs.columns]
             return policy_loss(log_prob, old, advantage, clip_range=s.clip_range)[0]
-        # detached is the control: the distance does not depend on the sampled action, so
-        # E[grad log pi * distance] = 0
-        distance = distance if s.gradient == "published" else distance.detach()
         return published_loss(
             distance, log_prob, old, clip_range=s.clip_range, advantage_clip=s.advantage_clip
         )[0]
