@@ -152,5 +152,7 @@ def finish(config: TrainingStage) -> None:
     folder = Path(config.output)
     if warning := results.untrained(config):
         log.warning(warning)
+    if results.kept(folder) is None:  # of an earlier adapter, before `evaluation=null`
+        (folder / "before_after.png").unlink(missing_ok=True)
     metrics_plot(folder / "metrics.jsonl", folder / "metrics.png", title=folder.name)
     write_card(folder, config, sys.argv)
