@@ -21,6 +21,7 @@ from flowalign.eval.evaluation import evaluate
 from flowalign.eval.suite import EvaluationError
 from flowalign.system import files
 from flowalign.system.signals import Clock
+from flowalign.training import preflight
 from flowalign.training.algorithm import TrainingError
 from flowalign.training.preflight import Launch, against_card, check_world, overruled, span
 from flowalign.training.report import results
@@ -51,8 +52,9 @@ def run_job(
     now. on_update: as for `train`."""
     began = time.monotonic() if began is None else began
     if isinstance(given, TrainingStage):
-        processes.state(given)
-        folder = Path(given.output)
+        folder, main = Path(given.output), processes.state(given).is_main_process
+        for text in preflight.scale_problems({folder.name: given}) if main else ():
+            log.warning("a finding of preflight: %s", text)
         if resume and not checkpoints(folder):
             log.warning("--resume: no checkpoint in %s/checkpoints: from the first update", folder)
         clock = Clock(began, given.train.max_minutes)
