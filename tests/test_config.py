@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from yaml import YAMLError
 
+from flowalign import config as configs
 from flowalign.commands import recipe
 from flowalign.config import (
     ADAPTER,
@@ -560,3 +561,11 @@ def test_a_changed_override_is_taken_or_refused(count: int):
         return [f"{'.'.join(draw(keys))}{draw(st.sampled_from(['=', '=', '=', '', '==']))}{value}"]
 
     holds(lambda changes: parsed_or_refused(SHIPPED[0], changes), count, changes=overrides())
+
+
+def test_every_section_and_stage_can_be_imported_from_one_place() -> None:
+    """`flowalign.config`: a typed config has them all."""
+    for module in (configs.learning, configs.model, configs.rollout, configs.run, configs.stages):
+        for name, kind in vars(module).items():
+            if isinstance(kind, type) and issubclass(kind, configs.Section):
+                assert getattr(configs, name) is kind

@@ -22,13 +22,10 @@ from flowalign.backbone.structure import find, model_family
 from flowalign.config import (
     LABELS,
     STAGES,
-    ForwardStage,
     RecipeStage,
     RewardStage,
     Section,
-    SftStage,
     Stage,
-    TrainingStage,
     assignments,
     label_of,
     parse,
@@ -196,11 +193,9 @@ class Draft:
         if card and card[0] <= FEW:
             data = _without_sampling(data)
         output = f"outputs/{self.args.out.stem}"
-        if stage != self.args.stage:  # a plugin's: without the keys that only the built-in one has
-            data = {
-                key: data[key] for key in data.keys() & stage_class(self.args.stage).model_fields
-            }
-        return data | {"stage": self.args.stage, "output": output, "model": model}
+        data |= {"stage": self.args.stage, "output": output, "model": model}
+        # a plugin's stage lacks some keys of the built-in one
+        return {k: v for k, v in data.items() if k in stage_class(self.args.stage).model_fields}
 
     @property
     def has_own_code(self) -> bool:
@@ -222,11 +217,11 @@ class Draft:
                 "Stable Diffusion 3.5. Check model, guidance and steps."
             )
         if guided := data.get("stages", {}).get("guided"):
+            scale = guided["teachers"]["base"]["guidance"]
             yield (
-                "`guided` puts the base's CFG into a LoRA, at the scale of its card or shipped "
-                f"config, {guided['teachers']['base']['guidance']:g}. All after it is trained and "
-                f"sampled at 1. Labels have {LABELS_AT:g}, as was best with the tiny model "
-                '(docs/results.md, "The guidance first, then the teachers").'
+                f"`guided` puts the base's CFG into a LoRA, at its usual scale {scale:g} (card or "
+                f"shipped config). What follows is trained and sampled at 1, labels are at "
+                f"{LABELS_AT:g} (docs/results.md: The guidance first, then the teachers)."
             )
         student = data.get("stages", {}).get("student", data)
         if student.get("evaluation", "on") is None:
@@ -242,7 +237,7 @@ class Draft:
             yield (
                 "the student starts from the base. `flowalign merge` with equal weights makes a "
                 "start nearer to its teachers: lora.init=FOLDER. With a larger teachers.NAME."
-                "guidance it learns CFG, too, and looks as if it was sampled with it."
+                "guidance it learns CFG, too (docs/concepts.md)."
             )
 
     def _training(self, stage: str) -> dict[str, Any]:
@@ -422,26 +417,27 @@ def _without_cfg(
 ) -> dict[str, dict[str, Any]]:
     """These stages, after one that puts the base's guidance into a LoRA, where they start. They and
     the student are sampled without CFG."""
-    without, data = {"guidance": 1.0}, read(CONFIGS / "common" / "_guided.yaml")
-    tasks = [{"name": task["name"], "prompts": task["prompts"]} for task in student["tasks"]]
-    data |= {"tasks": [task | {"teacher": "base"} for task in tasks], "evaluation": None}
-    data |= {"teachers": {"base": {"adapter": None, "guidance": scale}}}
+    without, start = {"guidance": 1.0}, {"lora": {"init": "stage:guided"}}
     student["rollout"] = student["rollout"] | without
     for teacher in student["teachers"].values():
         teacher["guidance"] = LABELS_AT
-    stages = {"guided": data}
-    for name, teacher in teachers.items():
-        data |= {"lora": teacher["lora"]} if "lora" in teacher else {}  # its rank is that of all
-        own = {"lora": {"init": "stage:guided"}, "rollout": teacher["rollout"] | without}
-        stages[name] = teacher | own
+    tasks = [{key: task[key] for key in ("name", "prompts")} for task in student["tasks"]]
+    guided = read(CONFIGS / "common" / "_guided.yaml") | {"evaluation": None}
+    guided["tasks"] = [task | {"teacher": "base"} for task in tasks]
+    guided["teachers"] = {"base": {"adapter": None, "guidance": scale}}
+    stages = {"guided": guided}
+    for name, data in teachers.items():
+        guided |= {"lora": data["lora"]} if "lora" in data else {}  # its rank is that of all
+        stages[name] = data | start | {"rollout": data["rollout"] | without}
     return stages
 
 
 def _like(stage: str) -> str:
     """A stage of flowalign itself: for a plugin's the one that is most like it."""
-    kind = stage_class(stage)
-    likes = {"nft": ForwardStage, "grpo": RewardStage, "sft": SftStage, "opd": TrainingStage}
-    return stage if stage in STAGES else next(n for n, k in likes.items() if issubclass(kind, k))
+    if stage in STAGES:
+        return stage
+    bases = {name: STAGES[name].__bases__[0] for name in ("nft", "grpo", "opd")}
+    return next((n for n, base in bases.items() if issubclass(stage_class(stage), base)), "opd")
 
 
 def _average(adapters: list[str]) -> dict[str, Any]:

@@ -44,15 +44,10 @@ class Kept:
     row: Mapping[str, Any]
     last: Mapping[str, Any]
 
-    @property
-    def update(self) -> int:
-        """After how many rollouts it was taken."""
-        return self.row[metrics.UPDATE]
-
     def __str__(self) -> str:
         said, last = metrics.headline(self.row), metrics.headline(self.last).split()[-1]
         more = "" if self.row == self.last else f"; the last: {last}"
-        return f"update {self.update} of {self.last[metrics.UPDATE]} ({said}{more})"
+        return f"update {self.row[metrics.UPDATE]} of {self.last[metrics.UPDATE]} ({said}{more})"
 
 
 def evaluations(folder: Path) -> list[dict[str, Any]]:
@@ -77,7 +72,7 @@ def unlearnt(adapter: str | None) -> str:
     are; "" for any other."""
     folder = Path(adapter or "").parent
     chosen = kept(folder) if adapter else None
-    if chosen is None or chosen.update or chosen.row == chosen.last:
+    if chosen is None or chosen.row[metrics.UPDATE] or chosen.row == chosen.last:
         return ""
     start = (read(folder / "config.yaml").get("lora") or {}).get("init") or "the base model"
     return f"kept: {chosen}. Nothing that was learnt is in it; it equals {start}"
@@ -86,7 +81,7 @@ def unlearnt(adapter: str | None) -> str:
 def untrained(config: TrainingStage) -> str | None:
     """A warning if the adapter of a run that was trained is the one that it began with."""
     chosen = kept(Path(config.output))
-    if chosen is None or chosen.update or chosen.row == chosen.last:
+    if chosen is None or chosen.row[metrics.UPDATE] or chosen.row == chosen.last:
         return None
     assert config.evaluation
     return (
