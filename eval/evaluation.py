@@ -48,7 +48,8 @@ def run_command(config: EvalStage, file: str) -> int:
     )
     rewards.add_config_folder(file)
     with status:
-        for text in scale_problems({Path(config.output).name: config}):
+        main = processes.state(config).is_main_process
+        for text in scale_problems({Path(config.output).name: config}) if main else ():
             log.warning("a finding of preflight: %s", text)
         evaluate(config)
         if processes.state().is_main_process:

@@ -25,10 +25,15 @@ from flowalign.config import (
     Stage,
     TrainingStage,
     label_of,
+    learning,
     load,
+    model,
     overlay,
     parse,
     read,
+    rollout,
+    run,
+    stages,
     to_yaml,
 )
 from flowalign.config.safe_yaml import load_yaml
@@ -565,7 +570,7 @@ def test_a_changed_override_is_taken_or_refused(count: int):
 
 def test_every_section_and_stage_can_be_imported_from_one_place() -> None:
     """`flowalign.config`: a typed config has them all."""
-    for module in (configs.learning, configs.model, configs.rollout, configs.run, configs.stages):
+    for module in (learning, model, rollout, run, stages):
         for name, kind in vars(module).items():
             if isinstance(kind, type) and issubclass(kind, configs.Section):
                 assert getattr(configs, name) is kind

@@ -88,7 +88,9 @@ def taught(scale: float, kind: str = "ode", init: str | None = None) -> dict[str
     )
 
 
-def student(labels: float, scale: float, adapter: str = "stage:a", **keys: Any) -> dict[str, Any]:
+def student(
+    labels: float, scale: float, adapter: str | None = "stage:a", **keys: Any
+) -> dict[str, Any]:
     teachers = {"ocr": {"adapter": adapter, "guidance": labels}}
     shared = {"tasks": [OCR], "evaluation": None, "rollout": {"guidance": scale, "copies": 1}}
     return {"stage": "opd", "teachers": teachers, **shared, **keys}

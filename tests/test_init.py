@@ -380,7 +380,7 @@ def test_a_recipe_of_a_base_with_cfg_counts_it_once(
         assert [(t.adapter, t.guidance) for t in guided.teachers.values()] == [(None, scale)]
         said = without_marks(Path("own.yaml").read_text())
         assert f"at its usual scale {scale:g} (card or shipped config)." in said
-    taught = [stages[f"teacher_{name}"] for name in rewards]
+    taught: list[Any] = [stages[f"teacher_{name}"] for name in rewards]
     assert [(t.stage, t.guidance, t.lora.init) for t in taught] == [("nft", 1, start)] * count
     assert {teacher.guidance for teacher in student.teachers.values()} == {1.5}
     last = "merge" if count == 2 else "teacher_ocr"

@@ -220,8 +220,8 @@ class Draft:
             scale = guided["teachers"]["base"]["guidance"]
             yield (
                 f"`guided` puts the base's CFG into a LoRA, at its usual scale {scale:g} (card or "
-                f"shipped config). What follows is trained and sampled at 1, labels are at "
-                f"{LABELS_AT:g} (docs/results.md: The guidance first, then the teachers)."
+                f"shipped config). Then all is trained and sampled at 1, with labels at {LABELS_AT:g} "
+                "(docs/results.md: The guidance first, then the teachers)."
             )
         student = data.get("stages", {}).get("student", data)
         if student.get("evaluation", "on") is None:
@@ -434,10 +434,9 @@ def _without_cfg(
 
 def _like(stage: str) -> str:
     """A stage of flowalign itself: for a plugin's the one that is most like it."""
-    if stage in STAGES:
-        return stage
-    bases = {name: STAGES[name].__bases__[0] for name in ("nft", "grpo", "opd")}
-    return next((n for n, base in bases.items() if issubclass(stage_class(stage), base)), "opd")
+    kind, names = stage_class(stage), ("nft", "grpo", "opd")
+    alike = (name for name in names if issubclass(kind, STAGES[name].__bases__[0]))
+    return stage if stage in STAGES else next(alike, "opd")
 
 
 def _average(adapters: list[str]) -> dict[str, Any]:

@@ -134,12 +134,11 @@ def scale_problems(stages: Mapping[str, Stage]) -> Iterator[str]:
 
     def trained(source: str) -> list[float]:
         """The scale of an adapter, or those of all that it was merged from; [] = not known."""
-        if source.startswith("tiny/") or adapters.is_hub_id(source):
-            return [1.0] if source.startswith("tiny/") else []
-        folder = adapters.adapter_folder(source)
-        stage = made.get(folder) or made.get(folder / "adapter")
+        if source.startswith("tiny/"):
+            return [1.0]
+        stage, here = made.get(Path(source)), not adapters.is_hub_id(source)
         with suppress(ConfigError):
-            if stage is None and folder.name == "adapter":
+            if not stage and here and (folder := adapters.adapter_folder(source)).name == "adapter":
                 stage = load(folder.parent / "config.yaml", stage=Stage)
         if isinstance(stage, MergeStage):
             return sorted(scale for part in stage.adapters for scale in trained(part))
@@ -158,11 +157,10 @@ def scale_problems(stages: Mapping[str, Stage]) -> Iterator[str]:
                 used = next((s for part in stage.inputs.values() for s in trained(part)), 1.0)
             low, *_, high = (trained(source) or [used]) * 2
             if used > 2 * low or 2 * used < high and not absorbs:
-                own, why = (low, "counts twice") if used > 2 * low else (high, "is missing")
+                own = low if used > 2 * low else high
                 yield (
                     f"{name}: {key}: {source} was trained at guidance {own:g}, and is used at "
-                    f"{used:g}: guidance {why}. Use it at {own:g} (labels at up to {2 * own:g}), "
-                    f"or one that was trained at {used:g}."
+                    f"{used:g}. Use it at {own:g} (labels: up to {2 * own:g}): CFG counts once."
                 )
         made[Path(stage.output, "adapter")] = stage
 
