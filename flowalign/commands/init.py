@@ -220,7 +220,7 @@ class Draft:
             scale = guided["teachers"]["base"]["guidance"]
             yield (
                 f"`guided` puts the base's CFG into a LoRA, at its usual scale {scale:g} (card or "
-                f"shipped config). Then all is trained and sampled at 1, labels are at {LABELS_AT:g} "
+                f"shipped config). Then all is trained and sampled at 1, with labels at 1.5 "
                 "(docs/results.md: The guidance first, then the teachers)."
             )
         student = data.get("stages", {}).get("student", data)
