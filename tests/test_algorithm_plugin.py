@@ -7,8 +7,8 @@ import fakes
 import pytest
 from accelerate.state import AcceleratorState
 
-from flowalign.commands import cli
-from flowalign.config import ConfigError, TrainingStage, parse
+from flowalign.commands import cli, recipe
+from flowalign.config import ConfigError, TrainingStage, load, parse
 from flowalign.training.preflight import Launch, check_world
 from flowalign.training.report.pictures import read_metrics
 
@@ -81,6 +81,21 @@ def test_the_doctor_predicts_it_by_what_it_keeps(
     assert cli.main(["doctor", "--no-model", "--config", str(config)]) == 0
     text = capsys.readouterr().out
     assert "peak in noising" in text and "peak in VAE decode" in text and "labels" not in text
+
+
+@pytest.mark.usefixtures("installed")
+def test_init_writes_its_config(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["init", "--stage", "toy", "--reward", "ocr", "--all"]) == 0
+    config = load("toy.yaml")
+    assert config.stage == "toy" and config.tasks[0].validation == "tiny/ocr_val"
+    assert "# Noise levels." in Path("toy.yaml").read_text()
+    assert recipe.examine(config, tmp_path)[1] == []
+    assert cli.main(["init", "--stage", "toy", "--teachers", "tiny/ocr", "--force"]) == 2
+    assert cli.main(["init", "--stage", "bad"]) == 2
+    assert "Missing" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("installed")

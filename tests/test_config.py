@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from yaml import YAMLError
 
+from flowalign import config as configs
 from flowalign.commands import recipe
 from flowalign.config import (
     ADAPTER,
@@ -24,10 +25,15 @@ from flowalign.config import (
     Stage,
     TrainingStage,
     label_of,
+    learning,
     load,
+    model,
     overlay,
     parse,
     read,
+    rollout,
+    run,
+    stages,
     to_yaml,
 )
 from flowalign.config.safe_yaml import dump_yaml, load_yaml
@@ -643,3 +649,11 @@ def test_a_changed_override_is_taken_or_refused(count: int):
         return [f"{'.'.join(draw(keys))}{draw(st.sampled_from(['=', '=', '=', '', '==']))}{value}"]
 
     holds(lambda changes: parsed_or_refused(SHIPPED[0], changes), count, changes=overrides())
+
+
+def test_every_section_and_stage_can_be_imported_from_one_place() -> None:
+    """`flowalign.config`: a typed config has them all."""
+    for module in (learning, model, rollout, run, stages):
+        for name, kind in vars(module).items():
+            if isinstance(kind, type) and issubclass(kind, configs.Section):
+                assert getattr(configs, name) is kind

@@ -6,8 +6,11 @@ from typing import Any
 
 import fakes
 import pytest
+import yaml
 
 from flowalign import config
+from flowalign.commands import cli, recipe
+from flowalign.training.preflight import scale_problems
 
 OCR = {"name": "ocr", "prompts": "tiny/ocr_train"}
 DATA: dict[str, Any] = {
@@ -67,3 +70,121 @@ def test_the_teachers_of_sft_sample_at_the_guidance_of_the_rollout(
     loop = fakes.wired(found)
     (source,) = loop.algorithm.sources(["even"]) or []
     assert source.guidance == 2.0
+
+
+# Across stages -----------------------------------------------------------------------------------
+
+TINY = {"id": "tiny", "height": 64, "width": 64, "max_sequence_length": 16}
+TASK = {**OCR, "reward": {"name": "clipscore", "options": {"model": "tiny"}}}
+BENCHMARKS = [{"name": "ocr", "prompts": "tiny/ocr_test", "reward": TASK["reward"]}]
+
+
+def taught(scale: float, kind: str = "ode", init: str | None = None) -> dict[str, Any]:
+    """A teacher by NFT, or by GRPO."""
+    stage = "nft" if kind == "ode" else "grpo"
+    rollout = {"kind": kind, "guidance": scale}
+    return {"stage": stage, "tasks": [TASK], "rollout": rollout, "evaluation": None} | (
+        {"lora": {"init": init}} if init else {}
+    )
+
+
+def student(
+    labels: float, scale: float, adapter: str | None = "stage:a", **keys: Any
+) -> dict[str, Any]:
+    teachers = {"ocr": {"adapter": adapter, "guidance": labels}}
+    shared = {"tasks": [OCR], "evaluation": None, "rollout": {"guidance": scale, "copies": 1}}
+    return {"stage": "opd", "teachers": teachers, **shared, **keys}
+
+
+def table(scale: float, **models: str | None) -> dict[str, Any]:
+    sampling = {"guidance": scale}
+    return {"stage": "eval", "models": models, "benchmarks": BENCHMARKS, "sampling": sampling}
+
+
+def found(tmp_path: Path, **stages: dict[str, Any]) -> list[str]:
+    """ "stage: key: ..." of each finding in a recipe."""
+    data = {"stage": "recipe", "output": str(tmp_path), "model": TINY, "stages": stages}
+    whole = config.parse(data, stage=config.RecipeStage)
+    read, problems = recipe._read_stages(whole, tmp_path)
+    assert problems == []
+    return list(scale_problems(read))
+
+
+MERGE = {"stage": "merge", "adapters": ["stage:a", "stage:b"]}
+FREE, GUIDED = taught(1.0), taught(4.5, "sde")
+
+
+@pytest.mark.parametrize(
+    ("stages", "where"),
+    [
+        ({"a": FREE, "s": student(1.5, 1.0), "t": table(1.0, base=None, s="stage:s")}, []),
+        ({"a": FREE, "s": student(2.0, 1.0)}, []),
+        ({"a": GUIDED, "s": student(4.5, 4.5), "t": table(4.5, a="stage:a", s="stage:s")}, []),
+        ({"a": GUIDED, "s": student(4.5, 1.0, lora={"init": "stage:a"})}, []),  # it absorbs CFG
+        ({"a": FREE, "s": student(1.0, 1.0, adapter=None), "t": table(4.5, base=None)}, []),
+        ({"a": FREE, "s": student(4.5, 4.5)}, ["s: teachers.ocr"]),
+        ({"a": FREE, "s": student(4.5, 1.0)}, ["s: teachers.ocr"]),
+        ({"a": GUIDED, "s": student(1.0, 1.0)}, ["s: teachers.ocr"]),
+        ({"a": FREE, "s": student(1.0, 1.0, anchor={"adapter": "stage:a", "guidance": 4.0})},
+         ["s: anchor.adapter"]),
+        ({"a": FREE, "b": taught(4.5, "sde", "stage:a")}, ["b: lora.init"]),
+        ({"a": GUIDED, "b": taught(1.0, init="stage:a")}, ["b: lora.init"]),
+        ({"a": FREE, "s": student(4.5, 4.5, adapter=None, lora={"init": "stage:a"})},
+         ["s: lora.init"]),
+        ({"a": FREE, "t": table(4.5, base=None, a="stage:a")}, ["t: models.a"]),
+        ({"a": GUIDED, "t": table(1.0, base=None, a="stage:a")}, ["t: models.a"]),
+        ({"a": FREE, "b": FREE, "m": MERGE, "t": table(4.5, m="stage:m")}, ["t: models.m"]),
+        ({"a": FREE, "b": GUIDED, "m": MERGE}, ["m: adapters.1"]),
+        ({"a": FREE, "b": FREE, "m": MERGE, "t": table(1.0, m="stage:m", x="me/x")}, []),
+        ({"s": student(4.5, 4.5, adapter="me/hub-lora"), "t": table(1.0, x="me/hub-lora")}, []),
+        ({"s": student(4.5, 4.5, adapter="tiny/ocr")}, ["s: teachers.ocr"]),
+    ],
+)  # fmt: skip
+def test_an_adapter_is_used_at_the_scale_that_it_was_trained_at(
+    stages: dict[str, Any], where: list[str], tmp_path: Path
+) -> None:
+    """A factor of two is let pass: labels at 1.5 and 2 were best."""
+    problems = found(tmp_path, **stages)
+    assert [": ".join(text.split(": ")[:2]) for text in problems] == where
+    assert all("1" in text and "4" in text for text in problems)  # both scales
+
+
+def test_the_scale_of_an_earlier_run_is_in_its_folder(tmp_path: Path) -> None:
+    """Also of a merge of two."""
+    for name in "ab":
+        run = config.parse({**FREE, "output": str(tmp_path / name), "model": TINY})
+        (tmp_path / name / "adapter").mkdir(parents=True)
+        (tmp_path / name / "config.yaml").write_text(config.to_yaml(run))
+    adapters = [str(tmp_path / name / "adapter") for name in "ab"]
+    keys = {"output": str(tmp_path / "m"), "adapters": adapters}
+    merge = config.parse({"stage": "merge", "model": TINY, **keys}, stage=config.MergeStage)
+    (tmp_path / "m" / "adapter").mkdir(parents=True)
+    (tmp_path / "m" / "config.yaml").write_text(config.to_yaml(merge))
+    models = {name: str(tmp_path / name / "adapter") for name in "am"}
+    data = {**table(4.5, base=None, **models), "output": str(tmp_path / "t"), "model": TINY}
+    stage = config.parse(data, stage=config.EvalStage)
+    assert [text.split(": ")[1] for text in scale_problems({"t": stage})] == [
+        "models.a", "models.m",
+    ]  # fmt: skip
+    (tmp_path / "a" / "config.yaml").write_text("stage: of another program\n")
+    assert [text.split(": ")[1] for text in scale_problems({"t": stage})] == ["models.m"]
+
+
+def test_doctor_dry_run_and_training_name_both_scales(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Before anything is trained."""
+    path = tmp_path / "config.yaml"
+    data = {"stage": "recipe", "output": str(tmp_path / "run"), "model": TINY}
+    path.write_text(
+        yaml.safe_dump({**data, "stages": {"s": student(4.5, 4.5, adapter="tiny/ocr")}})
+    )
+    said = "teachers.ocr: tiny/ocr was trained at guidance 1, and is used at 4.5"
+    assert cli.main(["doctor", "--no-model", "--config", str(path)]) == 1
+    assert f"fault  s: {said}" in capsys.readouterr().out
+    assert cli.main(["train", "--dry-run", "--config", str(path)]) == 0
+    assert f"fault  s: {said}" in capsys.readouterr().out
+    monkeypatch.setattr(recipe, "_run_stage", lambda *_: None)
+    assert cli.main(["train", "--config", str(path)]) == 0
+    assert f"s: {said}" in caplog.text

@@ -29,6 +29,7 @@ from flowalign.config import (
 )
 from flowalign.config.model import LoraConfig
 from flowalign.rewards import RewardBase
+from flowalign.training.preflight import scale_problems
 from flowalign.types import Scores
 
 MEDIUM = "stabilityai/stable-diffusion-3.5-medium"
@@ -336,7 +337,8 @@ def test_a_recipe_of_rewards_trains_a_teacher_for_each(
     words = ["--stage", "recipe", "--model", model, "--reward", "ocr", "clipscore"]
     config = written(*words, "--prompts", "a.txt", "b.txt")
     names = ["teacher_ocr", "teacher_clipscore", "merge", "student", "table"]
-    assert list(config.stages) == names
+    first = ["guided"] * (model == MEDIUM)
+    assert list(config.stages) == first + names
     taught, blind = (config.stages[name] for name in names[:2])
     assert taught["stage"] == blind["stage"] == "nft" and blind["evaluation"] is None
     assert [task["prompts"] for task in taught["tasks"] + blind["tasks"]] == ["a.txt", "b.txt"]
@@ -345,12 +347,56 @@ def test_a_recipe_of_rewards_trains_a_teacher_for_each(
         "ocr": "stage:teacher_ocr", "clipscore": "stage:teacher_clipscore"
     }  # fmt: skip
     assert config.stages["merge"]["adapters"] == [f"stage:{name}" for name in names[:2]]
-    assert set(table["models"]) == {"base", "ocr", "clipscore", "merge", "student"}
+    cfg = {"base_cfg"} if model in ("tiny", MEDIUM) else set()
+    assert set(table["models"]) == {"base", "ocr", "clipscore", "merge", "student", *first, *cfg}
     if model != MODELS[0]:
         Path("data").mkdir()
         Path("data/ocr_test.txt").write_text('a sign that says "KITE"\n')
     _, problems = recipe.examine(config, Path())
     assert problems == []
+
+
+@pytest.mark.parametrize(
+    "model, scale",
+    [("tiny", 3.0), (MEDIUM, 4.5), (LARGE, 3.5), ("Qwen/Qwen-Image", 4.0),
+     ("Tongyi-MAI/Z-Image", 5.0), ("black-forest-labs/FLUX.2-klein-base-4B", 4.0),
+     (MODELS[-1], 4.5), ("me/unknown", 4.5)],
+)  # fmt: skip
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_recipe_of_a_base_with_cfg_counts_it_once(
+    model: str, scale: float, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As docs/results.md recommends: the base's guidance first, labels at 1.5, all else at 1."""
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    rewards = ["ocr", "pickscore"][:count]
+    config = written("--stage", "recipe", "--model", model, "--reward", *rewards)
+    stages, _ = recipe._read_stages(config, Path())
+    student, table = stages["student"], stages["table"]
+    assert isinstance(student, OpdStage) and isinstance(table, EvalStage)
+    start = "tiny/guided"  # it ships
+    if model != "tiny":
+        guided, start = stages["guided"], "outputs/own/guided/adapter"
+        assert isinstance(guided, OpdStage) and guided.guidance == 1 and guided.lora.init is None
+        assert [(t.adapter, t.guidance) for t in guided.teachers.values()] == [(None, scale)]
+        said = without_marks(Path("own.yaml").read_text())
+        assert f"at its usual scale {scale:g} (card or shipped config)." in said
+    taught: list[Any] = [stages[f"teacher_{name}"] for name in rewards]
+    assert [(t.stage, t.guidance, t.lora.init) for t in taught] == [("nft", 1, start)] * count
+    assert {teacher.guidance for teacher in student.teachers.values()} == {1.5}
+    last = "merge" if count == 2 else "teacher_ocr"
+    assert (student.guidance, student.lora.init) == (1, f"outputs/own/{last}/adapter")
+    scales = {name: table.sampling_of(name).guidance for name in table.models}
+    assert {name for name, value in scales.items() if value != 1} == {"base_cfg"}
+    assert scales["base_cfg"] == scale and list(scale_problems(stages)) == []
+
+
+@pytest.mark.parametrize("model, scale", [(MODELS[3], 3.5), (MODELS[4], 4.0)])
+def test_a_recipe_keeps_a_guidance_that_is_an_input(model: str, scale: float) -> None:
+    config = written("--stage", "recipe", "--model", model, "--reward", "ocr")
+    assert list(config.stages) == ["teacher_ocr", "student", "table"]
+    stages, _ = recipe._read_stages(config, Path())
+    assert {value for stage in stages.values() for value in stage.scales.values()} == {scale}
+    assert list(scale_problems(stages)) == []
 
 
 @pytest.mark.parametrize("model, of", [("tiny", "tiny/ocr_test"), (MEDIUM, "data/ocr_test.txt")])

@@ -23,6 +23,7 @@ from flowalign.config import MergeStage, load, parse, to_yaml
 from flowalign.eval.run import main as evaluate
 from flowalign.system.manifest import MANIFEST
 from flowalign.training.preflight import Launch, check_world
+from flowalign.training.run.checkpoint import SCORES
 
 __all__ = ["online"]  # a fixture
 
@@ -34,9 +35,9 @@ def logged_in(monkeypatch: pytest.MonkeyPatch, online: fake_hub.Hub) -> None:
 
 LOG = [
     {"update": 1, "loss": 1.0},
-    *(
+    *(  # the first weights gave way to a later score within a standard error of theirs
         {"update": n, "eval/headline": v, "eval/red/reward": v, "eval/red/red": 2 * v, "alarms": 0}
-        for n, v in ((0, 0.1), (2, 0.6), (4, 0.5))
+        for n, v in ((0, 0.7), (2, 0.6), (4, 0.5))
     ),
 ]
 
@@ -51,6 +52,7 @@ def trained(random_model: str, tmp_path_factory: pytest.TempPathFactory) -> Path
     backbone.name = random_model
     backbone.save_adapter("student", run / "adapter")
     (run / "config.yaml").write_text(to_yaml(config))
+    (run / "adapter" / SCORES).write_text(json.dumps({"headline": 0.6, "update": 2}))
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in LOG))
     (run / "checkpoints" / "update_000004").mkdir(parents=True)
     (run / "checkpoints" / "update_000004" / "optimizer.bin").write_bytes(b"large")
@@ -147,9 +149,9 @@ def test_the_card_says_base_licence_scores_and_command(trained: Path, random_mod
     assert data["library_name"] == "diffusers" and data["pipeline_tag"] == "text-to-image"
     assert "base_model" not in data and "license" not in data  # a folder of this machine
     scores = {r.metric_name: r.metric_value for r in card.data.get("eval_results")}
-    assert scores == {"reward": 0.6, "red": 1.2}  # the best evaluation is the adapter's
+    assert scores == {"reward": 0.6, "red": 1.2}  # those of the adapter that was kept
     assert {r.dataset_type for r in card.data.get("eval_results")} == {"tiny/ocr_test"}
-    assert "| red/reward | 0.100 | 0.600 | 0.500 |" in card.text
+    assert "| red/reward | 0.700 | 0.600 | 0.500 |" in card.text
     assert "    flowalign train --config 'a b.yaml'\n" in card.text
     (written,) = card.text.split("```yaml\n")[1:]
     assert parse(yaml.safe_load(written.split("```")[0])) == load(trained / "config.yaml")
@@ -157,6 +159,15 @@ def test_the_card_says_base_licence_scores_and_command(trained: Path, random_mod
     assert "Rank 4, scale\n2.5 (alpha / r)" in card.text
     for target in re.findall(r"\]\((.+?)\)", card.text):
         assert (trained / "adapter" / target).is_file(), target
+
+
+def test_a_card_claims_no_score_of_another_adapter(run: Path) -> None:
+    """Where no evaluation chose the adapter, as of a run that went on with evaluation=null."""
+    (run / "adapter" / SCORES).write_text("{}")
+    write_card(run, load(run / "config.yaml"), ["flowalign"])
+    card = ModelCard.load(run / "adapter" / "README.md")
+    assert not card.data.get("eval_results") and "| red/reward |" not in card.text
+    assert push(run, "--dry-run") == 2
 
 
 def test_an_adapter_of_stable_diffusion_has_the_licence_of_its_base(
@@ -315,7 +326,7 @@ def test_a_card_of_a_run_without_rewards_has_its_distances() -> None:
         {"update": u, "eval/headline": -d, "fixed_path/a": d, "fixed_path/b": d, "loss": 1.0}
         for u, d in ((0, 0.03), (10, 0.01), (20, 0.02))
     ]
-    table = score_table(rows, "base").splitlines()
+    table = score_table(rows, rows[1], "base").splitlines()
     names = [line.split("|")[1].strip() for line in table if line.startswith("|")]
     assert names[2:] == ["fixed_path/a", "fixed_path/b"]
     assert "0.0300 | 0.0100 | 0.0200" in table[2]

@@ -62,6 +62,23 @@ def test_a_run_that_goes_on(tmp_path: Path) -> None:
     ]
 
 
+def test_the_score_of_the_adapter_is_that_of_the_one_that_is_kept(tmp_path: Path) -> None:
+    """Which may not be the highest: the first weights stay only by more than a standard error."""
+    folder = run(tmp_path / "run")
+    rows = [
+        {"update": n, "eval/headline": v, "eval/a": v}
+        for n, v in ((0, 0.799), (1, 0.764), (2, 0.75))
+    ]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "adapter").mkdir()
+    (folder / "adapter" / "scores.json").write_text('{"headline": 0.764, "update": 1}')
+    shown = page(folder).text
+    assert "kept adapterheld-out 0.764 at update 1" in shown
+    assert "newest evaluationheld-out 0.750 at update 2" in shown
+    (folder / "adapter" / "scores.json").write_text("{}")
+    assert "kept adapter" not in page(folder).text
+
+
 def keep_images(folder: Path, *scores: float) -> None:
     """As an evaluation after five updates."""
     picture = png(torch.rand(3, 32, 32))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
@@ -32,8 +31,6 @@ from flowalign.training.report.progress import Progress
 from flowalign.training.rollout import generate
 from flowalign.training.run import processes
 from flowalign.types import EvalReport, EvalRow, Example, Reward
-
-log = logging.getLogger("flowalign")
 
 # The parts of a run ------------------------------------------------------------------------------
 
@@ -77,12 +74,6 @@ def wire(
         monitor,
     )
     trackers.begin(accelerator, config)
-    if config.mixtures and accelerator.is_main_process:
-        listed = ", ".join(f"{key} {scale:g}" for key, scale in config.mixtures.items())
-        log.info(
-            "CFG scale of the labels: %s; of the student: %g. Its images will look as if sampled "
-            "at a scale between them", listed, config.guidance
-        )  # fmt: skip
     return loop, progress, built
 
 

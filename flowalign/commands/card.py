@@ -18,9 +18,9 @@ from flowalign import __version__, rewards
 from flowalign.backbone.adapters import adapter_folder, is_hub_id, read_lora
 from flowalign.config import EvalStage, Stage, TrainingStage, parse, to_yaml
 from flowalign.system.escape import block, code, escaped, shown, table
-from flowalign.system.files import read_lines
 from flowalign.training import metrics
 from flowalign.training.preflight import span
+from flowalign.training.report import results
 
 # The models under Stability's community licence.
 STABILITY = [f"stable-diffusion-{size}" for size in ("3.5-medium", "3.5-large", "3-medium")]
@@ -53,21 +53,21 @@ def command(argv: Sequence[str]) -> str | None:
 def card(folder: Path, config: Stage, made_by: str | None = None) -> ModelCard:
     """The card of the run in a folder: its adapter, and the scores of its log. A merge has no
     scores. made_by: the run's command."""
-    base, tasks, results = config.model.id, [], []
+    base, tasks, scored = config.model.id, [], []
     adapter, starts = read_lora(folder / "adapter"), config.inputs.get("lora.init")
     title, scores = SCORES, "(none: a merge takes none)"
     if isinstance(config, TrainingStage):
         tasks = [task.name for task in config.tasks]
-        rows = _evaluations(folder)
+        rows, chosen = results.evaluations(folder), results.kept(folder)
         sets = {task.name: task.validation or task.prompts for task in config.tasks}
         sets |= {benchmark.name: benchmark.prompts for benchmark in config.watched}
-        for key, value in _best(rows).items() if rows else ():
+        for key, value in chosen.row.items() if chosen else ():
             benchmark, _, metric = key.removeprefix(metrics.EVAL).rpartition("/")
             if key.startswith(metrics.EVAL) and benchmark in sets:
-                results.append(_result(benchmark, sets[benchmark], metric, value))
+                scored.append(_result(benchmark, sets[benchmark], metric, value))
         title = f"{SCORES} on held-out prompts while training"
-        scores = score_table(rows, "`lora.init`" if starts else "base")
-        if rows and config.evaluation:
+        scores = score_table(rows, chosen and chosen.row, "`lora.init`" if starts else "base")
+        if chosen and config.evaluation:
             model, sampling = config.model, config.evaluation_sampling
             scores += (
                 f" {sampling.steps} Euler steps, guidance {sampling.guidance:g}, seed "
@@ -83,7 +83,7 @@ def card(folder: Path, config: Stage, made_by: str | None = None) -> ModelCard:
         pipeline_tag="text-to-image",
         tags=["lora", "text-to-image", "flow-matching", "flowalign"],
         model_name=folder.name,
-        eval_results=results or None,
+        eval_results=scored or None,
     )
     return ModelCard.from_template(
         data,
@@ -174,20 +174,6 @@ def judge(name: str, options: Mapping[str, Any]) -> str:
 # Scores of the run -------------------------------------------------------------------------------
 
 
-def _evaluations(folder: Path) -> list[dict[str, Any]]:
-    """The lines of a run's log that hold an evaluation, without the numbers that are none."""
-    rows = [
-        {name: value for name, value in line.items() if value is not None}
-        for line in read_lines(folder / "metrics.jsonl")
-    ]
-    return [row for row in rows if metrics.HEADLINE in row]
-
-
-def _best(rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """The evaluation whose weights became the adapter."""
-    return max(rows, key=lambda row: row[metrics.HEADLINE])
-
-
 def _result(benchmark: str, prompts: str, metric: str, value: float) -> EvalResult:
     return EvalResult(
         task_type="text-to-image",
@@ -200,24 +186,27 @@ def _result(benchmark: str, prompts: str, metric: str, value: float) -> EvalResu
     )
 
 
-def score_table(rows: Sequence[Mapping[str, Any]], start: str) -> str:
-    """First, best and last evaluation of a run as Markdown. start: what it started from."""
-    if not rows:
-        return "(none were taken)"
-    first, best, last = rows[0], _best(rows), rows[-1]
+def score_table(
+    rows: Sequence[Mapping[str, Any]], own: Mapping[str, Any] | None, start: str
+) -> str:
+    """First evaluation of a run, the one that chose its adapter, and the last, as Markdown. start:
+    what it started from."""
+    if own is None:
+        return "(none were taken of this adapter)" if rows else "(none were taken)"
+    first, last = rows[0], rows[-1]
     title = start if first["update"] == 0 else "first"  # the start's may not have counted
     names, digits = [name for name in first if name.startswith(metrics.EVAL)], 3
     if names == [metrics.HEADLINE]:  # without rewards it is minus the mean of these distances
         names, digits = [name for name in first if name.startswith(metrics.FIXED_PATH)], 4
     lines = []
     for name in names:
-        cells = [f"{row.get(name, float('nan')):.{digits}f}" for row in (first, best, last)]
+        cells = [f"{row.get(name, float('nan')):.{digits}f}" for row in (first, own, last)]
         lines.append([escaped(name.removeprefix(metrics.EVAL)), *cells])
     note = (
-        f"Taken at updates {first['update']}, {best['update']} and {last['update']}; the best one "
+        f"Taken at updates {first['update']}, {own['update']} and {last['update']}; this adapter "
         "was chosen by its headline on these very prompts."
     )
-    return "\n".join([*table(["metric", title, "this adapter (best)", "last"], lines), "", note])
+    return "\n".join([*table(["metric", title, "this adapter", "last"], lines), "", note])
 
 
 # Scores of a later evaluation --------------------------------------------------------------------

@@ -30,12 +30,14 @@ from flowalign.config import (
     label_of,
     parse,
     read,
+    stage_class,
+    stage_names,
 )
 from flowalign.config.model import LoraConfig, ModelConfig
 from flowalign.config.safe_yaml import dump_yaml
 from flowalign.system.exit import refusing
 from flowalign.system.files import expanded, replacing
-from flowalign.training.preflight import FEW
+from flowalign.training.preflight import FEW, known_family
 from flowalign.training.sources import validation_file
 
 CONFIGS = Path(__file__).parent / "configs"
@@ -51,6 +53,7 @@ USED = {  # options that say what a config holds, by the stages that have it
     "validation": SAMPLING[:-1],
 }
 NONE = "none"  # a task without a reward
+LABELS_AT = 1.5  # CFG scale of the labels of teachers that have absorbed CFG (docs/results.md)
 SHARED = ("model", "output", "seed")  # keys that a recipe gives to its stages
 
 
@@ -60,7 +63,7 @@ def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("flowalign init", description=about)
     stages = " ".join(f"{name}: {kind.__doc__}" for name, kind in STAGES.items())
     add, many = parser.add_argument, functools.partial(parser.add_argument, nargs="+", default=[])
-    add("--stage", choices=STAGES, required=True, help=stages)
+    add("--stage", choices=stage_names(), required=True, help=stages)
     add("--model", default="tiny", help="tiny (default), a folder or a Hub id")
     help = "what scores the images, such as ocr, geneval or my_rewards:redness; one per task "
     help += (
@@ -116,7 +119,7 @@ def _without_sampling(data: Any) -> Any:
 def _check(args: argparse.Namespace) -> None:
     """ValueError for arguments that no config could be written from."""
     for option, stages in USED.items():
-        if getattr(args, option) and args.stage not in stages:
+        if getattr(args, option) and _like(args.stage) not in stages:
             raise ValueError(
                 f"--{option}: not for the stage {args.stage}; it is for {', '.join(stages)}."
             )
@@ -166,10 +169,10 @@ class Draft:
     config of the family; `known` says whether it is the model's."""
 
     def __init__(self, args: argparse.Namespace) -> None:
-        self.args = args
+        self.args, self.stage = args, _like(args.stage)
         family = family_folder(args.model)
         self.known, self.folder = family is not None, family or SD35
-        self.rewards = args.reward or (["ocr"] if args.stage in TEACHERS else [])
+        self.rewards = args.reward or (["ocr"] if self.stage in TEACHERS else [])
         self.student, self.eval = (read(self.folder / name) for name in (STUDENT, "eval.yaml"))
         # the family's tasks, and those of SD35 that it has not, each by its name and its reward
         tasks = [] if args.model == "tiny" else read(SD35 / STUDENT)["tasks"]
@@ -182,7 +185,7 @@ class Draft:
 
     def data(self) -> dict[str, Any]:
         """The raw config; ValueError for numbers of files that do not fit."""
-        stage = self.args.stage
+        stage = self.stage
         makers = {"merge": self._merge, "recipe": self._recipe, "eval": self._evaluation}
         data = makers[stage]() if stage in makers else self._training(stage)
         model = self.eval["model"] | data.get("model", {}) | {"id": self.args.model}
@@ -190,7 +193,9 @@ class Draft:
         if card and card[0] <= FEW:
             data = _without_sampling(data)
         output = f"outputs/{self.args.out.stem}"
-        return data | {"stage": stage, "output": output, "model": model}
+        data |= {"stage": self.args.stage, "output": output, "model": model}
+        # a plugin's stage lacks some keys of the built-in one
+        return {k: v for k, v in data.items() if k in stage_class(self.args.stage).model_fields}
 
     @property
     def has_own_code(self) -> bool:
@@ -211,6 +216,13 @@ class Draft:
                 f"the family of {self.args.model} is not known here, so the values are those of "
                 "Stable Diffusion 3.5. Check model, guidance and steps."
             )
+        if guided := data.get("stages", {}).get("guided"):
+            scale = guided["teachers"]["base"]["guidance"]
+            yield (
+                f"`guided` puts the base's CFG into a LoRA, at its usual scale {scale:g} (card or "
+                f"shipped config). Then all is trained and sampled at 1, with labels at 1.5 "
+                "(docs/results.md: The guidance first, then the teachers)."
+            )
         student = data.get("stages", {}).get("student", data)
         if student.get("evaluation", "on") is None:
             yield (
@@ -225,7 +237,7 @@ class Draft:
             yield (
                 "the student starts from the base. `flowalign merge` with equal weights makes a "
                 "start nearer to its teachers: lora.init=FOLDER. With a larger teachers.NAME."
-                "guidance it learns CFG, too, and looks as if it was sampled with it."
+                "guidance it learns CFG, too (docs/concepts.md)."
             )
 
     def _training(self, stage: str) -> dict[str, Any]:
@@ -235,7 +247,8 @@ class Draft:
         names = list(map(_short, self.rewards))
         if "teachers" in data:
             like = next(iter(data["teachers"].values()))
-            if like.get("guidance") != data["rollout"]["guidance"]:  # tuned for those teachers
+            # tuned for those teachers, and such as a recipe trains
+            if self.args.teachers and like.get("guidance") != data["rollout"]["guidance"]:
                 like = {key: value for key, value in like.items() if key != "guidance"}
             given = {name: like | {"adapter": adapter} for name, adapter in self.adapters.items()}
             data["teachers"] = given or data["teachers"]
@@ -291,13 +304,21 @@ class Draft:
                 f"--reward: missing for {', '.join(unscored)}. Give one for each of the "
                 f"{len(adapters)} teachers, in their order; it scores the images of the table."
             )
-        models, stages = {"base": None, **adapters}, dict[str, Any]()
+        models, stages, table = {"base": None, **adapters}, dict[str, Any](), dict[str, Any]()
         if not self.args.teachers and self.args.reward:
             for name, task in zip(adapters, student["tasks"], strict=True):
                 data = self._teacher("nft", task["reward"]["name"])
                 data |= {"stage": "nft", "tasks": [task]}
                 data |= {} if "validation" in task else {"evaluation": None}
                 stages[f"teacher_{name}"] = data
+            if scale := self._cfg_scale():
+                models = {"base": None, "base_cfg": None, **adapters}
+                table = {"guidance": {"base_cfg": scale}, "compare": {"student": ["base_cfg"]}}
+                student["lora"] = {"init": next(iter(adapters.values()))}
+                if self.args.model != "tiny":  # whose shipped settings are of a base without CFG
+                    stages = _without_cfg(stages, student, scale)
+                    models["guided"] = "stage:guided"
+                    table["sampling"] = self.eval["sampling"] | {"guidance": 1.0}
         if len(adapters) > 1:
             stages["merge"] = {"stage": "merge"} | _average(list(adapters.values()))
             student["lora"] = {"init": "stage:merge"}
@@ -309,10 +330,18 @@ class Draft:
             )
             for task in student["tasks"]
         ]
-        stages |= {"student": student, "table": self._table(models, rows)}
+        stages |= {"student": student, "table": self._table(models, rows) | table}
         for name, stage in stages.items():
             stages[name] = {key: value for key, value in stage.items() if key not in SHARED}
         return {"seed": 0, "stages": stages}
+
+    def _cfg_scale(self) -> float | None:
+        """The usual scale of a base with classifier-free guidance; None for others."""
+        usual = 3.0 if self.args.model == "tiny" else self.eval["sampling"]["guidance"]
+        steps, scale = card_of(self.args.model) or (FEW + 1, usual)
+        bases = (ModelConfig(id=name) for name in (self.args.model, self.eval["model"]["id"]))
+        family = next(filter(None, map(known_family, bases)), None)
+        return scale if family and family.guidance == "cfg" and steps > FEW else None
 
     def _evaluation(self) -> dict[str, Any]:
         files = _one_each("--prompts", self.args.prompts, len(self.rewards))
@@ -381,6 +410,33 @@ class Draft:
             options["rewards"] = list(map(self._filled, parts))
         rest = {key: value for key, value in reward.items() if key != "options"}
         return {**rest, **({"options": options} if options else {})}
+
+
+def _without_cfg(
+    teachers: Mapping[str, dict[str, Any]], student: dict[str, Any], scale: float
+) -> dict[str, dict[str, Any]]:
+    """These stages, after one that puts the base's guidance into a LoRA, where they start. They and
+    the student are sampled without CFG."""
+    without, start = {"guidance": 1.0}, {"lora": {"init": "stage:guided"}}
+    student["rollout"] = student["rollout"] | without
+    for teacher in student["teachers"].values():
+        teacher["guidance"] = LABELS_AT
+    tasks = [{key: task[key] for key in ("name", "prompts")} for task in student["tasks"]]
+    guided = read(CONFIGS / "common" / "_guided.yaml") | {"evaluation": None}
+    guided["tasks"] = [task | {"teacher": "base"} for task in tasks]
+    guided["teachers"] = {"base": {"adapter": None, "guidance": scale}}
+    stages = {"guided": guided}
+    for name, data in teachers.items():
+        guided |= {"lora": data["lora"]} if "lora" in data else {}  # its rank is that of all
+        stages[name] = data | start | {"rollout": data["rollout"] | without}
+    return stages
+
+
+def _like(stage: str) -> str:
+    """A stage of flowalign itself: for a plugin's the one that is most like it."""
+    kind, names = stage_class(stage), ("nft", "grpo", "opd")
+    alike = (name for name in names if issubclass(kind, STAGES[name].__bases__[0]))
+    return stage if stage in STAGES else next(alike, "opd")
 
 
 def _average(adapters: list[str]) -> dict[str, Any]:

@@ -37,7 +37,7 @@ from flowalign.eval.suite import image_sets
 from flowalign.system import files, manifest
 from flowalign.system.manifest import Damaged
 from flowalign.teachers import merge as merging
-from flowalign.training.preflight import Launch, world_problems
+from flowalign.training.preflight import Launch, scale_problems, world_problems
 from flowalign.training.report.status import Heartbeat
 from flowalign.training.run import lock, processes
 from flowalign.training.run.ranks import phase
@@ -76,6 +76,8 @@ def run(
     if problems := _problems(config, stages, problems, launch):
         raise ConfigError(problems)
     folder, main = Path(config.output), state.is_main_process
+    for text in scale_problems(stages) if main else ():
+        log.warning("a finding of preflight: %s", text)
     with lock.holding(folder, main and record):
         if main and record:
             complete = {name: stage.model_dump(mode="json") for name, stage in stages.items()}

@@ -21,6 +21,7 @@ from flowalign.eval.evaluation import evaluate
 from flowalign.eval.suite import EvaluationError
 from flowalign.system import files
 from flowalign.system.signals import Clock
+from flowalign.training import preflight
 from flowalign.training.algorithm import TrainingError
 from flowalign.training.data import marks
 from flowalign.training.preflight import Launch, against_card, check_world, overruled, span
@@ -52,8 +53,9 @@ def run_job(
     now. on_update: as for `train`."""
     began = time.monotonic() if began is None else began
     if isinstance(given, TrainingStage):
-        processes.state(given)
-        folder = Path(given.output)
+        folder, main = Path(given.output), processes.state(given).is_main_process
+        for text in preflight.scale_problems({folder.name: given}) if main else ():
+            log.warning("a finding of preflight: %s", text)
         if resume and not checkpoints(folder):
             log.warning("--resume: no checkpoint in %s/checkpoints: from the first update", folder)
         clock = Clock(began, given.train.max_minutes)
@@ -156,5 +158,7 @@ def finish(config: TrainingStage) -> None:
     folder = Path(config.output)
     if warning := results.untrained(config):
         log.warning(warning)
+    if results.kept(folder) is None:  # of an earlier adapter, before `evaluation=null`
+        (folder / "before_after.png").unlink(missing_ok=True)
     metrics_plot(folder / "metrics.jsonl", folder / "metrics.png", title=folder.name)
     write_card(folder, config, sys.argv)

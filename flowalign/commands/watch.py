@@ -10,7 +10,6 @@ import argparse
 import base64
 import html
 import itertools
-import math
 import re
 import time
 from collections.abc import Mapping, Sequence
@@ -25,7 +24,7 @@ from flowalign.config import AlarmConfig, ConfigError, read
 from flowalign.system.exit import refusing
 from flowalign.system.files import read_lines, replacing
 from flowalign.training import metrics
-from flowalign.training.report import page, samples
+from flowalign.training.report import page, results, samples
 from flowalign.training.report.drift.compare import Check
 from flowalign.training.report.page import Panel
 from flowalign.training.report.pictures import Chart, Curve, charts, read_metrics
@@ -200,7 +199,7 @@ def _view(folder: Path, name: str, config: Mapping[str, Any], recipe: Status, ad
         state=state,
         status=status,
         about=_about(state, status, now, kind),
-        facts=_facts(curves, status),
+        facts=_facts(curves, status, folder),
         curves=charts(curves),
         rollout=(update, _prompts(rollout)),
         held_out=_held_out(folder),
@@ -241,15 +240,13 @@ def _clock(seconds: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))
 
 
-def _facts(curves: Mapping[str, Curve], status: Status) -> list[tuple[str, str]]:
-    facts = []
+def _facts(curves: Mapping[str, Curve], status: Status, folder: Path) -> list[tuple[str, str]]:
+    facts, chosen, rows = [], results.kept(folder), results.evaluations(folder)
     if status.seconds:
         facts.append(("an update takes", duration(status.seconds, exact=True)))
-    if shown := [point for point in curves.get(metrics.HEADLINE, []) if math.isfinite(point[1])]:
-        best = max(shown, key=lambda point: point[1])  # the first of equals, as the run keeps it
-        for which, (update, score) in {"best": best, "newest": shown[-1]}.items():
-            said = metrics.headline({**dict.fromkeys(curves, 0.0), metrics.HEADLINE: score})
-            facts.append((f"{which} evaluation", f"{said} at update {update}"))
+    found = {"kept adapter": [chosen.row] if chosen else [], "newest evaluation": rows[-1:]}
+    for which, row in ((which, row) for which, some in found.items() for row in some):
+        facts.append((which, f"{metrics.headline(row)} at update {row[metrics.UPDATE]}"))
     return facts + [
         (label, style.format(curves[name][-1][1])) for name, label, style in FACTS if name in curves
     ]

@@ -2,10 +2,18 @@
 
 from flowalign.config.learning import (
     AdvantageConfig,
+    AnchorConfig,
+    AwmConfig,
     EarlierConfig,
+    EmaConfig,
     ForwardConfig,
     GrpoConfig,
+    LabellerConfig,
+    NftConfig,
+    OptimizerConfig,
     PolicyConfig,
+    RewardConfig,
+    SftConfig,
     StatesConfig,
     StudentConfig,
     TaskConfig,
@@ -21,11 +29,16 @@ from flowalign.config.loading import (
     read,
     to_yaml,
 )
-from flowalign.config.model import ModelConfig
+from flowalign.config.model import LoraConfig, ModelConfig
 from flowalign.config.rollout import RolloutConfig, WindowConfig
 from flowalign.config.run import (
     AlarmConfig,
     BenchmarkConfig,
+    DiversityConfig,
+    EvaluationConfig,
+    FidelityConfig,
+    GivenImages,
+    ReportConfig,
     SamplingConfig,
     TrainConfig,
     TrainingAlarmConfig,
@@ -33,6 +46,7 @@ from flowalign.config.run import (
 from flowalign.config.section import ADAPTER, ConfigError, Section
 from flowalign.config.stages import (
     STAGES,
+    AwmStage,
     DistillationStage,
     EvalStage,
     ForwardStage,

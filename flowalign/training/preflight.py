@@ -17,7 +17,7 @@ import torch
 from transformers import AutoConfig
 
 from flowalign import rewards
-from flowalign.backbone import Family, ModelError
+from flowalign.backbone import Family, ModelError, adapters
 from flowalign.backbone.adapters import AdapterError, HubError, Lora, read_lora
 from flowalign.backbone.attention import unavailable
 from flowalign.backbone.loading import card_of, prompt_length
@@ -25,10 +25,10 @@ from flowalign.backbone.lora import adapted_layers, misfit
 from flowalign.backbone.structure import cut_prompts, family_without_text, mismatches, read_family
 from flowalign.backbone.tiny import PREFERENCE
 from flowalign.backbone.tiny.scenes import rendered
-from flowalign.config import ConfigError, EvalStage, Stage, TrainingStage
+from flowalign.config import ConfigError, EvalStage, Stage, TrainingStage, load
 from flowalign.config.model import LoraConfig, ModelConfig
 from flowalign.config.run import FidelityConfig
-from flowalign.config.stages import Judged
+from flowalign.config.stages import Judged, MergeStage
 from flowalign.system import packages
 from flowalign.system.images import IMAGES, image_files
 from flowalign.training.data import PromptError, load_prompts
@@ -126,6 +126,45 @@ def world_problems(
     return problems
 
 
+def scale_problems(stages: Mapping[str, Stage]) -> Iterator[str]:
+    """Adapters that are used at a guidance scale more than a factor of two from the one that they
+    were trained at: guidance counts once (docs/results.md). stages: by name, as they run. Nothing
+    is said of an adapter whose training is not known from them, or from the folder of its run."""
+    made: dict[Path, Stage] = {}
+
+    def trained(source: str) -> list[float]:
+        """The scale of an adapter, or those of all that it was merged from; [] = not known."""
+        if source.startswith("tiny/"):
+            return [1.0]
+        stage, here = made.get(Path(source)), not adapters.is_hub_id(source)
+        with suppress(ConfigError):
+            if not stage and here and (folder := adapters.adapter_folder(source)).name == "adapter":
+                stage = load(folder.parent / "config.yaml", stage=Stage)
+        if isinstance(stage, MergeStage):
+            return sorted(scale for part in stage.adapters for scale in trained(part))
+        return [stage.guidance] if isinstance(stage, TrainingStage) else []
+
+    for name, stage in stages.items():
+        for key, source in stage.inputs.items():
+            absorbs = False
+            if isinstance(stage, EvalStage):
+                used = stage.sampling_of(key.removeprefix("models.")).guidance
+            elif isinstance(stage, TrainingStage):
+                label = stage.labellers.get("anchor" if key == "anchor.adapter" else key)
+                used = stage.guidance_of(label) if label else stage.rollout.guidance
+                absorbs = not label and bool(stage.labellers)  # a student, what its start lacks
+            else:  # a merge: as the first of its adapters
+                used = next((s for part in stage.inputs.values() for s in trained(part)), 1.0)
+            low, *_, high = (trained(source) or [used]) * 2
+            if used > 2 * low or 2 * used < high and not absorbs:
+                own = low if used > 2 * low else high
+                yield (
+                    f"{name}: {key}: {source} was trained at guidance {own:g}, and is used at "
+                    f"{used:g}. Use it at {own:g} (labels: up to {2 * own:g}): CFG counts once."
+                )
+        made[Path(stage.output, "adapter")] = stage
+
+
 def own_code(config: Stage) -> dict[str, list[str]]:
     """{key of the config: the dotted paths there}: modules whose code runs where the stage is
     checked or run. Nothing is imported here."""
@@ -177,7 +216,7 @@ def _adapter_problems(config: Stage, pending: Collection[str], inputs: Inputs) -
             name = f"{place}.base" if place in config.bases else "model.id"
             reason = f"was trained on {lora.base!r}"
             if lora.base in (None, model.id):
-                reason = misfit(family.core, lora) if (family := _family(model)) else None
+                reason = misfit(family.core, lora) if (family := known_family(model)) else None
             if reason:
                 yield (
                     f"{key}: {source!r} is an adapter of another base: it {reason}, and {name} is "
@@ -204,7 +243,7 @@ def _base_problems(config: TrainingStage) -> Iterator[str]:
             yield f"{key}.device: {kind!r} has {there} devices here. Use another, 'cpu' or null."
 
 
-def _family(model: ModelConfig) -> Family | None:
+def known_family(model: ModelConfig) -> Family | None:
     """The family of a model whose shapes flowalign has. What is wrong with it, its loader says."""
     try:
         return family_without_text(model.id, model.revision, model.family)
@@ -215,7 +254,7 @@ def _family(model: ModelConfig) -> Family | None:
 def _model_problems(config: Stage) -> Iterator[str]:
     """Settings that the model does not have: sizes, lengths of prompts, guidance."""
     model, unused = config.model, isinstance(config, EvalStage) and not config.adapters
-    family = _family(model) if config.judged and not unused else None
+    family = known_family(model) if config.judged and not unused else None
     if family is None:
         return
     for size in model.image_sizes:
@@ -230,7 +269,7 @@ def _model_problems(config: Stage) -> Iterator[str]:
     yield from family.dtype_problems(model.id, model.dtype)
     for key, scale in config.scales.items():
         model = config.bases.get(key.removesuffix(".guidance"), config.model)
-        if (family := _family(model)) and family.guidance == "none" and scale != 1:
+        if (family := known_family(model)) and family.guidance == "none" and scale != 1:
             yield (
                 f"{key}: {scale:g}, and {model.id} has no guidance (it was distilled without). "
                 "Set it to 1."
@@ -348,7 +387,7 @@ def _training_problems(config: TrainingStage, num_processes: int, trust: bool) -
             "twice, and train.deterministic asks for that. Use null, or train.deterministic=false."
         )
     fresh = config.lora.targets if config.lora.init is None else None
-    if fresh and (family := _family(config.model)):
+    if fresh and (family := known_family(config.model)):
         for target in fresh:
             if not adapted_layers(family.core, [target]):
                 yield (

@@ -11,7 +11,6 @@ measured as any adapter is.
 from __future__ import annotations
 
 import argparse
-import json
 import shutil
 from pathlib import Path
 
@@ -20,6 +19,7 @@ import yaml
 from flowalign.backbone.adapters import read_lora, write_lora
 from flowalign.backbone.tiny import TEACHERS
 from flowalign.teachers.merge import merge
+from flowalign.training.report.results import evaluations, kept
 
 CARD = """---
 library_name: diffusers
@@ -53,9 +53,9 @@ def ship(name: str, run: Path, rank: int) -> Path:
     metadata = {**lora.metadata, "base_model_name_or_path": "tiny"}
     write_lora(folder, halves, metadata, text_length=lora.text_length)
     config = yaml.safe_load((run / "config.yaml").read_text())
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    scores = [row["eval/headline"] for row in rows if "eval/headline" in row]
-    said = f" Held-out score: {max(scores):.3f}, of tiny/guided {scores[0]:.3f}." if scores else ""
+    scores = [row["eval/headline"] for row in evaluations(run)]
+    own = chosen.row["eval/headline"] if (chosen := kept(run)) else float("nan")
+    said = f" Held-out score: {own:.3f}, of tiny/guided {scores[0]:.3f}." if scores else ""
     card = CARD.format(
         name=name,
         what=TEACHER if scores else GUIDED,

@@ -18,7 +18,7 @@ from flowalign.commands.doctor.predictions import Forecast, is_here
 from flowalign.config import LABELS, Stage, TrainingStage, assignments, label_of, load
 from flowalign.eval.suite import environment
 from flowalign.system.exit import refusing
-from flowalign.training.preflight import Launch, own_code, unexamined
+from flowalign.training.preflight import Launch, own_code, scale_problems, unexamined
 from flowalign.training.report.progress import quiet
 
 CPU_MODEL = 2**31  # bytes of the largest model that a CPU samples from
@@ -97,12 +97,13 @@ def examine(args: argparse.Namespace) -> int:
         args.gpus, args.resume, args.allow_world_change, args.trust, elsewhere=bool(args.gpu)
     )
     stages, problems = recipe.examine(root, Path(args.config).parent, launch)
-    show(map(fault, problems))
+    scales = list(scale_problems(stages))
+    show(map(fault, [*problems, *scales]))
     if not args.trust:
         show(map(note, unexamined(stages)))
     device = predictions.Device(args.gpus, args.gpu, args.memory, args.tflops)
     forecasts = predictions.forecasts(stages, device)
-    sound, pace = not problems, None
+    sound, pace = not problems and not scales, None
     for forecast in (forecast for forecast in forecasts if forecast.stage.samples):
         stage = forecast.stage
         print(f"\n{forecast.name} ({stage.stage})")

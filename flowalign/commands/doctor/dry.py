@@ -8,11 +8,11 @@ from pathlib import Path
 from flowalign.commands import recipe
 from flowalign.commands.doctor import predictions
 from flowalign.commands.doctor.estimate import evaluated_images
-from flowalign.commands.doctor.findings import Finding, note, show
+from flowalign.commands.doctor.findings import Finding, fault, note, show
 from flowalign.commands.doctor.pace import GPUS
 from flowalign.config import ConfigError, Job, Stage, TrainingStage
 from flowalign.training.data import PromptSampler
-from flowalign.training.preflight import Launch, against_card, unexamined
+from flowalign.training.preflight import Launch, against_card, scale_problems, unexamined
 from flowalign.training.run.processes import state
 
 PROMPTS = 6  # of the first batch that are printed
@@ -28,6 +28,7 @@ def run(config: Job, home: Path, launch: Launch, gpu: str | None = None) -> None
         raise ConfigError(problems)
     if not state().is_main_process:
         return
+    show(map(fault, scale_problems(stages)))
     if not launch.trust:
         show(map(note, unexamined(stages)))
     forecasts = predictions.forecasts(stages, predictions.Device(launch.processes, gpu))

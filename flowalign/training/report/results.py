@@ -8,13 +8,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from flowalign.backbone.adapters import read_lora
 from flowalign.config import ConfigError, RecipeStage, Stage, TrainingStage, read
 from flowalign.system.files import read_lines
 from flowalign.training import metrics
 from flowalign.training.data import load_prompts
-from flowalign.training.run.resume import checkpoints
+from flowalign.training.run.checkpoint import ADAPTER, SCORES
+from flowalign.training.run.resume import LOG, checkpoints
 
 FILES = {  # below the folder of a run, in the order in which they are of use
     "report": "report.html",
@@ -37,30 +39,32 @@ PARTS = ("report", "grid", "adapter")  # what is named of a stage of a recipe
 
 @dataclass(frozen=True)
 class Kept:
-    """Which evaluation chose the adapter of a run, and its headline; the same of the last."""
+    """The evaluation that chose the adapter of a run, and the last one: rows of its log."""
 
-    update: int
-    headline: str
-    last: int
-    last_headline: str
+    row: Mapping[str, Any]
+    last: Mapping[str, Any]
 
     def __str__(self) -> str:
-        last = "" if self.update == self.last else f"; the last: {self.last_headline.split()[-1]}"
-        return f"update {self.update} of {self.last} ({self.headline}{last})"
+        said, last = metrics.headline(self.row), metrics.headline(self.last).split()[-1]
+        more = "" if self.row == self.last else f"; the last: {last}"
+        return f"update {self.row[metrics.UPDATE]} of {self.last[metrics.UPDATE]} ({said}{more})"
+
+
+def evaluations(folder: Path) -> list[dict[str, Any]]:
+    """The rows of a run's log that hold an evaluation, without the numbers that are none."""
+    rows = [row for row in read_lines(folder / LOG) if row.get(metrics.HEADLINE) is not None]
+    return [{name: value for name, value in row.items() if value is not None} for row in rows]
 
 
 def kept(folder: Path) -> Kept | None:
-    """Of the run in a folder; None if no evaluation chose its adapter."""
+    """Of the run in a folder, by what the run itself wrote beside its adapter; None if no
+    evaluation chose that."""
     try:
-        best = json.loads((folder / "adapter" / "scores.json").read_text())
-    except (OSError, ValueError):
+        chosen = json.loads((folder / ADAPTER / SCORES).read_text()).get("update")
+    except (OSError, ValueError, AttributeError):
         return None
-    headlines = [row for row in read_lines(folder / "metrics.jsonl") if metrics.HEADLINE in row]
-    if not best or not headlines:
-        return None
-    last = headlines[-1]
-    shown = metrics.headline(last | {metrics.HEADLINE: best["headline"]})
-    return Kept(best["update"], shown, last[metrics.UPDATE], metrics.headline(last))
+    rows = evaluations(folder)
+    return next((Kept(row, rows[-1]) for row in rows if row[metrics.UPDATE] == chosen), None)
 
 
 def unlearnt(adapter: str | None) -> str:
@@ -68,7 +72,7 @@ def unlearnt(adapter: str | None) -> str:
     are; "" for any other."""
     folder = Path(adapter or "").parent
     chosen = kept(folder) if adapter else None
-    if chosen is None or chosen.update or not chosen.last:
+    if chosen is None or chosen.row[metrics.UPDATE] or chosen.row == chosen.last:
         return ""
     start = (read(folder / "config.yaml").get("lora") or {}).get("init") or "the base model"
     return f"kept: {chosen}. Nothing that was learnt is in it; it equals {start}"
@@ -77,7 +81,7 @@ def unlearnt(adapter: str | None) -> str:
 def untrained(config: TrainingStage) -> str | None:
     """A warning if the adapter of a run that was trained is the one that it began with."""
     chosen = kept(Path(config.output))
-    if chosen is None or chosen.update or not chosen.last:
+    if chosen is None or chosen.row[metrics.UPDATE] or chosen.row == chosen.last:
         return None
     assert config.evaluation
     return (
