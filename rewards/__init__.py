@@ -40,7 +40,7 @@ from flowalign.types import Metadata, Reward
 
 __all__ = [
     "REWARDS", "Cost", "RewardBase", "add_config_folder", "as_reward", "build", "build_on", "check",
-    "check_prompts", "declared", "describe", "has_no_weights", "leaves", "load",
+    "check_prompts", "declared", "describe", "has_no_weights", "is_groupwise", "leaves", "load",
     "missing_packages", "names", "own_code", "register", "score", "with_device",
 ]  # fmt: skip
 
@@ -194,6 +194,12 @@ def missing_packages(name: str, options: Mapping[str, Any]) -> list[str]:
     parts = leaves(name, options)
     needed = [package for part, given in parts for package in declared(part).packages(**given)]
     return [package for package in dict.fromkeys(needed) if not installed(package)]
+
+
+def is_groupwise(name: str, options: Mapping[str, Any]) -> bool:
+    """Whether a reward, or one that it is made of, compares all images of a prompt, as far as it
+    says so before it is built."""
+    return any(declared(part).groupwise is True for part, _ in leaves(name, options))
 
 
 def has_no_weights(name: str) -> bool:

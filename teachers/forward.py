@@ -73,6 +73,8 @@ class Forward(Algorithm[Matched]):
     """The algorithm without its loss. The policies of the config are frozen adapters; the one named
     "old" samples. Without it, the student does."""
 
+    needs_groups = False
+
     def __init__(self, parts: Parts) -> None:
         super().__init__(parts)
         config = self.config

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from flowalign import sde
-from flowalign.config import GrpoStage, OpdStage
+from flowalign.config import GrpoStage
 from flowalign.teachers.scored import Credit, Scored, ratio_metrics
 from flowalign.training import metrics
 from flowalign.training.algorithm import Algorithm, Compared, Keeps, Pairs, Parts
@@ -23,7 +23,9 @@ from flowalign.types import Gaussian, Rollout, Schedule, StepLoss
 
 
 class Grpo(Algorithm[Credit]):
-    """The algorithm; also the loss on rewards of a student (`student.reward_weight`)."""
+    """The algorithm."""
+
+    needs_groups = False
 
     def __init__(self, parts: Parts) -> None:
         super().__init__(parts)
@@ -32,7 +34,7 @@ class Grpo(Algorithm[Credit]):
         self.on_images = self.scored.on_images
 
     @classmethod
-    def keeps(cls, config: GrpoStage | OpdStage, updates: Sequence[int] | None = None) -> Keeps:
+    def keeps(cls, config: GrpoStage, updates: Sequence[int] | None = None) -> Keeps:
         """Images and actions, and the base where the loss has a KL."""
         return Keeps(
             images=True,

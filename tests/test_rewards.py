@@ -21,6 +21,7 @@ from flowalign.rewards import (
     check_prompts,
     declared,
     describe,
+    is_groupwise,
     names,
     register,
     score,
@@ -308,6 +309,7 @@ def test_a_reward_says_what_differs_from_the_defaults(registry):
     assert (quiet.groupwise, quiet.headline, quiet.weights) == (False, None, None)
     assert (duck.groupwise, duck.headline, duck.weights) == (True, "half", None)
     assert (duck.columns, duck.breakdowns) == (("half",), {"by half": "half"})
+    assert is_groupwise("duck", {}) and not is_groupwise("quiet", {})
     assert declared("quiet").image_cost() == Cost(2.0) and declared("duck").image_cost() is None
     assert declared("quiet").image_cost(model="other") is None
     assert declared("quiet").files(model="tiny") == {}

@@ -138,7 +138,7 @@ def test_only_trained_steps_are_kept_with_the_log_prob_of_what_is_kept(
                 assert torch.equal(rollout.means[:, column], gaussian.mean)
 
 
-@pytest.mark.parametrize(("prompts", "copies", "shares"), [(32, 16, 2), (16, 4, 1), (16, 1, 1)])
+@pytest.mark.parametrize(("prompts", "copies", "shares"), [(16, 16, 2), (8, 4, 1), (8, 2, 1)])
 def test_an_optimizer_step_learns_from_the_same_images_on_any_number_of_processes(
     prompts: int, copies: int, shares: int
 ) -> None:
@@ -148,13 +148,11 @@ def test_an_optimizer_step_learns_from_the_same_images_on_any_number_of_processe
         held = [shard(prompts, copies, shares, rank, world) for rank in range(world)]
         own = size // world
         for share in range(shares):
-            parts = [part[share * own : (share + 1) * own] for part in held]
-            assert sum(parts, []) == everyone[share * size : (share + 1) * size], world
-            groups = [{prompt for prompt, _ in part} for part in parts]
-            assert sum(map(len, groups)) == prompts // shares, "a group is on one process"
+            together = [place for part in held for place in part[share * own : (share + 1) * own]]
+            assert together == everyone[share * size : (share + 1) * size], world
 
 
-@pytest.mark.parametrize(("prompts", "copies", "shares", "world"), [(3, 2, 2, 1), (4, 2, 2, 4)])
+@pytest.mark.parametrize(("prompts", "copies", "shares", "world"), [(3, 2, 2, 1), (4, 2, 2, 8)])
 def test_images_that_cannot_be_shared_evenly_are_refused(
     prompts: int, copies: int, shares: int, world: int
 ) -> None:

@@ -45,8 +45,10 @@ def wire(
     accelerator = processes.start(config)
     set_seed(config.seed)  # for the LoRA's initial A; everything else has its generators
     built = build_rewards(config, accelerator.device)
-    problems = list(group_problems(config, accelerator.num_processes))
-    # a reward of the user's may say only now which parts it sums
+    # a reward of the user's may say only now that it is groupwise
+    groupwise = [name for name, reward in built.items() if reward.groupwise]
+    problems = list(group_problems(config, groupwise, accelerator.num_processes))
+    # nor do we know before which parts it sums
     single = [name for name, reward in built.items() if not reward.weights]
     if problems := [*problems, *parts_problems(config, single)]:
         raise ConfigError(problems)

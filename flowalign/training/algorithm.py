@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pkgutil import resolve_name
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 from accelerate import Accelerator
@@ -103,10 +103,13 @@ class Algorithm(ABC, Generic[P]):
     """What is learnt from a rollout.
 
     guidance: the CFG scale at which the student is trained. teachers: the stage's, or None.
-    on_images: called with each batch of images during the rollout.
+    on_images: called with each batch of images during the rollout. needs_groups: whether `prepare`
+    compares the images of a prompt, which then are never divided between processes. (`Scored`
+    compares them with those of other processes.)
     """
 
     on_images: OnImages | None = None
+    needs_groups: ClassVar[bool] = True
 
     def __init__(self, parts: Parts) -> None:
         self.config, self.backbone = parts.config, parts.backbone

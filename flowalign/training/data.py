@@ -170,6 +170,8 @@ def _read_json(path: Path, text: str) -> list[Row]:
     try:
         content = json.loads(text)
         listed = content if isinstance(content, list) else content["data_list"]
+        if not isinstance(listed, list):
+            raise TypeError("no list")
         items = [json.dumps({"prompt": i} if isinstance(i, str) else i) for i in listed]
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         forms = '["a cat", "a dog"], or a file of CVTG-2K, {"data_list": ...}'

@@ -31,6 +31,7 @@ from flowalign.config.run import FidelityConfig
 from flowalign.config.stages import Judged, MergeStage
 from flowalign.system import packages
 from flowalign.system.images import IMAGES, image_files
+from flowalign.training.algorithm import algorithm_class
 from flowalign.training.data import PromptError, load_prompts
 from flowalign.training.run import resume as resuming
 from flowalign.types import PromptBatch
@@ -394,14 +395,15 @@ def _training_problems(config: TrainingStage, num_processes: int, trust: bool) -
                     f"lora.targets: no layer of {config.model.id} ends with {target!r}. By default "
                     f"(null) they are {', '.join(family.targets)}."
                 )
-    single = []
+    groupwise, single = [], []
     for task in config.tasks:
         if task.reward is None or not trust and rewards.own_code(**task.reward.model_dump()):
             continue
         with suppress(ValueError, KeyError, TypeError, ImportError):  # said before
-            name = task.reward.name
+            name, options = task.reward.name, task.reward.options
+            groupwise += [task.name] * rewards.is_groupwise(name, options)
             single += [task.name] * rewards.has_no_weights(name)
-    yield from group_problems(config, num_processes)
+    yield from group_problems(config, groupwise, num_processes)
     yield from parts_problems(config, single)
 
 
@@ -431,15 +433,23 @@ def against_card(config: TrainingStage) -> Iterator[tuple[str, str]]:
         yield level, text
 
 
-def group_problems(config: TrainingStage, processes: int) -> Iterator[str]:
-    """Groups of an optimizer step that the processes cannot share evenly (`rollout.shard`)."""
-    prompts, updates = config.rollout.prompts, config.optimizer.updates_per_rollout
-    unit = processes * updates
-    if prompts % unit:
+def group_problems(config: TrainingStage, tasks: Collection[str], processes: int) -> Iterator[str]:
+    """Images of an optimizer step that the processes cannot share evenly. tasks: those whose reward
+    compares all images of a prompt, which no two processes may share; an algorithm may, too."""
+    rollout, updates = config.rollout, config.optimizer.updates_per_rollout
+    prompts = rollout.prompts // updates  # of a step
+    text = unit = ""
+    if prompts * rollout.copies % processes:
+        text = f"{prompts * rollout.copies} images an optimizer step"
+        unit = processes // math.gcd(rollout.copies, processes) * updates
+    elif prompts % processes and (tasks or algorithm_class(config).needs_groups):
+        who = f"task {min(tasks)!r}" if tasks else f"stage {config.stage!r}"
+        text = f"{prompts} groups an optimizer step, which {who} needs complete"
+        unit = processes * updates
+    if unit:
         yield (
-            f"rollout.prompts: {processes} processes cannot share evenly {prompts // updates} "
-            "prompts an optimizer step, each with all of its images. Use a multiple of "
-            f"{unit}, for example rollout.prompts={-(-prompts // unit) * unit}."
+            f"rollout.prompts: {processes} processes cannot share evenly {text}. Use a multiple of "
+            f"{unit}, for example rollout.prompts={-(-rollout.prompts // unit) * unit}."
         )
 
 

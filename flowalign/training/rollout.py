@@ -116,15 +116,17 @@ def places(prompts: int, copies: int) -> list[Place]:
 def shard(prompts: int, copies: int, shares: int, rank: int, world: int) -> list[Place]:
     """The images of process `rank` of `world`, ordered by the optimizer step that they are for.
 
-    The batch is cut into `shares`, one for each optimizer step. Every process has equally many
-    prompts of each share, with all of their copies: an algorithm sees complete groups, and a step
-    learns from the same images whatever `world` is. Raises ValueError where they cannot be shared.
+    The batch is cut into `shares` of complete prompts, one for each optimizer step. Every process
+    has an equal part of each share, so that a step learns from the same images whatever `world` is.
+    Raises ValueError where they cannot be shared evenly.
     """
-    if prompts % (shares * world):
+    size, rest = divmod(prompts // shares * copies, world)
+    if prompts % shares or rest:
         raise ValueError(
-            f"{prompts} prompts cannot be shared by {world} processes in {shares} equal shares"
+            f"{prompts} prompts x {copies} images cannot be shared by {world} processes in "
+            f"{shares} equal shares of complete prompts"
         )
-    size, images = prompts // shares // world * copies, places(prompts, copies)
+    images = places(prompts, copies)
     starts = range(0, len(images), size * world)
     return [images[i] for s in starts for i in range(s + rank * size, s + (rank + 1) * size)]
 

@@ -49,6 +49,8 @@ class Opd(Algorithm[Labels]):
     among them by student.states.
     """
 
+    needs_groups = False
+
     def __init__(self, parts: Parts) -> None:
         super().__init__(parts)
         self.settings = self.config.student

@@ -35,6 +35,8 @@ class Sft(Algorithm[Targets]):
     sigma = shift u / (1 + (shift - 1) u), u in (0, 1).
     """
 
+    needs_groups = False
+
     @classmethod
     def keeps(cls, config: SftStage, updates: Sequence[int] | None = None) -> Keeps:
         """The teachers' latents; noised states with the velocity to match."""
