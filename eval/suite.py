@@ -228,6 +228,7 @@ class Judged:
     rows: list[dict[str, Any]]
     pictures: list[bytes]  # PNG files of the images of some prompts, evenly spaced: `pictured`
     features: Tensor | None = None  # [N,D] on the CPU, if they were asked for
+    taken_over: int = 0  # scores that the store had
 
     def pictured(self, copies: int) -> list[int]:
         """The indices of the prompts with pictures, where there are `copies` images per prompt."""
@@ -262,6 +263,7 @@ def judge_set(
     }
     order = [key for keys in shares.values() for key in keys]
     scoring = _Scoring(images.judges, store, seconds, order)
+    had = [sum(map(is_valid, scoring.rows[judge.name].values())) for judge in images.judges]
     batches = []
     for prompts, keys in shares.items():
         shown = {key for key in keys if features or key[0] in pictured}
@@ -292,8 +294,9 @@ def judge_set(
     if world > 1:  # objects, not tensors: a process without prompts does not know the width of [D]
         rows = [gather_object(judge_rows) for judge_rows in rows]
         pictures, vectors = gather_object(pictures), gather_object(vectors)
+        had = [sum(gather_object([count])) for count in had]
     joined = torch.cat(vectors) if vectors else None
-    return [Judged(judge_rows, pictures, joined) for judge_rows in rows]
+    return [Judged(r, pictures, joined, count) for r, count in zip(rows, had, strict=True)]
 
 
 def _share(images: ImageSet, size: int, world: int, rank: int) -> list[range]:

@@ -17,6 +17,7 @@ SURE = 2.0  # standard errors of a difference that count as a change
 COLLAPSED = 0.25  # a held-out reward below this share of the first one is a collapse
 LASTING = 5  # updates in a row that must look wrong
 CLIPPED = 0.5  # share of clipped policy ratios above which little is learnt
+REMEDY = "lower optimizer.lr, or updates_per_rollout"
 FARTHER = 10.0  # times the first distance to the teachers, which should only fall
 
 
@@ -29,9 +30,11 @@ def measured(row: EvalRow) -> Measured:
 
 
 class Alarm:
-    """Compares what is trained (reward, or minus distillation loss) with every held-out number."""
+    """Compares what is trained (reward, or minus distillation loss) with every held-out number.
+    rewards: their names by task."""
 
-    def __init__(self) -> None:
+    def __init__(self, rewards: Mapping[str, str] | None = None) -> None:
+        self.rewards = dict(rewards or {})
         self.trained: list[Measured] = []  # one for each period between evaluations
         self.watched: list[dict[str, Measured]] = []  # one for each evaluation
         self.period: list[float] = []  # objectives since the last evaluation
@@ -41,7 +44,8 @@ class Alarm:
 
     def update(self, values: Mapping[str, float]) -> list[str]:
         """Note an update. Returns a sentence when LASTING updates in a row had too many clipped
-        ratios, or were FARTHER from the teachers than the first one."""
+        ratios, or were FARTHER from the teachers than the first one, and once if they had no prompt
+        of a task whose images differ in their reward."""
         value = values.get(metrics.REWARD, -values.get(metrics.DISTILL, math.nan))
         self.period += [value] if math.isfinite(value) else []
         clipped = values.get(metrics.CLIP_FRACTION, 0.0)
@@ -57,10 +61,22 @@ class Alarm:
             "farther": f"the distance to the teachers is {times:.3g} times that of the first "
             f"update, and was above {FARTHER:g} times in {LASTING} updates: the student diverges",
         }
-        for name, wrong in {"clipped": clipped > CLIPPED, "farther": times > FARTHER}.items():
-            self.lasting[name] = self.lasting[name] + 1 if wrong else 0
-        remedy = ". Look at the samples; lower optimizer.lr, or updates_per_rollout"
-        return [texts[name] + remedy for name, count in self.lasting.items() if count == LASTING]
+        seen = {"clipped": clipped > CLIPPED, "farther": times > FARTHER}
+        texts = {name: f"{text}. Look at the samples; {REMEDY}" for name, text in texts.items()}
+        for task, reward in self.rewards.items():
+            alone = metrics.KEPT_SHARE if len(self.rewards) == 1 else ""
+            moved = values.get(metrics.TASK_ADVANTAGE + task, values.get(alone))
+            name = f"constant/{task}"
+            if moved is not None and self.lasting.get(name, 0) < LASTING:
+                seen[name] = moved == 0
+            texts[name] = (
+                f"reward {reward} of task {task} gave the images of every prompt the same score in "
+                f"{LASTING} updates: nothing is learnt from it. Look at the samples and what it "
+                "says of them (flowalign doctor --reward)"
+            )
+        for name, wrong in seen.items():
+            self.lasting[name] = self.lasting.get(name, 0) + 1 if wrong else 0
+        return [texts[name] for name in seen if self.lasting[name] == LASTING]
 
     def look(self, held_out: Mapping[str, Measured]) -> list[str]:
         """A sentence for each reward that collapsed since the first evaluation, and for each number
