@@ -212,11 +212,11 @@ def test_an_evaluation_takes_over_the_scores_of_this_code_only(
     assert scored(config, capsys) == ("2 scores taken over, 0 made)", first)
     write(tmp_path, 0.01)
     scored(config, capsys)
-    both = [load_results(tmp_path / name / "results.json") for name in ("then", "out")]
+    then, now = (load_results(tmp_path / name / "results.json") for name in ("then", "out"))
     with pytest.raises(Incomparable, match="code is"):
-        compare(*both, ("base", "base"))
-    del both[0]["benchmarks"]["red"]["code"]  # of flowalign 0.1.0
-    assert compare(*both, ("base", "base")).keys() == {"red"}
+        compare(then, now, ("base", "base"))
+    del then["benchmarks"]["red"]["code"]  # of flowalign 0.1.0
+    assert compare(then, now, ("base", "base")).keys() == {"red"}
 
 
 def test_a_server_tells_the_code_of_its_reward(tmp_path: Path) -> None:
