@@ -132,7 +132,7 @@ def differences(
 def _unequal(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
     """(key, its value in a, in b) where these differ; what is missing is None."""
     pairs = [(key, a.get(key), b.get(key)) for key in sorted({*a, *b})]
-    # flowalign 0.1.0 recorded no code of rewards
+    # earlier files lack the code
     return [(k, x, y) for k, x, y in pairs if x != y and not (k == "code" and None in (x, y))]
 
 

@@ -154,7 +154,8 @@ def settings_kept(name: str) -> Iterator[None]:
             cpu = before[key] == torch.device("cpu")  # the default, which None restores
             getattr(torch, f"set_{key}")(None if cpu else before[key])
         if changed and name not in _changers:
-            log.warning("reward %s changes torch's %s; put back after each call", name, changed)
+            text = "reward %s changes torch's %s, which is set back after each call"
+            log.warning(text, name, ", ".join(changed))
             _changers.add(name)
 
 

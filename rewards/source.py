@@ -28,10 +28,9 @@ log = logging.getLogger("flowalign")
 
 OURS = "flowalign.rewards."
 FRAME = {OURS + name for name in ("base", "options", "scoring", "source")}  # no reward's own
-PARTS = (  # of functions, classes, compiled code, partials and decorated functions
-    "__defaults__", "__kwdefaults__", "__bases__", "__func__", "__self__", "__wrapped__", "fget",
-    "func", "args", "keywords", "co_code", "co_names", "co_consts",
-)  # fmt: skip
+# of functions, classes, methods, decorated functions, properties, partials and compiled code
+PARTS = "__defaults__ __kwdefaults__ __bases__ __func__ __self__ __wrapped__ fget func args".split()
+PARTS += "keywords co_code co_names co_consts".split()
 _first: dict[str, tuple[ModuleSpec, bytes]] = {}  # a module's file when it was first looked at
 
 

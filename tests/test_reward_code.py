@@ -215,7 +215,7 @@ def test_an_evaluation_takes_over_the_scores_of_this_code_only(
     then, now = (load_results(tmp_path / name / "results.json") for name in ("then", "out"))
     with pytest.raises(Incomparable, match="code is"):
         compare(then, now, ("base", "base"))
-    del then["benchmarks"]["red"]["code"]  # of flowalign 0.1.0
+    del then["benchmarks"]["red"]["code"]  # of an older version
     assert compare(then, now, ("base", "base")).keys() == {"red"}
 
 
@@ -260,7 +260,7 @@ def test_a_run_is_not_resumed_with_another_code_of_its_reward_unless_it_is_allow
     about = {key: value for key, value in sealed.about.items() if key != "rewards"}
     manifest.write_manifest(folder, about, sealed.files)
     write(tmp_path, 3.0)
-    assert run(config, "--resume", "train.updates=3") == 0  # flowalign 0.1.0 recorded no code
+    assert run(config, "--resume", "train.updates=3") == 0  # an older checkpoint
 
 
 def test_a_finished_stage_of_a_recipe_is_not_finished_with_another_code(tmp_path: Path) -> None:

@@ -17,7 +17,6 @@ SURE = 2.0  # standard errors of a difference that count as a change
 COLLAPSED = 0.25  # a held-out reward below this share of the first one is a collapse
 LASTING = 5  # updates in a row that must look wrong
 CLIPPED = 0.5  # share of clipped policy ratios above which little is learnt
-REMEDY = "lower optimizer.lr, or updates_per_rollout"
 FARTHER = 10.0  # times the first distance to the teachers, which should only fall
 
 
@@ -62,18 +61,18 @@ class Alarm:
             f"update, and was above {FARTHER:g} times in {LASTING} updates: the student diverges",
         }
         seen = {"clipped": clipped > CLIPPED, "farther": times > FARTHER}
-        texts = {name: f"{text}. Look at the samples; {REMEDY}" for name, text in texts.items()}
+        remedy = ". Look at the samples; lower optimizer.lr, or updates_per_rollout"
+        texts = {name: text + remedy for name, text in texts.items()}
+        alone = metrics.KEPT_SHARE if len(self.rewards) == 1 else ""
         for task, reward in self.rewards.items():
-            alone = metrics.KEPT_SHARE if len(self.rewards) == 1 else ""
-            moved = values.get(metrics.TASK_ADVANTAGE + task, values.get(alone))
-            name = f"constant/{task}"
-            if moved is not None and self.lasting.get(name, 0) < LASTING:
-                seen[name] = moved == 0
-            texts[name] = (
-                f"reward {reward} of task {task} gave the images of every prompt the same score in "
-                f"{LASTING} updates: nothing is learnt from it. Look at the samples and what it "
-                "says of them (flowalign doctor --reward)"
-            )
+            differs = values.get(metrics.TASK_ADVANTAGE + task, values.get(alone))
+            if differs is not None and self.lasting.get(name := f"constant/{task}", 0) < LASTING:
+                seen[name] = differs == 0
+                texts[name] = (
+                    f"reward {reward} of task {task} gave the images of every prompt the same "
+                    f"score in {LASTING} updates: nothing is learnt from it. Look at the samples, "
+                    "and at the reward with `flowalign doctor --reward`"
+                )
         for name, wrong in seen.items():
             self.lasting[name] = self.lasting.get(name, 0) + 1 if wrong else 0
         return [texts[name] for name in seen if self.lasting[name] == LASTING]

@@ -73,7 +73,7 @@ def rewards_code(config: Stage) -> dict[str, dict[str, str]]:
 
 def changed_rewards(config: Stage, about: Mapping[str, Any]) -> list[str]:
     """Keys of the rewards whose code is another than a manifest says, with the names of what
-    changed. Manifests of flowalign 0.1.0 say nothing."""
+    changed. An older manifest says nothing."""
     texts, then = [], about.get("rewards", {})
     for key, now in rewards_code(config).items():
         was = then.get(key, now)
