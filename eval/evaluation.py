@@ -210,7 +210,10 @@ def score_models(
             for benchmark, result in zip(images.judges, scored, strict=True):
                 judged[name][benchmark.name] = result
                 number = headline_rows(benchmark, result.rows)[0].mean
-                console.print(harmless(f"{name}: {benchmark.name} {number:.3f}"), markup=False)
+                old = result.taken_over
+                said = f"{old} scores taken over, {len(result.rows) - old} made"
+                line = f"{name}: {benchmark.name} {number:.3f} ({said})"
+                console.print(harmless(line), markup=False)
                 if reason := lost(benchmark, result.rows, config.max_invalid_share):
                     problems.append(f"{name}, {reason}")
             if problems:

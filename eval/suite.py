@@ -228,6 +228,7 @@ class Judged:
     rows: list[dict[str, Any]]
     pictures: list[bytes]  # PNG files of the images of some prompts, evenly spaced: `pictured`
     features: Tensor | None = None  # [N,D] on the CPU, if they were asked for
+    taken_over: int = field(default=0, compare=False)  # scores that the store had
 
     def pictured(self, copies: int) -> list[int]:
         """The indices of the prompts with pictures, where there are `copies` images per prompt."""
@@ -270,8 +271,7 @@ def judge_set(
     owner = backbone or accelerator
     assert owner, "without a model, the accelerator says the device"
     extra = missing_steps(len(batches), backbone.sharded) if backbone else 0  # before any forward
-    pictures: list[bytes] = []
-    vectors: list[Tensor] = []
+    pictures, vectors = list[bytes](), list[Tensor]()
     for batch in batches:
         if backbone and sampled and sampled[0] is batch:
             # all batches at once, so that the encoders come to the device a single time
@@ -288,12 +288,13 @@ def judge_set(
     for _ in range(extra):
         assert backbone
         generate(backbone, images.prompts.select([0]), settings)
-    rows = scoring.finish(order)
+    rows, had = scoring.finish(order), scoring.had
     if world > 1:  # objects, not tensors: a process without prompts does not know the width of [D]
         rows = [gather_object(judge_rows) for judge_rows in rows]
         pictures, vectors = gather_object(pictures), gather_object(vectors)
+        had = [sum(gather_object([count])) for count in had]
     joined = torch.cat(vectors) if vectors else None
-    return [Judged(judge_rows, pictures, joined) for judge_rows in rows]
+    return [Judged(r, pictures, joined, count) for r, count in zip(rows, had, strict=True)]
 
 
 def _share(images: ImageSet, size: int, world: int, rank: int) -> list[range]:
@@ -383,6 +384,7 @@ class _Scoring:
         self.rows: dict[str, dict[Key, ImageRow]] = {judge.name: {} for judge in judges}
         if store:
             self.rows = store.read({judge.name: judge.prompts for judge in judges}, keys)
+        self.had = [sum(map(is_valid, rows.values())) for rows in self.rows.values()]
         # judges take turns: models are not thread safe, and one at a time fills the memory
         by_name = TaskRewards({judge.name: judge.reward for judge in judges})
         self._scoring = AsyncScorer(by_name, seconds)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -54,8 +55,10 @@ def load(model: str = "tiny", lora: str | Path | None = None, **kw: Any) -> Any:
 
 
 def __getattr__(name: str) -> Any:
-    """The other names of `__all__`, imported when they are first asked for."""
+    """The other names of `__all__`, and the modules, imported when they are first asked for."""
     if name in __all__:
         room = "training.report.pictures" if name == "gallery" else "commands.python"
         return getattr(import_module(f"flowalign.{room}"), name)
+    if not name.startswith("_") and find_spec(f"flowalign.{name}"):
+        return import_module(f"flowalign.{name}")
     raise AttributeError(f"module 'flowalign' has no attribute {name!r}; it has {__all__}")

@@ -28,20 +28,22 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any, TypeVar
+from uuid import uuid4
 
 import torch
 
+from flowalign.rewards import source
 from flowalign.rewards.base import Cost, RewardBase, as_reward, reward_class
 from flowalign.rewards.options import check_call, suggestion
-from flowalign.rewards.scoring import score
+from flowalign.rewards.scoring import score, settings_kept
 from flowalign.system.devices import resolve
 from flowalign.system.packages import entry_points, installed
 from flowalign.types import Metadata, Reward
 
 __all__ = [
     "REWARDS", "Cost", "RewardBase", "add_config_folder", "as_reward", "build", "build_on", "check",
-    "check_prompts", "declared", "describe", "has_no_weights", "is_groupwise", "leaves", "load",
-    "missing_packages", "names", "own_code", "register", "score", "with_device",
+    "check_prompts", "code_of", "declared", "describe", "has_no_weights", "is_groupwise", "leaves",
+    "load", "missing_packages", "names", "own_code", "register", "score", "with_device",
 ]  # fmt: skip
 
 Factory = TypeVar("Factory", bound=Callable[..., Any])
@@ -103,7 +105,8 @@ def build(name: str, **options: Any) -> Reward:
     check(name, options)
     factory = _find(name)
     if not _is_reward(factory):
-        reward: Reward = factory(**options)
+        with settings_kept(name):
+            reward: Reward = factory(**options)
         if not callable(reward):
             raise ValueError(f"{name!r} makes a {type(reward).__name__}, which is no reward.")
         return reward
@@ -121,6 +124,7 @@ def build_on(
     answer.
     """
     reward = as_reward(build(name, **with_device(_find(name), options, device)))
+    vars(reward)["code_digests"] = code_of(name, options)
     try:
         reward.connect()
     except (ConnectionError, TimeoutError) as error:
@@ -208,17 +212,31 @@ def has_no_weights(name: str) -> bool:
     return name in REWARDS and name not in _registered and declared(name).weights is None
 
 
+def code_of(name: str, options: Mapping[str, Any]) -> dict[str, str]:
+    """{name: digest of its code} of a reward, of those that it is made of, and of the modules that
+    its options name by a dotted path. Runs none of that code. See `flowalign.rewards.source`."""
+    digests = {}
+    for part in [name, *(part for part, _ in leaves(name, options, imports=False))]:
+        point = _entry_points().get(part)
+        path = REWARDS.get(part) or (point.value if point else part)
+        found = source.digest(_registered.get(part) or path.partition(":")[0])
+        digests[part] = found or uuid4().hex  # not known: of nothing that was scored before
+    more = {path: source.digest(path.partition(":")[0]) for path in own_code(options)}
+    return digests | {path: found for path, found in more.items() if found}
+
+
 def describe(reward: Reward) -> dict[str, Any]:
-    """What a reward's scores depend on, fit for JSON: its own `describe()`, and at least its name.
+    """What a reward's scores depend on, fit for JSON: its own `describe()`, and at least its name
+    and, if it was built by its name (`build_on`), its code.
 
     A description that fails is no reason to lose results: it is replaced by its error.
     """
     reward = as_reward(reward)
-    name = {"name": reward.name}
+    name, code = {"name": reward.name}, {"code": reward.code_digests} if reward.code_digests else {}
     try:
-        return json.loads(json.dumps(name | reward.describe(), default=str))
+        return json.loads(json.dumps(name | reward.describe() | code, default=str))
     except Exception as error:
-        return name | {"describe": f"{type(error).__name__}: {error}"}
+        return name | code | {"describe": f"{type(error).__name__}: {error}"}
 
 
 def add_config_folder(config: str | Path) -> None:

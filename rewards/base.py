@@ -33,6 +33,7 @@ class RewardBase:
     not load a model.
 
     name: for logs and results; by default the name of the class.
+    code_digests: of its code, by name; set where it is built by its name.
     settings: what its scores depend on, as JSON, such as `engine`, `model` and the options that
         matter. Recorded with results, as other engines give other numbers.
     groupwise: called with all images of one prompt at a time, and may compare them.
@@ -50,6 +51,7 @@ class RewardBase:
     """
 
     name: str = ""
+    code_digests: Mapping[str, str] = {}
     settings: Mapping[str, Any] = {}
     groupwise: bool = False
     headline: str | None = None

@@ -27,7 +27,7 @@ from pydantic import (
 )
 from pydantic_core import ErrorDetails
 
-from flowalign.system.hub_address import HubAddress
+from flowalign.system.hub_address import HubAddress, secrets
 
 
 def _check_device(value: Any) -> Any:
@@ -66,6 +66,8 @@ def check_call(
     `check_options(**options)` is asked, if it has one, for what concerns several options at once.
     what: for the message, such as "reward 'ocr'". inputs: parameters that are no options.
     """
+    if leaks := list(secrets(options, what)):
+        raise ValueError("\n".join(leaks))
     parameters = list(inspect.signature(function).parameters.values())[inputs:]
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
     takes = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}

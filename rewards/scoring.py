@@ -11,8 +11,9 @@ import math
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from concurrent.futures import TimeoutError as FutureTimeout
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from functools import partial
 from queue import SimpleQueue
@@ -22,7 +23,7 @@ import torch
 from PIL.Image import Image
 from torch import Tensor
 
-from flowalign.rewards.base import as_reward
+from flowalign.rewards.base import RewardBase, as_reward
 from flowalign.system.devices import SideStream
 from flowalign.system.images import stacked
 from flowalign.system.signals import Interrupted
@@ -102,11 +103,14 @@ def score(
 
 
 @torch.no_grad()
-def _checked(reward: Reward, images: Tensor, prompts: Sequence[str], metadata: Metadata) -> Scores:
+def _checked(
+    reward: RewardBase, images: Tensor, prompts: Sequence[str], metadata: Metadata
+) -> Scores:
     """One call with its answer checked: float32, on the CPU, NaN where invalid, with a reason."""
     token = NESTED.set(nested := [])
     try:
-        scores: Any = reward(images, prompts, metadata)
+        with settings_kept(reward.name):
+            scores: Any = reward(images, prompts, metadata)
     except (SystemExit, KeyboardInterrupt) as error:
         main = threading.current_thread() is threading.main_thread()
         if isinstance(error, Interrupted) or (main and isinstance(error, KeyboardInterrupt)):
@@ -130,6 +134,36 @@ def _checked(reward: Reward, images: Tensor, prompts: Sequence[str], metadata: M
         reasons[row] = reasons.get(row) or f"returned {float(value[row])}{inner}"
     parts = {name: part.detach().to("cpu", torch.float32) for name, part in scores.parts.items()}
     return Scores(value.masked_fill(~valid, math.nan), valid, parts, reasons)
+
+
+SETTINGS = ("default_dtype", "default_device", "num_threads", "deterministic_debug_mode")
+_changers = set[str]()  # rewards that left one of them changed
+
+
+@contextmanager
+def settings_kept(name: str) -> Iterator[None]:
+    """After the `with`, torch's global settings are as before. name: of the reward inside."""
+    before = _settings()
+    try:
+        with torch.set_grad_enabled(torch.is_grad_enabled()):
+            yield
+    finally:
+        now = _settings()
+        changed = [key for key in before if now.get(key) != before[key]]
+        for key in changed:
+            cpu = before[key] == torch.device("cpu")  # the default, which None restores
+            getattr(torch, f"set_{key}")(None if cpu else before[key])
+        if changed and name not in _changers:
+            text = "reward %s changes torch's %s, which is set back after each call"
+            log.warning(text, name, ", ".join(changed))
+            _changers.add(name)
+
+
+def _settings() -> dict[str, Any]:
+    found = {key: getattr(torch, f"get_{key}")() for key in SETTINGS}
+    with suppress(RuntimeError):  # set by torch's other way, `fp32_precision`
+        found["float32_matmul_precision"] = torch.get_float32_matmul_precision()
+    return found
 
 
 # Putting scores together --------------------------------------------------------------------------
@@ -230,6 +264,8 @@ class AsyncScorer:
     """Scores batches of images in order, in one thread, while the caller samples the next ones.
 
     The scores are those of calling `score` at once, as far as a reward judges each image by itself.
+    `submit` waits for the first batch, and for all where a reward changes torch's global settings,
+    so that no image is sampled under these.
     seconds: a batch that takes longer is given up and its images are invalid (None = wait for
     ever). Python cannot end the thread that hangs: it is left behind, and a new one takes over.
     """
@@ -238,6 +274,7 @@ class AsyncScorer:
         self.score, self.seconds = score, seconds
         self._jobs: list[tuple[Tensor, PromptBatch, Future[Scores]]] = []
         self._worker: Worker | None = None
+        self._is_first = True
 
     @property
     def waiting(self) -> int:
@@ -251,6 +288,9 @@ class AsyncScorer:
             weakref.finalize(self, self._worker.close)
         future = self._worker.submit(partial(self.score, images, batch))
         self._jobs.append((images, batch, future))
+        if self._is_first or _changers:
+            wait([future], self.seconds)
+        self._is_first = False
 
     def collect(self) -> Scores:
         """The scores of everything submitted since the last call, in order: `results`, joined."""

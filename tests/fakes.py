@@ -29,6 +29,7 @@ import psutil
 import torch
 import yaml
 from accelerate.state import AcceleratorState
+from accelerate.utils import set_seed
 from diffusers import AutoencoderKL, SD3Transformer2DModel, StableDiffusion3Pipeline
 from matplotlib.figure import Figure
 from torch import Tensor
@@ -154,6 +155,17 @@ def first_of_pair(images: Tensor, prompts: Sequence[str], metadata: Rows) -> Sco
     value = redness(images, prompts, metadata).value
     mine = torch.tensor([p == prompts[0] for p in prompts], device=value.device)
     return Scores.of(torch.where(mine, value, 0.5))
+
+
+class Seeding:
+    """Redness that seeds the global generators."""
+
+    def __init__(self) -> None:
+        set_seed(123)
+
+    def __call__(self, images: Tensor, prompts: Sequence[str], metadata: Rows) -> Scores:
+        set_seed(0)
+        return redness(images, prompts, metadata)
 
 
 def constant(images: Tensor, prompts: Sequence[str], metadata: Rows) -> Scores:

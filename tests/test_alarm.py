@@ -61,13 +61,13 @@ def test_a_distillation_improves_as_its_loss_falls() -> None:
     assert len(found) == 1 and found[0].startswith("held-out ocr fell from 0.600 to 0.300")
 
 
-def spoken(rows: list[dict[str, float]]) -> list[int]:
+def spoken(rows: list[dict[str, float]], **rewards: str) -> list[int]:
     """The updates, from 0, at which something is said of them; each run is resumed all along."""
-    alarm, said = Alarm(), []
+    alarm, said = Alarm(rewards), []
     for update, values in enumerate(rows):
         said += [update] * len(alarm.update(values))
         state = json.loads(json.dumps(alarm.state()))
-        alarm = Alarm()
+        alarm = Alarm(rewards)
         alarm.load(state)
     return said
 
@@ -95,3 +95,14 @@ def test_a_student_that_leaves_its_teachers_is_said_once(name: str) -> None:
     rows = [0.2, 0.1, 0.3, math.nan, 1.9, *[3.0] * 7, 0.1, *[3.0] * 5]
     assert spoken([{name: value} for value in rows]) == [9, 17]
     assert spoken([{"reward": 0.1, "loss": value} for value in rows]) == []
+
+
+def test_a_reward_that_tells_no_images_apart_is_said_once_for_each_task() -> None:
+    alone = [{"reward": 0.5, "kept_share": share} for share in [0, 0, 0, 0, 0.1, *[0] * 12]]
+    assert spoken(alone, a="x") == [9]  # the fifth in a row, and never again
+    assert spoken(alone[:4], a="x") == spoken(alone) == []
+    both = [{"kept_share": 0.5, "task_advantage/a": 0.0, "task_advantage/b": 0.7}] * 6
+    assert spoken([{"kept_share": 0.5}, *both], a="x", b="y") == [5]  # not of a batch without a
+    alarm = Alarm({"a": "my_r:const", "b": "y"})
+    (text,) = [text for row in both for text in alarm.update(row)]
+    assert "my_r:const" in text and "task a" in text

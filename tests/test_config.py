@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from yaml import YAMLError
 
 from flowalign import config as configs
+from flowalign import rewards
 from flowalign.commands import recipe
 from flowalign.config import (
     ADAPTER,
@@ -37,6 +38,7 @@ from flowalign.config import (
     to_yaml,
 )
 from flowalign.config.safe_yaml import dump_yaml, load_yaml
+from flowalign.system.hub_address import secrets
 from flowalign.training.preflight import Launch, check_world
 
 TINY = {"id": "tiny", "height": 64, "width": 64}
@@ -656,3 +658,32 @@ def test_every_section_and_stage_can_be_imported_from_one_place() -> None:
         for name, kind in vars(module).items():
             if isinstance(kind, type) and issubclass(kind, configs.Section):
                 assert getattr(configs, name) is kind
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "https://user:s3cret@host/v1", "https://user:s3/cret@host", "http://s3cret@host:8000/v1",
+        "https://host/v1?api_key=s3cret", "wss://host?a=b&hf_token=s3cret",
+    ],
+)  # fmt: skip
+def test_a_url_with_a_secret_is_refused_wherever_it_stands_and_not_shown(url: str) -> None:
+    places = {
+        "model.id": f"model.id={url}",
+        "tasks.0.reward.options.urls.1": f"tasks.0.reward.options={{urls: [x, '{url}']}}",
+        "nowhere": f"nowhere={url}",
+    }
+    for place, override in places.items():
+        (said,) = problems(raw(), override)
+        assert said.startswith(f"{place}: ") and "s3cret" not in said
+    with pytest.raises(ValueError, match="URL") as caught:
+        rewards.check("remote", {"urls": url})
+    assert "s3cret" not in str(caught.value)
+
+
+def test_addresses_without_a_secret_are_taken() -> None:
+    plain = [
+        "owner/name@v1.0", "http://host:8000/v1/@me", "https://host/a/b@c", "http://[::1]:8000",
+        "http://host:8000", "https://host/v1?steps=4", "mail@example.org",
+    ]  # fmt: skip
+    assert not [*secrets({"a": [plain]}, "")]

@@ -277,6 +277,8 @@ def test_the_command_writes_results_table_and_grid(
     folder = config.parent / "out"
     results = json.loads((folder / "results.json").read_text())
     models = results["models"]
+    code = results["benchmarks"]["red"].pop("code")
+    assert code.keys() == {"fakes:Faulty"}
     assert results["benchmarks"] == {"red": {"reward": "Faulty", "headline": None}}
     assert list(models) == ["fresh", "base"] and models["base"]["settings"]["steps"] == 2
     first, second = models["fresh"]["images"]["red"]

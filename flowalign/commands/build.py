@@ -52,6 +52,7 @@ def wire(
     single = [name for name, reward in built.items() if not reward.weights]
     if problems := [*problems, *parts_problems(config, single)]:
         raise ConfigError(problems)
+    set_seed(config.seed)  # again: what built a reward may have drawn or seeded
     backbone = student(config, accelerator.device, inputs)
     progress = Progress(config, accelerator.is_main_process)
     parts = algorithm_parts(config, backbone, accelerator, built, inputs)

@@ -41,6 +41,7 @@ from flowalign.training.preflight import Launch, scale_problems, world_problems
 from flowalign.training.report.status import Heartbeat
 from flowalign.training.run import lock, processes
 from flowalign.training.run.ranks import phase
+from flowalign.training.run.resume import changed_rewards, rewards_code
 
 HERE = Launch(resume=False)  # by one process
 REFERENCE = "stage:"
@@ -126,7 +127,8 @@ def _run_stage(
         inputs = {source: file_digest(source) for source in stage.inputs.values()}
         folder = Path(stage.output)
         paths = [path.relative_to(folder).as_posix() for n in PROVED for path in folder.glob(n)]
-        done = {"config": stage.model_dump(mode="json"), "inputs": inputs}
+        about = {"inputs": inputs, "rewards": rewards_code(stage)}
+        done = {"config": stage.model_dump(mode="json"), **about}
         manifest.write_manifest(folder, done, paths, file=DONE)
 
 
@@ -242,14 +244,15 @@ def _problems(
 
 
 def damage_of(stage: Stage) -> str | None:
-    """None for a finished stage, "" for one that is not, and what is damaged in one that was."""
+    """None for a finished stage, "" for one that is not, and what is damaged in one that was, or
+    which rewards have other code now."""
     if not (Path(stage.output) / DONE).exists():
         return ""
     try:
-        manifest.check_manifest(stage.output, file=DONE)
+        done = manifest.check_manifest(stage.output, file=DONE).about
     except Damaged as error:
         return str(error)
-    return None
+    return "; ".join(changed_rewards(stage, done)) or None
 
 
 def _stale(stage: Stage, damages: Mapping[str, str | None]) -> list[str]:

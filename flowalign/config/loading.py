@@ -35,6 +35,7 @@ from flowalign.config.stages import (
     stage_names,
     variant_problems,
 )
+from flowalign.system.hub_address import secrets
 
 C = TypeVar("C", bound=Stage)
 CARD_OF = "flowalign.backbone.loading:card_of"  # by name: the backbone is above the configs
@@ -210,6 +211,8 @@ def parse(
         text = f"want keys and values at the top, got {shown_value(data)}."
         raise ConfigError([text], source)
     data, problems = _override(data, overrides)
+    if leaks := list(secrets(data, "")):  # alone, as other problems show values
+        raise ConfigError(leaks, source)
     name = str(data.get("stage"))
     possible = [n for n in stage_names() if issubclass(STAGES.get(n, TrainingStage), stage)]
     if name not in possible:

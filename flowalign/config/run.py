@@ -52,6 +52,9 @@ class TrainConfig(Section):
     """Score a batch of images while the next is sampled (not groupwise rewards)."""
     score_seconds: Seconds | None = 1800.0
     """A batch of images is invalid if its reward takes longer; null = wait for ever."""
+    allow_changed_rewards: bool = Field(default=False, exclude=True)
+    """A resumed run, or a recipe, goes on though the code of its rewards has changed. The best
+    held-out score is then sought anew. It is not recorded: say it again where it is needed."""
     timeout_seconds: Seconds | None = Field(default=None, examples=[7200.0])
     """With several processes, the run ends when one has waited this long for another; null = two
     hours. Each batch of a reward that hangs takes score_seconds."""

@@ -1,9 +1,11 @@
-"""Addresses on the Hugging Face Hub. Light: rewards check their options with it."""
+"""Addresses on the Hugging Face Hub, and URLs. Light: configs and rewards are checked with it."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 from urllib.parse import unquote
 
 _NAME = r"[A-Za-z0-9_][\w.-]*"
@@ -45,4 +47,26 @@ class HubAddress:
     def _of(cls, match: re.Match[str] | None) -> HubAddress | None:
         return match and cls(
             match["repository"], match["revision"] or None, (match["path"] or "").removeprefix("/")
+        )
+
+
+# `user@`, also with a / in the password (host:8000/ has none), and `?api_key=`
+_SECRET = re.compile(
+    r"://[^/\s?#]*@|://[^/\s:@]+:(?!\d+(/|$))\S*@"
+    r"|(?i:://\S*[?&][\w-]*(key|token|passw|secret|signature|credential)[\w-]*=)"
+)
+
+
+def secrets(value: Any, place: str) -> Iterator[str]:
+    """What is said of each URL in a value for JSON that has a user, a password or a token in it, by
+    its place, without the URL."""
+    if isinstance(value, Mapping | list | tuple):
+        pairs = value.items() if isinstance(value, Mapping) else enumerate(value)
+        for key, inner in pairs:
+            yield from secrets(inner, f"{place}.{key}".removeprefix("."))
+    elif isinstance(value, str) and _SECRET.search(value):
+        yield (
+            f"{place}: a URL with a user, password or token in it, which logs and pages would "
+            "show. Give the address alone; the rewards remote and vlm read a token from the "
+            "environment (`token_env`)."
         )

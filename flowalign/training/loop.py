@@ -70,7 +70,8 @@ class Loop:
         clock = clock or Clock(time.monotonic(), config.train.max_minutes)
         self.requests = Requests(gather_object if several else None, clock)
         # listeners
-        self.monitor, self.alarm = monitor, Alarm()
+        rewards = {task.name: task.reward.name for task in config.tasks if task.reward}
+        self.monitor, self.alarm = monitor, Alarm(rewards)
         self.log = RunLog(config, accelerator, self.alarm, on_update)
         self.evaluations = Evaluations(config, evaluate, monitor, self.log)
 
@@ -335,6 +336,9 @@ class Loop:
         self.update = progress["update"]
         self.evaluations.load(progress)
         self.alarm.load(progress["alarm"])
+        if changed := resume.changed_rewards(self.config, saved.about):  # and that is allowed
+            self.evaluations.best, self.alarm.trained, self.alarm.watched = {}, [], []
+            self.log.warn(self.update, [f"--resume: {text}" for text in changed])
 
         def restore() -> None:
             resume.truncate_to(self.folder, folder, self.update, self.evaluations.last)

@@ -22,7 +22,7 @@ from typing import Any
 from torch import Tensor
 
 from flowalign.config import assignments
-from flowalign.rewards import as_reward, build, check, describe
+from flowalign.rewards import as_reward, build_on, check, describe
 from flowalign.rewards.scoring import Worker, score
 from flowalign.rewards.service import wire
 from flowalign.rewards.service.wire import Limits, WireError
@@ -211,7 +211,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((args.host, args.port))  # before the model loads, as it may fail
-        web = server(build(args.name, **options), settings)
+        web = server(build_on(None, args.name, options), settings)
     except (OSError, ImportError, ValueError) as error:
         listener.close()
         text = f"no reward {args.name} on {args.host}, port {args.port}: {error}"

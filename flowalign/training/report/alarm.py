@@ -29,9 +29,11 @@ def measured(row: EvalRow) -> Measured:
 
 
 class Alarm:
-    """Compares what is trained (reward, or minus distillation loss) with every held-out number."""
+    """Compares what is trained (reward, or minus distillation loss) with every held-out number.
+    rewards: their names by task."""
 
-    def __init__(self) -> None:
+    def __init__(self, rewards: Mapping[str, str] | None = None) -> None:
+        self.rewards = dict(rewards or {})
         self.trained: list[Measured] = []  # one for each period between evaluations
         self.watched: list[dict[str, Measured]] = []  # one for each evaluation
         self.period: list[float] = []  # objectives since the last evaluation
@@ -41,7 +43,8 @@ class Alarm:
 
     def update(self, values: Mapping[str, float]) -> list[str]:
         """Note an update. Returns a sentence when LASTING updates in a row had too many clipped
-        ratios, or were FARTHER from the teachers than the first one."""
+        ratios, or were FARTHER from the teachers than the first one, and once if they had no prompt
+        of a task whose images differ in their reward."""
         value = values.get(metrics.REWARD, -values.get(metrics.DISTILL, math.nan))
         self.period += [value] if math.isfinite(value) else []
         clipped = values.get(metrics.CLIP_FRACTION, 0.0)
@@ -57,10 +60,22 @@ class Alarm:
             "farther": f"the distance to the teachers is {times:.3g} times that of the first "
             f"update, and was above {FARTHER:g} times in {LASTING} updates: the student diverges",
         }
-        for name, wrong in {"clipped": clipped > CLIPPED, "farther": times > FARTHER}.items():
-            self.lasting[name] = self.lasting[name] + 1 if wrong else 0
+        seen = {"clipped": clipped > CLIPPED, "farther": times > FARTHER}
         remedy = ". Look at the samples; lower optimizer.lr, or updates_per_rollout"
-        return [texts[name] + remedy for name, count in self.lasting.items() if count == LASTING]
+        texts = {name: text + remedy for name, text in texts.items()}
+        alone = metrics.KEPT_SHARE if len(self.rewards) == 1 else ""
+        for task, reward in self.rewards.items():
+            differs = values.get(metrics.TASK_ADVANTAGE + task, values.get(alone))
+            if differs is not None and self.lasting.get(name := f"constant/{task}", 0) < LASTING:
+                seen[name] = differs == 0
+                texts[name] = (
+                    f"reward {reward} of task {task} gave the images of every prompt the same "
+                    f"score in {LASTING} updates: nothing is learnt from it. Look at the samples, "
+                    "and at the reward with `flowalign doctor --reward`"
+                )
+        for name, wrong in seen.items():
+            self.lasting[name] = self.lasting.get(name, 0) + 1 if wrong else 0
+        return [texts[name] for name in seen if self.lasting[name] == LASTING]
 
     def look(self, held_out: Mapping[str, Measured]) -> list[str]:
         """A sentence for each reward that collapsed since the first evaluation, and for each number

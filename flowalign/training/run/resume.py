@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from flowalign.backbone.adapters import file_digest
-from flowalign.config import ConfigError, TrainingStage
+from flowalign.config import ConfigError, Stage, TrainingStage
 from flowalign.config.loading import load, parse
+from flowalign.rewards import code_of
 from flowalign.system import manifest
 from flowalign.system.files import read_lines, replacing
 from flowalign.system.manifest import Damaged
@@ -52,14 +53,33 @@ def checkpoints(run: Path) -> list[Path]:
 
 def identity(config: TrainingStage) -> dict[str, Any]:
     """What a checkpoint of this run says of itself: its config, the version of flowalign, and the
-    digests of the adapters that it reads, by their key in the config."""
+    digests of the adapters that it reads and of its rewards' code, by their key in the config."""
     from flowalign import __version__
 
     return {
         "config": config.model_dump(mode="json"),
         "version": __version__,
         "inputs": {key: file_digest(source) for key, source in config.inputs.items()},
+        "rewards": rewards_code(config),
     }
+
+
+def rewards_code(config: Stage) -> dict[str, dict[str, str]]:
+    """{key in the config of a reward that is trained on, or of an evaluation: `code_of` it}."""
+    keys = {f"{j.place}.{k}": reward for j in config.judged for k, reward in j.rewards.items()}
+    counted = {key: r for key, r in keys.items() if key.startswith(("tasks.", "benchmarks."))}
+    return {key: code_of(reward.name, reward.options) for key, reward in counted.items()}
+
+
+def changed_rewards(config: Stage, about: Mapping[str, Any]) -> list[str]:
+    """Keys of the rewards whose code is another than a manifest says, with the names of what
+    changed. An older manifest says nothing."""
+    texts, then = [], about.get("rewards", {})
+    for key, now in rewards_code(config).items():
+        was = then.get(key, now)
+        if changed := sorted(name for name in now.keys() | was if now.get(name) != was.get(name)):
+            texts.append(f"{key}: the code of {', '.join(changed)} has changed")
+    return texts
 
 
 @dataclass(frozen=True)
@@ -148,6 +168,11 @@ def problems(
                 f"{key}: {source!r} has changed since {saved.folder} was written. Put the "
                 "adapter of that time back, or choose another `output` to start with this one."
             )
+    for text in () if config.train.allow_changed_rewards else changed_rewards(config, saved.about):
+        yield (
+            f"{text} since {saved.folder} was written. Put it back, choose another `output`, or, "
+            "if its scores are the same, go on with train.allow_changed_rewards=true."
+        )
     if not any_world and (before := saved.about["processes"]) != processes:
         yield (
             f"--resume: {saved.folder} was written by {before} process(es), and there are "
