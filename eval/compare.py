@@ -1,13 +1,11 @@
 """Paired differences of two evaluations that measured the same thing.
 
     flowalign eval compare a/results.json b/results.json [--models base student]
-    flowalign eval compare a/results.json flow_grpo [--models base]
 
 These must be equal: the version of the file, the sampler (steps, guidance, seed, size), and for
 each benchmark the reward with its engine and options, the prompts and the images per prompt. If a
 smaller `limit` left one with the first prompts of the other, these are compared. The base model,
-its dtype and the versions of libraries may differ, and a seed that is not known. With a protocol in
-place of the second file, the first key in which each benchmark differs from it is named.
+its dtype and the versions of libraries may differ, and a seed that is not known.
 """
 
 from __future__ import annotations
@@ -21,7 +19,6 @@ from typing import Any, NamedTuple
 
 from pydantic import BaseModel, Field, ValidationError
 
-from flowalign.config.protocols import PROTOCOLS, deviation
 from flowalign.eval import stats
 from flowalign.system import manifest
 from flowalign.system.escape import escaped, shown, table
@@ -163,10 +160,7 @@ def compare(
         listed = "\n  - ".join(["these results do not compare:", *problems])
         text = f"{listed}\nEvaluate both with one config."
         if keys := _undeclared(first, second, names):
-            text += (
-                f" If another program's images were sampled so, say it: {' '.join(keys)}, or by "
-                "--protocol."
-            )
+            text += f" If another program's images were sampled so, say it: {' '.join(keys)}."
         raise Incomparable(text)
     result = {}
     for name, about in first["benchmarks"].items():
@@ -205,18 +199,9 @@ def main(argv: Sequence[str]) -> int:
         "flowalign eval compare", description="Paired differences of two results.json."
     )
     parser.add_argument("first")
-    parser.add_argument("second", help=f"a file, or one of {', '.join(PROTOCOLS)}")
+    parser.add_argument("second")
     parser.add_argument("--models", nargs="+", metavar="MODEL", default=[None, None])
     args = parser.parse_args(argv)
-    if args.second in PROTOCOLS and not Path(args.second).exists():
-        document = load_results(args.first)
-        model = document["models"][model_of(document, args.models[0], args.first)]
-        differ = {}
-        for name, about in document["benchmarks"].items():
-            images = 1 + max((row.get("copy", 0) for row in model["images"][name]), default=0)
-            differ[name] = deviation(args.second, model["settings"], about, images)
-            print(shown(f"{name}: {differ[name] or 'agrees'}"))
-        return 2 if any(differ.values()) else 0
     if len(args.models) != 2:
         raise Incomparable("--models: want two names, one for each file.")
     documents = load_results(args.first), load_results(args.second)

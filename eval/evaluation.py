@@ -79,8 +79,7 @@ def _evaluate(config: EvalStage, accelerator: Accelerator) -> None:
     backbone, weights, digests, update = None, "", {}, {}
     with phase("loading the models"):
         model, device = config.model if config.adapters else None, accelerator.device
-        given, protocol = config.given, config.protocol
-        sets = build_sets(config.scored, "benchmarks", device, model, given, protocol)
+        sets = build_sets(config.scored, "benchmarks", device, model, config.given)
         if size := sets[0].prompts.size:  # of the images, where no model says it
             update = {} if model else {"height": size[0], "width": size[1], "sizes": None}
         config = config.model_copy(update={"model": config.model.model_copy(update=update)})

@@ -67,7 +67,6 @@ def assign(
     limit: int | None,
     copies: int,
     place: str,
-    protocol: str | None,
 ) -> dict[Key, Path]:
     """{image: its file}: of each of the first `limit` prompts, `copies`. A prompt that the set
     lists again takes the next images. place: the config key of the benchmark."""
@@ -91,11 +90,11 @@ def assign(
     for prompt, times in wanted.items():
         n, files = len(images[prompt]), ", ".join(path.name for path in images[prompt][:2])
         if n not in (times * copies, all_wanted[prompt] * copies):
-            wants = f"`--protocol {protocol}`" if protocol else "this benchmark"
             fitting = f", or set {place}.images={n // times}" if n % times == 0 else ""
             raise ImagesError(
                 f"{n} image{'s' * (n > 1)} of {shown(repr(prompt))} ({files}{', ...' * (n > 2)}), "
-                f"but {wants} wants {times * copies} of this prompt. Add or remove some{fitting}."
+                f"but this benchmark wants {times * copies} of this prompt. Add or remove "
+                f"some{fitting}."
             )
     files = {prompt: iter(images[prompt]) for prompt in wanted}
     keys = ((i, copy) for i in range(len(prompts.prompts[:limit])) for copy in range(copies))

@@ -17,7 +17,6 @@ from typing import Any
 from torch import Tensor
 
 from flowalign.config import EvalStage, to_yaml
-from flowalign.config.protocols import PROTOCOLS, deviation
 from flowalign.eval.compare import VERSION
 from flowalign.eval.fidelity import GROUPS
 from flowalign.eval.stats import AVERAGE, FIDELITY, FIELDS, part_of, shown
@@ -64,7 +63,7 @@ def write_files(config: EvalStage, results: Results) -> str:
         title = title or f"flowalign eval: {on if config.adapters else ', '.join(config.given)}"
         scores, sentences = tables(results, config.compare), conditions(config, results, versions)
         equal = {name: text for name, a in config.adapters.items() if (text := unlearnt(a))}
-        said = [f"{name}: {text}." for name, text in equal.items()] + agreement(config, results)
+        said = [f"{name}: {text}." for name, text in equal.items()]
         sentences = [*said, *sentences]
         heads = [f"{escaped(text, length=1000)}\n" for text in said]
         short, long = "\n".join([*heads, *map(markdown, scores)]), details(results.rows)
@@ -134,20 +133,6 @@ def _about(benchmark: Benchmark) -> dict[str, Any]:
     """What its numbers depend on."""
     about = describe(benchmark.reward)
     return {"reward": about.pop("name"), "headline": benchmark.headline} | about
-
-
-def agreement(config: EvalStage, results: Results) -> list[str]:
-    """Whether each number agrees with the config's protocol, or the first key that differs."""
-    if config.protocol is None:
-        return []
-    name, said = config.protocol, []
-    for benchmark in results.benchmarks:
-        about = _about(benchmark)
-        for model in results.judged:
-            differs = deviation(name, config.settings_of(model), about, benchmark.copies)
-            text = f"not {name}: {differs}" if differs else name
-            said.append(f"{model} on {benchmark.name}: {text}.")
-    return [f"Protocol {name} ({PROTOCOLS[name].source}).", *said]
 
 
 def geneval_lines(rows: Sequence[Mapping[str, Any]]) -> str:

@@ -85,7 +85,6 @@ def image_sets(
     config_key: str,
     model: ModelConfig | None,
     given: Mapping[str, GivenImages],
-    protocol: str | None = None,
 ) -> tuple[list[ImageSet], list[str]]:
     """The image sets of benchmark configs, with their prompts, and without judges; and what is
     wrong: images that are missing, too many, broken or of several sizes, and prompts that a layout
@@ -107,7 +106,7 @@ def image_sets(
         for name, images in by_prompt.items():
             try:
                 place, copies = f"{config_key}.{index}", config.images
-                files[name] = assign(images, prompts, config.limit, copies, place, protocol)
+                files[name] = assign(images, prompts, config.limit, copies, place)
                 size = check_images(files[name].values(), size)
             except ImagesError as error:
                 problems.append(f"models.{name}: {config.name}: {error}")
@@ -137,11 +136,10 @@ def build_sets(
     device: torch.device,
     model: ModelConfig | None,
     given: Mapping[str, GivenImages] | None = None,
-    protocol: str | None = None,
 ) -> list[ImageSet]:
     """`image_sets`, with their rewards on a device. Raises ConfigError for what is wrong with them
     and for rewards that cannot be built."""
-    sets, problems = image_sets(configs, config_key, model, given or {}, protocol)
+    sets, problems = image_sets(configs, config_key, model, given or {})
     if problems:
         raise ConfigError(problems)
     # only now: building a reward may load a large model

@@ -71,7 +71,7 @@ REWARDS: dict[str, str] = {
 }
 
 _registered: dict[str, Callable[..., Any]] = {}
-_INPUTS = ["images", "prompts", "metadata"]  # a function that begins so is itself the reward
+_INPUTS = 3  # images, prompts, metadata
 
 
 def register(name: str) -> Callable[[Factory], Factory]:
@@ -104,7 +104,7 @@ def build(name: str, **options: Any) -> Reward:
     """
     check(name, options)
     factory = _find(name)
-    if not _is_reward(factory):
+    if not _is_reward(factory, options):
         with settings_kept(name):
             reward: Reward = factory(**options)
         if not callable(reward):
@@ -148,7 +148,7 @@ def check(name: str, options: Mapping[str, Any]) -> None:
     read off the reward's signature: see `flowalign.rewards.options.check_call`.
     """
     factory = _find(name)
-    check_call(f"reward {name!r}", factory, options, len(_INPUTS) * _is_reward(factory))
+    check_call(f"reward {name!r}", factory, options, _INPUTS * _is_reward(factory, options))
 
 
 def declared(name: str, *, imports: bool = True) -> type[RewardBase]:
@@ -290,8 +290,13 @@ def _entry_points() -> dict[str, EntryPoint]:
     return {point.name: point for point in entry_points("flowalign.rewards")}
 
 
-def _is_reward(factory: Callable[..., Any]) -> bool:
-    return not inspect.isclass(factory) and _parameters(factory)[: len(_INPUTS)] == _INPUTS
+def _is_reward(factory: Callable[..., Any], options: Mapping[str, Any]) -> bool:
+    """Whether it is a function that begins with the inputs of a reward: three parameters without
+    a default that no option is for."""
+    first = [*inspect.signature(factory).parameters.values()][:_INPUTS]
+    needed = [p.default is p.empty and p.kind < p.VAR_POSITIONAL for p in first]
+    named = any(parameter.name in options for parameter in first)
+    return not inspect.isclass(factory) and needed == [True] * _INPUTS and not named
 
 
 def _parameters(factory: Callable[..., Any]) -> list[str]:

@@ -24,7 +24,6 @@ from flowalign.backbone import Backbone
 from flowalign.commands.cli import main as flowalign_main
 from flowalign.commands.evaluate import main
 from flowalign.config import EvalStage, load
-from flowalign.config.protocols import deviation
 from flowalign.eval.images import ImagesError, check_images, find_images
 from flowalign.system.images import image_files, pixels_of, read_image, stacked
 from flowalign.training.data import load_prompts
@@ -249,7 +248,6 @@ def test_bad_images_are_refused_in_a_sentence_before_a_judge_is_built(
         ({"benchmarks.0.size": [64, 64]}, "64x64"),
         ({"models.theirs.images": 3}, "models.theirs.images"),
         ({"models.theirs.step": 3}, "models.theirs.step"),
-        ({"protocol": "flow_grop"}, "protocol"),
     ],
 )
 def test_what_contradicts_the_images_is_refused(keys: dict[str, Any], said: str, tmp_path, capsys):
@@ -568,32 +566,3 @@ def test_a_source_is_read_from_anywhere(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.chdir(tmp_path)
     assert find_images("images.jsonl") == find_images("./images.jsonl")
     assert all(path.is_file() for paths in find_images(str(source)).values() for path in paths)
-
-
-@pytest.mark.usefixtures("never")
-def test_the_table_names_the_protocol_and_the_first_key_that_differs(tmp_path: Path, capsys):
-    source, out = of_tiny(tmp_path / "my", "ocr", 2), tmp_path / "out"
-    flags = ["--images", str(source), "--benchmarks", "ocr", "--limit", "2", "--out", str(out)]
-    assert main([*flags, "--protocol", "flow_grpo"]) == 0
-    settings = json.loads((out / "results.json").read_text())["models"]["my"]["settings"]
-    assert (settings["steps"], settings["guidance"], settings["seed"]) == (40, 4.5, None)
-    for text in (capsys.readouterr().out, (out / "table.md").read_text()):
-        assert "flow_grpo" in text and "height is 64; there: 512" in text
-    assert main(["compare", str(out / "results.json"), "flow_grpo"]) == 2
-    assert "ocr: height is 64; there: 512" in capsys.readouterr().out
-
-
-def test_a_number_agrees_with_a_protocol_in_all_its_keys_or_the_first_other_one_is_named():
-    settings = {"height": 512, "width": 512, "steps": 40, "guidance": 4.5}
-    settings |= {"max_sequence_length": 128, "seed": 1}
-    about = {"reward": "ocr", "engine": "paddleocr 2.9.1, some models", "rule": "published"}
-    assert deviation("flow_grpo", settings, about, 1) == ""
-    for key in settings.keys() - {"seed"}:
-        assert deviation("flow_grpo", settings | {key: 7}, about, 1).startswith(f"{key} is 7")
-    for key in ("engine", "rule"):
-        assert deviation("flow_grpo", settings, about | {key: "x"}, 1).startswith(f"{key} is 'x'")
-    assert deviation("flow_grpo", settings, about, 4).startswith("images is 4")
-    assert deviation("flow_grpo", settings, about | {"reward": "x"}, 1).startswith("reward is 'x'")
-    assert deviation("flow_grpo", settings | {"seed": 2}, about, 1) == ""  # it has none
-    official = settings | {"steps": 50, "guidance": 9.0}
-    assert deviation("geneval_official", official, {"reward": "geneval"}, 4).startswith("seed is 1")

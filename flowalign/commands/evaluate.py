@@ -12,8 +12,6 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from flowalign.config.protocols import PROTOCOLS
-from flowalign.config.run import GivenImages
 from flowalign.eval import run
 
 CONFIGURED = "--config"  # or --config=FILE
@@ -35,7 +33,6 @@ def parser() -> argparse.ArgumentParser:
         "whose benchmarks are meant")  # fmt: skip
     add("--benchmarks", nargs="+", metavar="NAME",
         help="default: those of the family's eval.yaml, or those that --images has")  # fmt: skip
-    add("--protocol", choices=PROTOCOLS, help="sample, or say how --images were sampled, as there")
     add("--limit", type=int, help="only the first so many prompts of each")
     add("--out", type=Path, required=True, help="folder of the results; the config is kept there")
     add("overrides", nargs="*", metavar="key.path=value", help="change the config")
@@ -85,16 +82,13 @@ def settings(args: Namespace) -> dict[str, Any]:
         hint = did_you_mean(unknown[0], known)
         raise ValueError(f"--benchmarks: no {unknown[0]!r}.{hint} There are {', '.join(known)}.")
     chosen = [known[name] for name in args.benchmarks or shipped]
-    protocol = PROTOCOLS[args.protocol] if args.protocol else None
     if args.images:
         named = [
             t if "=" in t else f"{re.sub('[^0-9A-Za-z_-]', '_', Path(t).stem)}={t}"
             for t in args.images
         ]
-        sampled = {**protocol.model, **protocol.sampling} if protocol else {}
-        sampled = {key: value for key, value in sampled.items() if key in GivenImages.model_fields}
         sources = named_sources(named)
-        given = {name: {"images": source, **sampled} for name, source in sources.items()}
+        given = {name: {"images": source} for name, source in sources.items()}
         data["models"] = (data["models"] if args.lora else {}) | given
         there = {prompt for source in sources.values() for prompt in find_images(source)}
         fits = {benchmark["name"]: _asks_for(benchmark, there) for benchmark in chosen}
@@ -109,11 +103,6 @@ def settings(args: Namespace) -> dict[str, Any]:
             )
         if not args.benchmarks:
             chosen = [benchmark for benchmark in chosen if fits[benchmark["name"]]]
-    if protocol:
-        data |= {"protocol": args.protocol, "model": {**data["model"], **protocol.model}}
-        data["sampling"] = {**data.get("sampling", {}), **protocol.sampling}
-        images = {k: {"images": j["images"]} for k, j in protocol.judges.items() if "images" in j}
-        chosen = [benchmark | images.get(benchmark["reward"]["name"], {}) for benchmark in chosen]
     if args.limit is not None or args.images:
         data.pop("fidelity", None)  # a distance between sets, which needs all images
         chosen = [benchmark | {"limit": args.limit} for benchmark in chosen]

@@ -140,8 +140,7 @@ def examine(config: Stage, home: Path, launch: Launch = HERE) -> tuple[dict[str,
         problems = world_problems(config, launch)
         if isinstance(config, EvalStage) and config.given and not problems:
             model = config.model if config.adapters else None
-            given, protocol = config.given, config.protocol
-            _, problems = image_sets(config.scored, "benchmarks", model, given, protocol)
+            _, problems = image_sets(config.scored, "benchmarks", model, config.given)
         return {Path(config.output).name: config}, problems
     stages, problems = _read_stages(config.recipe, home)
     return stages, _problems(config.recipe, stages, problems, launch)

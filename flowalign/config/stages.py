@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from flowalign.config import learning, protocols, run
+from flowalign.config import learning, run
 from flowalign.config.model import LoraConfig, ModelConfig
 from flowalign.config.rollout import RolloutConfig, steps_within
 from flowalign.config.section import (
@@ -726,9 +726,6 @@ class EvalStage(Stage):
     )
     """{name: adapter folder, or null for the base model; or images: FOLDER}. All are compared with
     the first. If all are images, no model is loaded."""
-    protocol: str | None = Field(default=None, examples=["flow_grpo"])
-    """A key of `flowalign.config.protocols`: the table says the first key in which a number differs
-    from it. The flag --protocol also sets these keys."""
     compare: Annotated[dict[str, list[str]], null_is_empty] = Field(
         default={}, examples=[{"student": ["ocr", "merged"]}]
     )
@@ -836,9 +833,6 @@ class EvalStage(Stage):
                 "diversity: no benchmark has several images of a prompt. Set `images` of one, such "
                 "as benchmarks.0.images=4, or leave it out."
             )
-        if self.protocol not in (None, *protocols.PROTOCOLS):
-            listed = ", ".join(protocols.PROTOCOLS)
-            yield f"protocol: there is no {self.protocol!r}. Possible: {listed}."
 
 
 def _given(sources: Mapping[str, str | None]) -> dict[str, str]:
