@@ -1,10 +1,10 @@
 """The package hpsv3 with small random weights, served and asked: the scores are the package's own.
 
-    hpsv3/bin/python benchmarks/hpsv3_small.py
+    PYTHONPATH=scripts hpsv3/bin/python benchmarks/hpsv3_small.py
 
 Runs in the environment of HPSv3 (docs/rewards/remote.md), on a CPU, without a network. It writes a
 Qwen2-VL of some 100,000 weights in the real format, as the file and the folder that the package
-reads, serves the reward `hpsv3` with it, and asks that by the reward `remote`.
+reads, serves scripts/served_rewards.py with it, and asks that by the reward `remote`.
 """
 
 from __future__ import annotations
@@ -91,13 +91,13 @@ def main() -> int:
     write_base(Path("Qwen/Qwen2-VL-7B-Instruct"))  # the name that the package asks for
     write_checkpoint(Path("small.safetensors"))
     pixels = np.random.default_rng(0).integers(0, 256, (3, 64, 64, 3), np.uint8)
-    own: Any = build("hpsv3", checkpoint="small.safetensors", device="cpu")
+    own: Any = build("served_rewards:HPSv3", checkpoint="small.safetensors", device="cpu")
     wanted = [
         float(own.model.reward(prompts=[prompt], image_paths=[Image.fromarray(image)])[0, 0])
         for prompt, image in zip(PROMPTS, pixels, strict=True)
     ]
-    command = [sys.executable, "-m", "flowalign.commands.cli", "serve-reward", "hpsv3", "--port",
-               str(PORT), "checkpoint=small.safetensors", "device=cpu"]  # fmt: skip
+    command = [sys.executable, "-m", "flowalign.commands.cli", "serve-reward",
+               "served_rewards:HPSv3", "--port", str(PORT), "checkpoint=small.safetensors", "device=cpu"]  # fmt: skip
     images = torch.from_numpy(pixels).permute(0, 3, 1, 2) / 255
     with subprocess.Popen(command) as server:
         try:

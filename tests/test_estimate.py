@@ -413,7 +413,6 @@ def test_the_rank_of_a_start_counts_from_its_file_or_from_the_stage_that_will_wr
         ("math:hypot", {}, {}),  # a function of the user's
         ("math:hypot", {"model": "me/judge"}, None),
         ("pickscore", {"model": "me/judge"}, None),
-        ("hpsv3", {}, None),
         ("ocr", {}, {}),
     ],
 )

@@ -72,7 +72,7 @@ def test_an_extra_is_installed_from_the_checkout_or_by_name(monkeypatch, tmp_pat
     assert packages.install_command("uvicorn") == f"pip install -e '{ROOT}[serve]'"
     monkeypatch.setattr(packages, "ROOT", tmp_path)
     assert packages.install_command("open_clip") == "pip install 'flowalign-t2i[clip]'"
-    assert packages.install_command("hpsv3") == "pip install hpsv3==1.0.0"
+    assert packages.install_command("rapidocr") == "pip install rapidocr onnxruntime"
 
 
 def test_a_missing_package_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from served_rewards import AFTER, BEFORE, IMAGE_TOKEN, expected_level, pad_to_square
 
 from flowalign.rewards import build, check
 from flowalign.rewards.clip import ImageProcessor
-from flowalign.rewards.served import AFTER, BEFORE, IMAGE_TOKEN, expected_level, pad_to_square
 
 MEAN = [0.48, 0.46, 0.41]
 PIXELS = np.random.default_rng(1).integers(0, 256, (5, 3, 20, 12), np.uint8)
@@ -81,7 +81,7 @@ def test_deqa_asks_the_published_question_about_padded_images(monkeypatch):
         return model
 
     monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", from_pretrained)
-    reward = build("deqa", revision="abc", device="cpu", batch_size=2)
+    reward = build("served_rewards:DeQA", revision="abc", device="cpu", batch_size=2)
     assert given["name"] == "zhiyuanyou/DeQA-Score-Mix3" and given["revision"] == "abc"
     assert given["trust_remote_code"] is True and given["attn_implementation"] == "eager"
     scores = reward(IMAGES, [""] * 5, [{}] * 5)
@@ -121,7 +121,7 @@ def test_hpsv3_takes_mu_and_passes_images_and_prompts_by_name(monkeypatch):
     monkeypatch.setitem(sys.modules, "hpsv3", package)
     prompts = ["a" * n for n in range(5)]
     for batch_size in (1, 3):
-        reward = build("hpsv3", device="cpu", batch_size=batch_size)
+        reward = build("served_rewards:HPSv3", device="cpu", batch_size=batch_size)
         assert reward.model.model.weight.dtype == torch.float32  # type: ignore[attr-defined]
         scores = reward(IMAGES, prompts, [{}] * 5)
         expected = [PIXELS[row].mean() + row for row in range(5)]
@@ -129,4 +129,4 @@ def test_hpsv3_takes_mu_and_passes_images_and_prompts_by_name(monkeypatch):
         assert scores.value.dtype == torch.float32
     assert seen[0] == (None, "cpu")
     with pytest.raises(ValueError, match="checkpoint"):  # a pickle
-        check("hpsv3", {"checkpoint": "HPSv3_7B.pth"})
+        check("served_rewards:HPSv3", {"checkpoint": "HPSv3_7B.pth"})

@@ -29,7 +29,7 @@ EXTRAS = {
     "wandb": "wandb",
 }
 """Import name -> the extra of pyproject.toml that has it."""
-OTHERS = {"rapidocr": "rapidocr onnxruntime", "hpsv3": "hpsv3==1.0.0"}
+OTHERS = {"rapidocr": "rapidocr onnxruntime"}
 """Import name -> what pip is asked for, for packages that no extra has."""
 ROOT = Path(__file__).resolve().parents[2]  # of a checkout; else site-packages
 

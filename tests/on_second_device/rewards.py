@@ -11,7 +11,6 @@ import pytest
 import test_hpsv2
 import test_imagereward
 import test_mask2former
-import test_served_models
 import torch
 from PIL import Image
 from small_models import PROMPTS, clip_folder, pictures
@@ -67,28 +66,6 @@ def geneval(mask2former: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.fixture
-def deqa(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """What stands in for DeQA, with a weight that says where it is."""
-
-    class Model(test_served_models.MPlugOwl):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.zeros(1))
-
-        def forward(self, input_ids, images):
-            logits = images.new_full((len(images), 4, 11), 100.0)
-            for place, level in enumerate(self.preferential_ids_):
-                logits[:, -1, level] = images.mean((1, 2, 3)) * (place + 1) + self.weight
-            return {"logits": logits + 0 * input_ids.sum()}
-
-    def from_pretrained(name, torch_dtype, **options):
-        return Model()
-
-    monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", from_pretrained)
-    return {}
-
-
-@pytest.fixture
 def weighted(pickscore: dict[str, Any], geneval: dict[str, Any]) -> dict[str, Any]:
     gate = {"reward": {"name": "pickscore", "options": pickscore}, "median": 0.5, "spread": 0.1}
     parts = [{"name": "normalized", "options": gate}, {"name": "geneval", "options": geneval}]
@@ -96,7 +73,7 @@ def weighted(pickscore: dict[str, Any], geneval: dict[str, Any]) -> dict[str, An
 
 
 WITH_NETWORKS = [
-    "aesthetic", "clipscore", "deqa", "diversity", "geneval", "hpsv2", "imagereward", "pickscore",
+    "aesthetic", "clipscore", "diversity", "geneval", "hpsv2", "imagereward", "pickscore",
     "similarity", "weighted",
 ]  # fmt: skip
 
