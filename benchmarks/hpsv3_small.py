@@ -97,7 +97,8 @@ def main() -> int:
         for prompt, image in zip(PROMPTS, pixels, strict=True)
     ]
     command = [sys.executable, "-m", "flowalign.commands.cli", "serve-reward",
-               "served_rewards:HPSv3", "--port", str(PORT), "checkpoint=small.safetensors", "device=cpu"]  # fmt: skip
+               "served_rewards:HPSv3", "--port", str(PORT),
+               "checkpoint=small.safetensors", "device=cpu"]  # fmt: skip
     images = torch.from_numpy(pixels).permute(0, 3, 1, 2) / 255
     with subprocess.Popen(command) as server:
         try:
