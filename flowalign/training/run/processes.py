@@ -49,10 +49,9 @@ def state(*configs: Stage) -> PartialState:
     """What accelerate knows of the processes. Ask it before an Accelerator is made: several
     processes on a machine without a GPU would each believe that they are alone.
 
-    The first call makes their group and the watch over its ranks (`flowalign.training.run.ranks`).
-    The timeout is the longest of these configs. Later calls return that group. Raises ConfigError
-    for a strategy that is not supported, and for processes that do not know of each other: each
-    would do all of the work, in one folder.
+    The first call makes their group. Its timeout is the longest of these configs. Later calls
+    return that group. Raises ConfigError for a strategy that is not supported, and for processes
+    that do not know of each other: each would do all of the work, in one folder.
     """
     if _launched_with("ACCELERATE_USE_DEEPSPEED"):
         text = "DeepSpeed is not supported. Use DDP, or FSDP2 to shard the base model."
@@ -61,9 +60,8 @@ def state(*configs: Stage) -> PartialState:
     timeouts = [
         getattr(getattr(c, "train", c), "timeout_seconds", None) or TIMEOUT for c in configs
     ]
-    longest = max(timeouts, default=None)
-    if longest is not None:  # the watch comes first: it names the rank that is waited for
-        options["timeout"] = timedelta(seconds=longest + ranks.MARGIN)
+    if timeouts:
+        options["timeout"] = timedelta(seconds=max(timeouts))
     made = PartialState(cpu=not torch.accelerator.is_available(), **options)
     if made.num_processes == 1 < (started := int(os.environ.get("WORLD_SIZE") or 1)):
         text = (
@@ -71,7 +69,7 @@ def state(*configs: Stage) -> PartialState:
             "`accelerate launch --config_file configs/accelerate/ddp_2cpu.yaml ...`."
         )
         raise ConfigError([text], "launcher")
-    ranks.watch().begin(longest)
+    ranks.follow_launcher()
     return made
 
 
@@ -125,9 +123,8 @@ def finish(accelerator: Accelerator) -> None:
 
 def part() -> None:
     """At the end of everything, end the process group."""
-    ranks.watch().leave()
     if torch.distributed.is_initialized():
-        PartialState().destroy_process_group()  # not `state`: it would begin a new watch
+        PartialState().destroy_process_group()
 
 
 Errors = tuple[type[Exception], ...]
@@ -151,14 +148,15 @@ class ExitStatus:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
-        watch = ranks.watch()
         if error is None:
             part()
             return True
-        if isinstance(lost := watch.explain(error) or error, ranks.LostRank):
-            watch.tell(str(lost))
+        if isinstance(lost := ranks.explain(error) or error, ranks.LostRank):
+            if lost.first:
+                print(harmless(f"stopped: {lost}"), file=sys.stderr)
             self.code = 1
-        elif isinstance(error, KeyboardInterrupt):
+            return True
+        if isinstance(error, KeyboardInterrupt):
             ours = error if isinstance(error, Interrupted) else Interrupted.by(signal.SIGINT)
             note = self.interrupted if ours.note is None else ours.note
             if note:
@@ -177,7 +175,7 @@ class ExitStatus:
                 file=sys.stderr,
             )
             self.code = 1
-        watch.leave(self.code or 1, f"{type(error).__name__}: {error}")
+        ranks.leave(f"{type(error).__name__}: {error}")
         return self.code != 0
 
 
