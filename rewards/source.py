@@ -59,7 +59,8 @@ def _files(module: str, found: dict[str, Any], whole: bool = False) -> dict[str,
             own = name.startswith(OURS) and name not in FRAME
         if name not in found and spec.has_location and (own or whole and name == module):
             now = spec.loader.get_data(spec.origin)
-            found[name] = first = vars(spec).setdefault("flowalign_first", now)  # a reload has another
+            # as it was first seen; a module that is reloaded has another spec
+            found[name] = first = vars(spec).setdefault("flowalign_first", now)
             if first != now:
                 log.warning("%s was edited. This process runs what it imported: restart it", name)
             if not own:
