@@ -214,13 +214,13 @@ def has_no_weights(name: str) -> bool:
 def code_of(name: str, options: Mapping[str, Any]) -> dict[str, str]:
     """{name: digest of its code} of a reward, of those that it is made of, and of the modules that
     its options name by a dotted path. Runs none of that code. See `flowalign.rewards.source`."""
-    digests = {}
-    for part in [name, *(part for part, _ in leaves(name, options, imports=False))]:
-        path = _paths().get(part, part)
-        found = source.digest(_registered.get(part) or path.partition(":")[0])
-        digests[part] = found or uuid4().hex  # not known: of nothing that was scored before
-    more = {path: source.digest(path.partition(":")[0]) for path in own_code(options)}
-    return digests | {path: found for path, found in more.items() if found}
+    needed, digests = [name, *(part for part, _ in leaves(name, options, imports=False))], {}
+    for part in [*needed, *own_code(options)]:
+        module = _paths().get(part, part).partition(":")[0]
+        found = source.digest(_registered.get(part, module))
+        if found or part in needed:
+            digests[part] = found or uuid4().hex  # not known: of nothing that was scored before
+    return digests
 
 
 def describe(reward: Reward) -> dict[str, Any]:

@@ -157,7 +157,7 @@ def scale_problems(stages: Mapping[str, Stage]) -> Iterator[str]:
             else:  # a merge: as the first of its adapters
                 used = next((s for part in stage.inputs.values() for s in trained(part)), 1.0)
             far = (s for s in trained(source) if used > 2 * s or 2 * used < s and not absorbs)
-            if own := next(far, None):
+            if (own := next(far, None)) is not None:
                 yield (
                     f"{name}: {key}: {source} was trained at guidance {own:g}, and is used at "
                     f"{used:g}. Use it at {own:g} (labels: up to {2 * own:g}): CFG counts once."
