@@ -25,7 +25,6 @@ import json
 import pkgutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any, TypeVar
 from uuid import uuid4
@@ -92,7 +91,7 @@ def register(name: str) -> Callable[[Factory], Factory]:
 
 def names() -> list[str]:
     """Every reward that is known by name, sorted."""
-    return sorted({*_registered, *REWARDS, *_entry_points()})
+    return sorted({*_registered, *_paths()})
 
 
 def build(name: str, **options: Any) -> Reward:
@@ -134,7 +133,7 @@ def with_device(
     factory: Callable[..., Any], options: Mapping[str, Any], device: str | torch.device | None
 ) -> Mapping[str, Any]:
     """The options with that device, if the factory has the option and they do not give it."""
-    if options.get("device") is not None or "device" not in _parameters(factory):
+    if options.get("device") is not None or "device" not in inspect.signature(factory).parameters:
         return options
     return {**options, "device": str(resolve(device))}
 
@@ -213,14 +212,13 @@ def has_no_weights(name: str) -> bool:
 def code_of(name: str, options: Mapping[str, Any]) -> dict[str, str]:
     """{name: digest of its code} of a reward, of those that it is made of, and of the modules that
     its options name by a dotted path. Runs none of that code. See `flowalign.rewards.source`."""
-    digests = {}
-    for part in [name, *(part for part, _ in leaves(name, options, imports=False))]:
-        point = _entry_points().get(part)
-        path = REWARDS.get(part) or (point.value if point else part)
-        found = source.digest(_registered.get(part) or path.partition(":")[0])
-        digests[part] = found or uuid4().hex  # not known: of nothing that was scored before
-    more = {path: source.digest(path.partition(":")[0]) for path in own_code(options)}
-    return digests | {path: found for path, found in more.items() if found}
+    needed, digests = [name, *(part for part, _ in leaves(name, options, imports=False))], {}
+    for part in [*needed, *own_code(options)]:
+        module = _paths().get(part, part).partition(":")[0]
+        found = source.digest(_registered.get(part, module))
+        if found or part in needed:
+            digests[part] = found or uuid4().hex  # not known: of nothing that was scored before
+    return digests
 
 
 def describe(reward: Reward) -> dict[str, Any]:
@@ -264,38 +262,31 @@ def _find(name: str) -> Callable[..., Any]:
     """The factory or function behind a name, in the order that this module's head states."""
     if name in _registered:
         return _registered[name]
-    if name in REWARDS:
-        return load(REWARDS[name])
-    if point := _entry_points().get(name):
-        return point.load()
-    if ":" not in name:
+    path = _paths().get(name, name)
+    if ":" not in path:
         raise ValueError(
             f"no reward {name!r}{suggestion(name, names())}; use one of {names()}, register yours "
             "with @flowalign.rewards.register(name), or give its path 'package.module:attribute'."
         )
-    return load(name)
+    return load(path)
 
 
 def _is_dotted_path(text: str) -> bool:
     """Whether a name is a dotted path, and in no table."""
     module, _, attribute = text.partition(":")
     parts = [*module.split("."), *attribute.split(".")]
-    is_known = text in _registered or text in REWARDS or text in _entry_points()
-    return all(part.isidentifier() for part in parts) and not is_known
+    return all(part.isidentifier() for part in parts) and text not in names()
 
 
-def _entry_points() -> dict[str, EntryPoint]:
-    return {point.name: point for point in entry_points("flowalign.rewards")}
+def _paths() -> dict[str, str]:
+    """The dotted path of every reward that the table or an installed package names."""
+    return {point.name: point.value for point in entry_points("flowalign.rewards")} | REWARDS
 
 
 def _is_reward(factory: Callable[..., Any], options: Mapping[str, Any]) -> bool:
     """Whether it is a function that begins with the inputs of a reward: three parameters without
     a default that no option is for."""
     first = [*inspect.signature(factory).parameters.values()][:_INPUTS]
-    needed = [p.default is p.empty and p.kind < p.VAR_POSITIONAL for p in first]
-    named = any(parameter.name in options for parameter in first)
-    return not inspect.isclass(factory) and needed == [True] * _INPUTS and not named
-
-
-def _parameters(factory: Callable[..., Any]) -> list[str]:
-    return list(inspect.signature(factory).parameters)
+    needed = [p for p in first if p.default is p.empty and p.kind < p.VAR_POSITIONAL]
+    inputs = [parameter for parameter in needed if parameter.name not in options]
+    return not inspect.isclass(factory) and len(inputs) == _INPUTS

@@ -149,14 +149,13 @@ def settings_kept(name: str) -> Iterator[None]:
             yield
     finally:
         now = _settings()
-        changed = [key for key in before if now.get(key) != before[key]]
-        for key in changed:
-            cpu = before[key] == torch.device("cpu")  # the default, which None restores
-            getattr(torch, f"set_{key}")(None if cpu else before[key])
+        changed = {key: value for key, value in before.items() if now.get(key) != value}
+        for key, value in changed.items():  # None restores the default device, the CPU
+            getattr(torch, f"set_{key}")(None if value == torch.device("cpu") else value)
         if changed and name not in _changers:
+            _changers.add(name)
             text = "reward %s changes torch's %s, which is set back after each call"
             log.warning(text, name, ", ".join(changed))
-            _changers.add(name)
 
 
 def _settings() -> dict[str, Any]:
@@ -264,8 +263,8 @@ class AsyncScorer:
     """Scores batches of images in order, in one thread, while the caller samples the next ones.
 
     The scores are those of calling `score` at once, as far as a reward judges each image by itself.
-    `submit` waits for the first batch, and for all where a reward changes torch's global settings,
-    so that no image is sampled under these.
+    `submit` waits for a thread's first batch, and for all where a reward changes torch's global
+    settings, so that no image is sampled under these.
     seconds: a batch that takes longer is given up and its images are invalid (None = wait for
     ever). Python cannot end the thread that hangs: it is left behind, and a new one takes over.
     """
@@ -274,7 +273,6 @@ class AsyncScorer:
         self.score, self.seconds = score, seconds
         self._jobs: list[tuple[Tensor, PromptBatch, Future[Scores]]] = []
         self._worker: Worker | None = None
-        self._is_first = True
 
     @property
     def waiting(self) -> int:
@@ -283,14 +281,13 @@ class AsyncScorer:
 
     def submit(self, images: Tensor, batch: PromptBatch) -> None:
         """Start to score images [B,3,H,W] and their B rows; returns at once."""
-        if self._worker is None:
+        if is_first := self._worker is None:
             self._worker = Worker()
             weakref.finalize(self, self._worker.close)
         future = self._worker.submit(partial(self.score, images, batch))
         self._jobs.append((images, batch, future))
-        if self._is_first or _changers:
+        if is_first or _changers:
             wait([future], self.seconds)
-        self._is_first = False
 
     def collect(self) -> Scores:
         """The scores of everything submitted since the last call, in order: `results`, joined."""

@@ -14,12 +14,12 @@ import logging
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from importlib.machinery import ModuleSpec, PathFinder
+from importlib.machinery import PathFinder
 from importlib.metadata import packages_distributions, version
 from importlib.util import find_spec, resolve_name
 from itertools import accumulate
 from pathlib import Path
-from types import CodeType, ModuleType
+from types import ModuleType
 from typing import Any
 
 from flowalign.system.manifest import json_sha256
@@ -28,10 +28,9 @@ log = logging.getLogger("flowalign")
 
 OURS = "flowalign.rewards."
 FRAME = {OURS + name for name in ("base", "options", "scoring", "source")}  # no reward's own
-# of functions, classes, methods, decorated functions, properties, partials and compiled code
-PARTS = "__defaults__ __kwdefaults__ __bases__ __func__ __self__ __wrapped__ fget func args".split()
-PARTS += "keywords co_code co_names co_consts".split()
-_first: dict[str, tuple[ModuleSpec, bytes]] = {}  # a module's file when it was first looked at
+# of functions, closures, classes, methods, decorated functions, properties and partials
+PARTS = "__defaults__ __kwdefaults__ __closure__ cell_contents __bases__ __func__ __self__".split()
+PARTS += "__wrapped__ fget func args keywords".split()
 
 
 def digest(code: Any) -> str | None:
@@ -43,8 +42,8 @@ def digest(code: Any) -> str | None:
 
 
 def _files(module: str, found: dict[str, Any], whole: bool = False) -> dict[str, Any]:
-    """{name: content} of a module and of those that it imports; imports none. whole: even of an
-    installed one."""
+    """{name: content} of a module and of those that it imports, as this process imported them;
+    imports none. whole: even of an installed one."""
     folders = None
     for name in accumulate(module.split("."), "{}.{}".format):
         if name in sys.modules:
@@ -54,29 +53,23 @@ def _files(module: str, found: dict[str, Any], whole: bool = False) -> dict[str,
         if spec is None:
             break  # an attribute, or nothing
         folders, top = spec.submodule_search_locations, name.partition(".")[0]
-        installed = not {"site-packages", "dist-packages"}.isdisjoint(Path(spec.origin or "").parts)
-        own = not installed and top not in sys.stdlib_module_names
+        own = {"site-packages", "dist-packages"}.isdisjoint(Path(spec.origin or "").parts)
+        own = own and top not in sys.stdlib_module_names
         if top == "flowalign":
-            installed, own = False, name.startswith(OURS) and name not in FRAME
+            own = name.startswith(OURS) and name not in FRAME
         if name not in found and spec.has_location and (own or whole and name == module):
-            found[name] = content = _content(name, spec)
-            if installed:
+            now = spec.loader.get_data(spec.origin)
+            # as it was first seen; a module that is reloaded has another spec
+            found[name] = first = vars(spec).setdefault("flowalign_first", now)
+            if first != now:
+                log.warning("%s was edited. This process runs what it imported: restart it", name)
+            if not own:
                 found |= {d: version(d) for d in packages_distributions().get(top, ())}
-            for imported in _imports(content, name if folders else name.rpartition(".")[0]):
+            for imported in _imports(first, name if folders else name.rpartition(".")[0]):
                 _files(imported, found)
         if not folders:
             break
     return found
-
-
-def _content(name: str, spec: ModuleSpec) -> bytes:
-    """Of a module's file, as it was when this process imported it, as far as that is known."""
-    now = spec.loader.get_data(spec.origin)  # type: ignore[union-attr]
-    if name not in _first or _first[name][0] is not spec:  # not imported yet, or reloaded
-        _first[name] = spec, now
-    if _first[name][1] != now:
-        log.warning("%s was edited. This process still runs what it imported: restart it", name)
-    return _first[name][1]
 
 
 def _imports(content: bytes, package: str) -> Iterator[str]:
@@ -98,24 +91,22 @@ def _pieces(value: Any, seen: dict[int, Any]) -> Iterator[Any]:
     if id(value) in seen:
         return
     seen[id(value)] = value  # kept, as the number of an object that is gone is given again
-    if isinstance(value, Mapping | list | tuple | set | frozenset):
-        inner = [*value, *value.values()] if isinstance(value, Mapping) else [*value]
-        inner = sorted(inner, key=repr) if isinstance(value, set | frozenset) else inner
-    else:
-        inner = [getattr(value, name, None) for name in PARTS]
-        module = getattr(value, "__name__" if isinstance(value, ModuleType) else "__module__", "")
-        yield (files := _files(str(module or "?"), {}))
-        inner += [cell.cell_contents for cell in getattr(value, "__closure__", None) or ()]
-        if inspect.isfunction(value):
-            if module == "__main__" or not Path(value.__code__.co_filename).is_file():
-                code = value.__code__
-                inner += [code, *(value.__globals__.get(name) for name in sorted(_names(code)))]
-        elif module == "__main__" or files and not isinstance(value, type | ModuleType):
-            inner += [type(value), *getattr(value, "__dict__", {}).values()]
+    module = getattr(value, "__name__" if isinstance(value, ModuleType) else "__module__", None)
+    yield (files := _files(str(module or "?"), {}))
+    inner = [getattr(value, name, None) for name in PARTS]
+    if isinstance(value, Mapping | list | tuple):
+        inner = [*value, *value.values()] if isinstance(value, Mapping) else value
+    elif isinstance(value, set | frozenset):
+        inner = sorted(value, key=repr)
+    elif inspect.isfunction(value):
+        if module == "__main__" or not Path(value.__code__.co_filename).is_file():
+            codes = [value.__code__]
+            for code in codes:  # with the functions inside it
+                inner += [code.co_code, code.co_names, code.co_consts]
+                codes += [const for const in code.co_consts if inspect.iscode(const)]
+            names = {name for code in codes for name in code.co_names}
+            inner += [value.__globals__.get(name) for name in sorted(names)]
+    elif module == "__main__" or files and not isinstance(value, type | ModuleType):
+        inner += [type(value), getattr(value, "__dict__", None)]
     for part in inner:
         yield from _pieces(part, seen)
-
-
-def _names(code: CodeType) -> set[str]:
-    """The names that a function uses, and those inside it."""
-    return {*code.co_names}.union(*(_names(c) for c in code.co_consts if isinstance(c, CodeType)))

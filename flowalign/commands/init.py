@@ -102,7 +102,8 @@ def main(argv: Sequence[str]) -> int:
         part.write_text(f"{text}\n", encoding="utf-8")
     print("\n".join([str(out), *notes]))
     fits = "" if args.model == "tiny" else " --gpu 4090 --hours 24"  # whatever the user has
-    fits += " --trust" if draft.has_own_code else ""
+    if reward_registry.own_code([draft.reward(name) for name in draft.rewards if name != NONE]):
+        fits += " --trust"  # without it, the doctor does not run the user's code
     print(f"next: flowalign doctor --config {out}{fits}\nthen: {config.command} --config {out}")
     return 0
 
@@ -196,13 +197,6 @@ class Draft:
         data |= {"stage": self.args.stage, "output": output, "model": model}
         # a plugin's stage lacks some keys of the built-in one
         return {k: v for k, v in data.items() if k in stage_class(self.args.stage).model_fields}
-
-    @property
-    def has_own_code(self) -> bool:
-        """Whether a reward is code of the user's, which the doctor runs only with --trust."""
-        given = [self._reward(name) for name in self.rewards if name != NONE]
-        own = reward_registry.own_code
-        return any(own(reward["name"], reward.get("options", {})) for reward in given)
 
     def notes(self, data: Mapping[str, Any]) -> Iterator[str]:
         """What the reader of this config should know."""
@@ -346,7 +340,7 @@ class Draft:
     def _evaluation(self) -> dict[str, Any]:
         files = _one_each("--prompts", self.args.prompts, len(self.rewards))
         rows = [
-            self._benchmark(_short(name), self._reward(name), file)
+            self._benchmark(_short(name), self.reward(name), file)
             for name, file in zip(self.rewards, files, strict=True)
         ]
         data = self._table({"base": None, **self.adapters}, rows or self.eval["benchmarks"])
@@ -374,12 +368,9 @@ class Draft:
     def _task(self, name: str, reward: str, prompts: str, held_out: str) -> dict[str, Any]:
         """A task; what is "" comes from the shipped task of that reward or name, if any."""
         general = {key: self.tasks["preference"][key] for key in ("prompts", "validation")}
-        if reward == NONE:
-            reward, task = "", {**general, "name": name}
-        else:
-            task = {**self.tasks.get(reward or name, general), "name": name}
-        if reward:
-            task["reward"] = self._reward(reward)
+        task = {**self.tasks.get(reward or name, general), "name": name}
+        if reward not in ("", NONE):
+            task["reward"] = self.reward(reward)
         if prompts:
             validation = validation_file(Path(prompts))
             task |= {"prompts": prompts, "validation": validation.is_file() and str(validation)}
@@ -387,7 +378,7 @@ class Draft:
             task["validation"] = held_out
         return {key: value for key, value in task.items() if value}
 
-    def _reward(self, name: str) -> dict[str, Any]:
+    def reward(self, name: str) -> dict[str, Any]:
         """A reward with the options that the shipped configs give it. Raises ValueError for one
         that does not exist or wants other options."""
         own = self.args.options
@@ -417,18 +408,23 @@ def _without_cfg(
 ) -> dict[str, dict[str, Any]]:
     """These stages, after one that puts the base's guidance into a LoRA, where they start. They and
     the student are sampled without CFG."""
-    without, start = {"guidance": 1.0}, {"lora": {"init": "stage:guided"}}
+    without = {"guidance": 1.0}
     student["rollout"] = student["rollout"] | without
     for teacher in student["teachers"].values():
         teacher["guidance"] = LABELS_AT
-    tasks = [{key: task[key] for key in ("name", "prompts")} for task in student["tasks"]]
-    guided = read(CONFIGS / "common" / "_guided.yaml") | {"evaluation": None}
-    guided["tasks"] = [task | {"teacher": "base"} for task in tasks]
-    guided["teachers"] = {"base": {"adapter": None, "guidance": scale}}
+    guided = read(CONFIGS / "common" / "_guided.yaml") | {
+        "evaluation": None,
+        "tasks": [
+            {"name": task["name"], "prompts": task["prompts"], "teacher": "base"}
+            for task in student["tasks"]
+        ],
+        "teachers": {"base": {"adapter": None, "guidance": scale}},
+    }
     stages = {"guided": guided}
     for name, data in teachers.items():
         guided |= {"lora": data["lora"]} if "lora" in data else {}  # its rank is that of all
-        stages[name] = data | start | {"rollout": data["rollout"] | without}
+        start = {"lora": {"init": "stage:guided"}, "rollout": data["rollout"] | without}
+        stages[name] = data | start
     return stages
 
 

@@ -142,7 +142,7 @@ def scale_problems(stages: Mapping[str, Stage]) -> Iterator[str]:
             if not stage and here and (folder := adapters.adapter_folder(source)).name == "adapter":
                 stage = load(folder.parent / "config.yaml", stage=Stage)
         if isinstance(stage, MergeStage):
-            return sorted(scale for part in stage.adapters for scale in trained(part))
+            return [scale for part in stage.adapters for scale in trained(part)]
         return [stage.guidance] if isinstance(stage, TrainingStage) else []
 
     for name, stage in stages.items():
@@ -151,14 +151,13 @@ def scale_problems(stages: Mapping[str, Stage]) -> Iterator[str]:
             if isinstance(stage, EvalStage):
                 used = stage.sampling_of(key.removeprefix("models.")).guidance
             elif isinstance(stage, TrainingStage):
-                label = stage.labellers.get("anchor" if key == "anchor.adapter" else key)
+                label = stage.labellers.get(key.removesuffix(".adapter"))
                 used = stage.guidance_of(label) if label else stage.rollout.guidance
                 absorbs = not label and bool(stage.labellers)  # a student, what its start lacks
             else:  # a merge: as the first of its adapters
                 used = next((s for part in stage.inputs.values() for s in trained(part)), 1.0)
-            low, *_, high = (trained(source) or [used]) * 2
-            if used > 2 * low or 2 * used < high and not absorbs:
-                own = low if used > 2 * low else high
+            far = (s for s in trained(source) if used > 2 * s or 2 * used < s and not absorbs)
+            if (own := next(far, None)) is not None:
                 yield (
                     f"{name}: {key}: {source} was trained at guidance {own:g}, and is used at "
                     f"{used:g}. Use it at {own:g} (labels: up to {2 * own:g}): CFG counts once."

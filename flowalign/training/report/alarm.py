@@ -38,7 +38,7 @@ class Alarm:
         self.watched: list[dict[str, Measured]] = []  # one for each evaluation
         self.period: list[float] = []  # objectives since the last evaluation
         self.first_distance: float | None = None  # to the teachers, or the loss of a cold start
-        self.lasting = {"clipped": 0, "farther": 0}  # updates in a row that look so
+        self.lasting: dict[str, int] = {}  # updates in a row that look so, by what is wrong
         self.drifting: dict[str, list[str]] = {}  # {where: statistics that were warned of}
 
     def update(self, values: Mapping[str, float]) -> list[str]:
@@ -54,28 +54,25 @@ class Alarm:
         if self.first_distance is None and math.isfinite(distance):
             self.first_distance = distance
         times = distance / self.first_distance if self.first_distance else math.nan
-        texts = {
-            "clipped": f"clip_fraction is {clipped:.2f}, and was above {CLIPPED:g} in {LASTING} "
-            "updates: most of the gradient is cut off",
-            "farther": f"the distance to the teachers is {times:.3g} times that of the first "
-            f"update, and was above {FARTHER:g} times in {LASTING} updates: the student diverges",
-        }
-        seen = {"clipped": clipped > CLIPPED, "farther": times > FARTHER}
+        often = f"and was above %g in {LASTING} updates: "
         remedy = ". Look at the samples; lower optimizer.lr, or updates_per_rollout"
-        texts = {name: text + remedy for name, text in texts.items()}
+        cut = f"clip_fraction is {clipped:.2f}, {often % CLIPPED}most of the gradient is cut off"
+        apart = f"the distance to the teachers is {times:.3g} times that of the first update, "
+        apart += f"{often % FARTHER}the student diverges"
+        wrong = {"clipped": clipped > CLIPPED and cut + remedy}
+        wrong["farther"] = times > FARTHER and apart + remedy
         alone = metrics.KEPT_SHARE if len(self.rewards) == 1 else ""
         for task, reward in self.rewards.items():
             differs = values.get(metrics.TASK_ADVANTAGE + task, values.get(alone))
             if differs is not None and self.lasting.get(name := f"constant/{task}", 0) < LASTING:
-                seen[name] = differs == 0
-                texts[name] = (
+                wrong[name] = differs == 0 and (
                     f"reward {reward} of task {task} gave the images of every prompt the same "
                     f"score in {LASTING} updates: nothing is learnt from it. Look at the samples, "
                     "and at the reward with `flowalign doctor --reward`"
                 )
-        for name, wrong in seen.items():
-            self.lasting[name] = self.lasting.get(name, 0) + 1 if wrong else 0
-        return [texts[name] for name in seen if self.lasting[name] == LASTING]
+        for name, text in wrong.items():
+            self.lasting[name] = self.lasting.get(name, 0) + 1 if text else 0
+        return [text for name, text in wrong.items() if text and self.lasting[name] == LASTING]
 
     def look(self, held_out: Mapping[str, Measured]) -> list[str]:
         """A sentence for each reward that collapsed since the first evaluation, and for each number
@@ -129,15 +126,9 @@ class Alarm:
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Go back to what `state` returned."""
+        vars(self).update(state, rewards=self.rewards)
         self.trained = [_measured(pair) for pair in state["trained"]]
-        self.watched = [
-            {name: _measured(pair) for name, pair in report.items()} for report in state["watched"]
-        ]
-        self.period = list(state["period"])
-        self.first_distance = state["first_distance"]
-        self.lasting = dict(state["lasting"])
-        drifting = state.get("drifting", {})  # a checkpoint of before it has none
-        self.drifting = {where: list(names) for where, names in drifting.items()}
+        self.watched = [{k: _measured(v) for k, v in seen.items()} for seen in state["watched"]]
 
 
 def _measured(pair: Sequence[float | None]) -> Measured:
