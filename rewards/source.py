@@ -58,7 +58,7 @@ def _files(module: str, found: dict[str, Any], whole: bool = False) -> dict[str,
         if top == "flowalign":
             own = name.startswith(OURS) and name not in FRAME
         if name not in found and spec.has_location and (own or whole and name == module):
-            now = spec.loader.get_data(spec.origin)
+            now = spec.loader.get_data(spec.origin)  # type: ignore[union-attr]
             # as it was first seen; a module that is reloaded has another spec
             found[name] = first = vars(spec).setdefault("flowalign_first", now)
             if first != now:

@@ -59,13 +59,13 @@ class Alarm:
         cut = f"clip_fraction is {clipped:.2f}, {often % CLIPPED}most of the gradient is cut off"
         apart = f"the distance to the teachers is {times:.3g} times that of the first update, "
         apart += f"{often % FARTHER}the student diverges"
-        wrong = {"clipped": clipped > CLIPPED and cut + remedy}
-        wrong["farther"] = times > FARTHER and apart + remedy
+        wrong = {"clipped": (clipped > CLIPPED) * (cut + remedy)}  # "" where nothing is
+        wrong["farther"] = (times > FARTHER) * (apart + remedy)
         alone = metrics.KEPT_SHARE if len(self.rewards) == 1 else ""
         for task, reward in self.rewards.items():
             differs = values.get(metrics.TASK_ADVANTAGE + task, values.get(alone))
             if differs is not None and self.lasting.get(name := f"constant/{task}", 0) < LASTING:
-                wrong[name] = differs == 0 and (
+                wrong[name] = (differs == 0) * (
                     f"reward {reward} of task {task} gave the images of every prompt the same "
                     f"score in {LASTING} updates: nothing is learnt from it. Look at the samples, "
                     "and at the reward with `flowalign doctor --reward`"
