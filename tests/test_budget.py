@@ -94,6 +94,7 @@ def test_the_stages_of_a_recipe_share_the_hours(
     (task,) = nft["tasks"]
     marks = [{"name": "red", "prompts": task["prompts"], "reward": task["reward"]}]
     table = {"stage": "eval", "models": {"one": "stage:long"}, "benchmarks": marks}
+    table["sampling"] = {"guidance": 1.0}  # as it is trained
     stages = {"long": {**nft, "set": ["train.updates=300"]}, "short": short, "table": table}
     data = {"stage": "recipe", "output": str(tmp_path / "all"), "model": model, "stages": stages}
     path, variant = tmp_path / "recipe.yaml", tmp_path / "variant.yaml"

@@ -370,7 +370,7 @@ class TwoBlocks(SD3):
     """Of that checkpoint."""
 
     def __init__(self, width: int = 8) -> None:
-        names = dict(num_layers=2, joint_attention_dim=8, caption_projection_dim=width)
+        names: Any = dict(num_layers=2, joint_attention_dim=8, caption_projection_dim=width)
         self.transformer = SD3Transformer2DModel(
             sample_size=8, in_channels=4, num_attention_heads=1, attention_head_dim=width,
             pooled_projection_dim=8, dual_attention_layers=(0,), pos_embed_max_size=8, **names,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import socket
@@ -207,11 +208,15 @@ def test_serving_imports_nothing_that_an_old_environment_lacks():
     """Nor a file that holds a reward to be served there. pydantic comes with fastapi."""
     code = (
         "import sys, flowalign.commands.cli, flowalign.rewards.service.server; "
-        "import flowalign.rewards.served; "
+        "import served_rewards; "
         "print([m for m in ('diffusers', 'transformers', 'peft', 'accelerate', 'httpx', "
         "'tenacity', 'rapidfuzz', 'cv2') if m in sys.modules])"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    root = Path(__file__).parent.parent
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(root), str(root / "scripts")])}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment
+    )
     assert done.stdout.strip() == "[]", done.stderr
 
 
