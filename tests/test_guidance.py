@@ -170,6 +170,7 @@ def test_the_scale_of_an_earlier_run_is_in_its_folder(tmp_path: Path) -> None:
     assert [text.split(": ")[1] for text in scale_problems({"t": stage})] == ["models.m"]
 
 
+@pytest.mark.slow
 def test_doctor_dry_run_and_training_name_both_scales(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,

@@ -509,6 +509,7 @@ def test_weights_of_8_bits_are_read_as_they_are(dtype: torch.dtype, tmp_path: Pa
     assert torch.equal(found.float(), values.float())
 
 
+@pytest.mark.slow
 def test_bfl_s_fused_layers_of_a_whole_flux_are_split(tmp_path: Path) -> None:
     """As fal writes them: all 57 blocks of FLUX.1-dev, which diffusers counts on."""
     wide, sizes = 3072, {"img_mod.lin": (1, 6), "txt_mod.lin": (1, 6), "img_attn.qkv": (1, 3)}

@@ -102,6 +102,7 @@ def test_a_built_in_reward_and_what_a_composed_one_is_made_of_count(tmp_path: Pa
     assert code_of("nowhere:f", {}) != code_of("nowhere:f", {})  # not known
 
 
+@pytest.mark.slow
 def test_the_version_of_an_installed_plugin_counts_and_not_its_neighbours(tmp_path: Path) -> None:
     site = tmp_path / "site-packages"
     about = site / "plug-1.0.dist-info"
