@@ -472,6 +472,7 @@ def halves(layer: str, form: str = "{}.lora_{}.weight") -> dict[str, Tensor]:
 
 
 TO_Q = "transformer.transformer_blocks.0.attn.to_q"
+X_Q = COMFY + TO_Q.partition(".")[2]  # another program's, which is converted
 REFUSED: dict[str, tuple[str, dict[str, Tensor], str]] = {
     # family, weights, what the reason names
     "BFL's names with SANA": ("sana", halves("double_blocks.0.img_attn.proj"), "double_blocks"),
@@ -489,6 +490,25 @@ REFUSED: dict[str, tuple[str, dict[str, Tensor], str]] = {
     "a layer that is not there": ("flux2", kohya("txt_norm_x"), "txt_norm_x"),
     "a text encoder": ("flux", halves(TO_Q) | halves("text_encoder.x.q_proj"), "text encoder"),
     "8 bits with scales": ("flux", halves(TO_Q) | {f"{TO_Q}.weight_scale": torch.ones(1)}, "scale"),
+    **{
+        f"twice: {one}, {two}": ("flux", halves(X_Q, one) | halves(X_Q, two), "two weights")
+        for one, two in (
+            ("{}.lora_{}.a.weight", "{}.lora_{}.b.weight"),  # two adapters
+            ("{}.lora_{}.weight", "{}.lora_{}.default.weight"),
+            ("{}.lora_{}.weight", "{}._orig_mod.lora_{}.weight"),
+        )
+    },
+    "twice: A, down": (
+        "flux",
+        halves(X_Q) | down_up(alpha=False)({X_Q: (torch.ones(2, 32), torch.ones(32, 2))}),
+        "two weights",
+    ),
+    "another alpha": ("flux", halves(X_Q) | {f"{X_Q}.lora_alpha": torch.ones(1)}, "lora_alpha"),
+    "two alphas": (
+        "flux",
+        halves(X_Q) | {f"{X_Q}.{end}": torch.tensor(2.0) for end in ("alpha", "lora.alpha")},
+        "two weights",
+    ),
     "integers": ("sd3", {n: w.to(torch.int8) for n, w in halves(TO_Q).items()}, "int8"),
 }  # fmt: skip
 

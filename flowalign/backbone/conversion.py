@@ -23,7 +23,7 @@ from flowalign.system.escape import shown
 # diffusers counts up to the largest number of a block, so none here is above 999
 PART = re.compile(
     r"(?!.*\d{4})(?P<layer>[\w.-]{1,300}?)\.(?:lora[._](?:linear_layer\.)?)?"
-    r"(?P<half>(?<=lora_)[AB]\.weight|(?:down|up)\.weight|alpha)",
+    r"(?P<half>(?<=lora_)[AB]\.weight|(?:down|up)\.weight|(?<!lora_)alpha)",
     re.ASCII,
 )
 HALVES = {"down.weight": "A", "up.weight": "B", "A.weight": "A", "B.weight": "B", "alpha": "alpha"}
@@ -75,25 +75,24 @@ def convert(stored: Mapping[str, Tensor], family: Family | type[Family]) -> dict
     the transformer of a family (of a class the layers are not known, and diffusers reads more of
     the names). Where the file holds alphas, alpha / r is in the weights.
 
-    Raises ValueError for what is no plain LoRA, for layers that the model does not have, and for an
-    update that diffusers' conversion changes.
+    Raises ValueError for what is no plain LoRA, for two weights that are the same part of a layer,
+    for layers that the model does not have, and for an update that diffusers' conversion changes.
     """
-    weights = {unwrapped(name): value for name, value in stored.items()}
-    for name, value in weights.items():
-        check_part(name, value)
+    for name, value in stored.items():
+        check_part(unwrapped(name), value)
     known, own, final = _layers_of(family), dict[str, Tensor](), dict[str, Tensor]()
     rest, ends = dict[str, Tensor](), dict[str, Tensor]()  # for diffusers; the final layers, too
-    for layer, names in _by_layer(weights).items():
-        a, b = (weights[names[half]] if half in names else torch.empty(0) for half in "AB")
+    for layer, names in _by_layer(stored).items():
+        a, b = (stored[names[half]] if half in names else torch.empty(0) for half in "AB")
         if not (a.ndim == b.ndim in (2, 4) and len(a) == b.shape[1]):
             shapes = f"{list(a.shape)} and {list(b.shape)}"
             raise ValueError(f"A and B of {shown(layer)} are {shapes}: no update")
-        targets, group = _targets(layer, known), {name: weights[name] for name in names.values()}
+        targets, group = _targets(layer, known), {unwrapped(n): stored[n] for n in names.values()}
         if targets is None:
             rest |= group
             continue
         if "alpha" in names:
-            a = a * (float(weights[names["alpha"]]) / len(a))
+            a = a * (float(stored[names["alpha"]]) / len(a))
         parts = b.chunk(len(targets))
         swapped = ("norm_out.linear", "norm1_context.linear")  # scale before shift, in diffusers
         if "adaLN" in layer and targets[0].endswith(swapped) and len(b) == 2 * a.shape[1]:
@@ -111,7 +110,7 @@ def convert(stored: Mapping[str, Tensor], family: Family | type[Family]) -> dict
             f"name such as {shown(min(rest))}. Remove the one that repeats the other."
         )
     converted = theirs | final | own
-    off = deviations(weights, converted)
+    off = deviations(stored, converted)
     if changed := [layer for layer, value in off.items() if not value < TOLERANCE]:
         how = "loses rows" if math.isinf(off[changed[0]]) else f"off by {off[changed[0]]:.2g} of it"
         raise ValueError(
@@ -158,12 +157,18 @@ def _updates(weights: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor, Tenso
 
 
 def _by_layer(weights: Mapping[str, Tensor]) -> dict[str, dict[str, str]]:
-    """{layer: {"A", "B" and "alpha": the name of the weight}}, of names that are PARTs."""
+    """{layer: {"A", "B" and "alpha": the name of the weight}}, of names that are PARTs. ValueError
+    where two are the same part."""
     found = defaultdict[str, dict[str, str]](dict)
     for name in weights:
         part = PART.fullmatch(unwrapped(name))
         assert part, name
-        found[part["layer"]][HALVES[part["half"]]] = name
+        twin = found[part["layer"]].setdefault(HALVES[part["half"]], name)
+        if twin != name:
+            raise ValueError(
+                f"it has two weights of one layer, under two names: {shown(twin)}, {shown(name)}. "
+                "Keep those of one adapter."
+            )
     return found
 
 
