@@ -244,11 +244,13 @@ def resolve_pattern(
     """{layer: rank or alpha} as peft resolves its patterns: the first that matches the name of a
     layer or its end. Raises ValueError for what is no pattern, or takes too long."""
     end, table = time.monotonic() + MATCHING_S, dict(patterns or {})
+    compiled = cache(lambda pattern: regex.compile(rf"(.*\.)?({pattern})$"))  # regex keeps 500
 
     def matches(pattern: str, layer: str) -> bool:
         try:
-            compiled = regex.compile(rf"(.*\.)?({pattern})$")  # which regex caches
-            return bool(compiled.match(layer, timeout=max(end - time.monotonic(), 0.001)))
+            if (left := end - time.monotonic()) <= 0:  # which regex takes for none
+                raise TimeoutError(f"all patterns took over {MATCHING_S:g} s")
+            return bool(compiled(pattern).match(layer, timeout=left))
         except (regex.error, TimeoutError, RecursionError) as error:
             why = f"{type(error).__name__}: {shown(str(error), 200)}"
             raise ValueError(f"pattern {shown(pattern)} cannot be matched ({why})") from None
