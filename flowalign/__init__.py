@@ -45,7 +45,7 @@ def load(model: str = "tiny", lora: str | Path | None = None, **kw: Any) -> Any:
     kw.setdefault("use_safetensors", True)  # else diffusers takes a pickle where it finds no other
     hub = {name: kw[name] for name in HUB if name in kw}
 
-    family = partial(read_family, ModelConfig(id=model), **hub)
+    family = partial(read_family, ModelConfig(id=model, revision=hub.get("revision")), **hub)
     adapter = read_lora(lora, newest=True, family=family) if lora else None
     loader = pipeline_class(model, text_length(model, adapter), **hub)
     pipe = loader.from_pretrained(resolve(model), **kw)

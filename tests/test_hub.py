@@ -1,12 +1,15 @@
 """hub.py: what a Hub id is, what of it is downloaded, and what is said when it cannot be."""
 
+import json
 from pathlib import Path
 
 import fake_hub
 import fakes
 import pytest
+import torch
 from fake_hub import PEFT, online
-from huggingface_hub import constants
+from huggingface_hub import constants, snapshot_download
+from safetensors.torch import save_file
 
 import flowalign
 from flowalign.backbone.adapters import (
@@ -17,8 +20,9 @@ from flowalign.backbone.adapters import (
     read_lora,
     write_lora,
 )
+from flowalign.backbone.structure import read_family
 from flowalign.commands.recipe import file_digest
-from flowalign.config import ConfigError
+from flowalign.config import ConfigError, ModelConfig
 from flowalign.system.hub_address import HubAddress
 from flowalign.teachers.merge import merge
 from flowalign.training.preflight import Launch, check_world
@@ -148,3 +152,21 @@ def test_load_and_merge_take_ids(online: fake_hub.Hub, random_model: str, tmp_pa
     assert read_lora(tmp_path / "twice").metadata["r"] == 4
     with pytest.raises(HubError, match="me/none"):
         flowalign.load("no/model", lora="me/none")  # before the model is looked for
+
+
+def test_a_lora_is_converted_for_the_revision_of_the_model(
+    online: fake_hub.Hub, random_model: str, tmp_path: Path
+) -> None:
+    """Not for the newest one, although its configs are in the cache."""
+    root = Path(random_model)
+    files = {str(f.relative_to(root)): f.read_bytes() for f in root.rglob("*") if f.is_file()}
+    smaller = json.loads(files["transformer/config.json"]) | {"num_layers": 1}
+    online.put("me/model", files | {"transformer/config.json": json.dumps(smaller).encode()})
+    online.put("me/model", files, revision="old")
+    assert len(read_family(ModelConfig(id="me/model")).core.transformer_blocks) == 1
+    layer = "transformer_blocks.1.attn.to_q"
+    halves = {f"diffusion_model.{layer}.lora_{half}.weight": torch.ones(32, 32) for half in "AB"}
+    save_file(halves, tmp_path / "x.safetensors")
+    snapshot_download("me/model", revision="old")
+    pipe = flowalign.load("me/model", tmp_path, revision="old", local_files_only=True)
+    assert (pipe.transformer.state_dict()[f"{layer}.lora_A.default_0.weight"] == 1).all()
