@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -25,7 +24,7 @@ from accelerate import Accelerator
 from flowalign.commands import build
 from flowalign.config import OpdStage, load
 from flowalign.eval import suite
-from flowalign.eval.stats import difference
+from flowalign.eval.stats import average, difference
 from flowalign.teachers.merge import merge
 
 PRESET = "configs/tiny/student_flow_opd.yaml"
@@ -123,17 +122,15 @@ def run(name: str, overrides: list[str], args: argparse.Namespace) -> dict[str, 
 
 def line(name: str, result: Mapping[str, Any], default: Mapping[str, Any], marks: Any) -> str:
     """One row: each task, their mean, its paired difference to the default, and the cost."""
-    cells, gains, errors = [], [], []
+    cells, gaps = [], []
     for mark in marks:
         report = suite.EvalReport(suite.rows_of(mark, result["rows"][mark.name]))
         cells.append(suite.headline(report, [mark]).mean)
-        gap = difference(mark, default["rows"][mark.name], result["rows"][mark.name])
-        gains.append(gap.mean)
-        errors.append(gap.stderr)
-    mean, error = sum(gains) / len(gains), math.hypot(*errors) / len(errors)
+        gaps.append(difference(mark, default["rows"][mark.name], result["rows"][mark.name]))
+    gap = average(gaps)  # whose error knows of prompts that tasks share
     scores = " | ".join(f"{c:.3f}" for c in [*cells, sum(cells) / len(cells)])
     cost = f"{result['seconds']:.0f} | {result['forwards'] / 1000:.0f}k"
-    return f"| {name} | {scores} | {mean:+.3f} ± {error:.3f} | {cost} |"
+    return f"| {name} | {scores} | {gap.mean:+.3f} ± {gap.stderr:.3f} | {cost} |"
 
 
 def main() -> None:
