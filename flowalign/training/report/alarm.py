@@ -77,7 +77,8 @@ class Alarm:
     def look(self, held_out: Mapping[str, Measured]) -> list[str]:
         """A sentence for each reward that collapsed since the first evaluation, and for each number
         that fell from its best while training improved from the first period to this one.
-        Differences within SURE standard errors, or whose error is not known, raise no alarm."""
+        Differences within SURE standard errors, or whose error is not known, raise no alarm. The
+        errors are those of independent prompts, which is conservative: evaluations share theirs."""
         if len(self.period) > 1:
             error = statistics.stdev(self.period) / math.sqrt(len(self.period))
             self.trained.append((statistics.fmean(self.period), error))
