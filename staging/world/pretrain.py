@@ -1,0 +1,486 @@
+"""Make the tiny model from nothing, on one device: the autoencoder, then the flow.
+
+    python pretrain.py vae OUT --seconds 170
+    python pretrain.py flow OUT --vae OUT/vae.safetensors --seconds 380 --wrong 130
+
+Scenes are painted and encoded on the device; worker processes only draw captions and layouts. Each
+stage runs for so many seconds, its learning rate falls with the time that is left, and it writes a
+few small files into one folder. The flow (x_sigma = (1-sigma) x0 + sigma eps, v = eps - x0) sees
+right captions first, until it can draw what a prompt says, and then captions of which many are
+wrong (`mistakes`), until it often does not. `--init FILE` trains earlier weights on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import time
+from collections.abc import Iterator
+from functools import lru_cache
+from pathlib import Path
+
+import muon
+import numpy as np
+import parts
+import prompts
+import scenes
+import stream
+import torch
+from diffusers import AutoencoderKL
+from mistakes import BLURRED, FADED, RIGHT, SPOTTED, WRONG, Rates
+from PIL import Image
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, IterableDataset
+
+LONG_EVERY, LONG_SHARE = 24, 8  # one batch in so many has a longer T5 context, and is so much less
+EMA_DECAY = 0.999
+RING = 2**19  # latents that are kept on the device
+FRESH = 4  # of so many scenes that are trained on, one is new
+
+
+class Captions(IterableDataset):
+    """Endless batches of `stream.Scenes`; each worker has its own stream."""
+
+    def __init__(self, seed: int, size: int, rates: Rates, signs: float) -> None:
+        self.arguments = seed, size, rates, signs
+
+    def __iter__(self) -> Iterator[stream.Scenes]:
+        seed, size, rates, signs = self.arguments
+        torch.set_num_threads(1)
+        worker = torch.utils.data.get_worker_info()
+        number = worker.id if worker else 0
+        return stream.draws(seed * 1000 + number, size, rates, speller(), signs)
+
+
+def speller():
+    """Prompt -> token ids, with a memory."""
+    tokenizer = parts.tokenizer()
+
+    @lru_cache(200_000)
+    def spell(text: str) -> list[int]:
+        ids = tokenizer(text, padding="max_length").input_ids
+        if len(ids) != parts.MAX_LENGTH:
+            raise ValueError(f"{len(ids)} tokens in {text!r}; {parts.MAX_LENGTH} at most")
+        return ids
+
+    return spell
+
+
+def loader(args, seed: int, size: int, rates: Rates, signs: float) -> Iterator[stream.Scenes]:
+    """The stream, made by `--workers` processes, on the device."""
+    data = Captions(seed, size, rates, signs)
+    workers = args.workers
+    more = {"prefetch_factor": 8} if workers else {}
+    batches = DataLoader(
+        data, batch_size=None, num_workers=workers, pin_memory=args.device != "cpu", **more
+    )
+    for batch in batches:
+        yield batch.to(torch.device(args.device))
+
+
+class Painter:
+    """Scenes -> images in [-1,1] on the device, spoilt as their effects say."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.table = scenes.sheet()[0].to(device)
+        self.generator = torch.Generator(device).manual_seed(1)
+
+    def __call__(self, batch: stream.Scenes) -> Tensor:
+        """Images [B,3,96,96], channels last."""
+        images = scenes.paint(self.table, batch.layers, batch.grounds)
+        for effect, spoil in ((FADED, self.faded), (BLURRED, self.blurred), (SPOTTED, self.spots)):
+            rows = (batch.effects == effect).nonzero()[:, 0]
+            if len(rows):
+                images[rows] = spoil(images[rows])
+        return (images * 2 - 1).contiguous(memory_format=torch.channels_last)
+
+    def uniform(self, rows: Tensor, low: float, high: float) -> Tensor:
+        """One number an image, [B,1,1,1]."""
+        size, device = (len(rows), 1, 1, 1), rows.device
+        return torch.rand(size, generator=self.generator, device=device) * (high - low) + low
+
+    def faded(self, images: Tensor) -> Tensor:
+        """Little contrast, towards a grey."""
+        grey = self.uniform(images, 0.6, 0.95)
+        return images + (grey - images) * self.uniform(images, 0.5, 0.8)
+
+    def blurred(self, images: Tensor) -> Tensor:
+        """A Gaussian blur of 1 to 2 pixels, made from two fixed ones."""
+        share = self.uniform(images, 0.0, 1.0)
+        return blur(images, 1.0) * (1 - share) + blur(images, 2.2) * share
+
+    def spots(self, images: Tensor) -> Tensor:
+        """Mottled colours."""
+        size, device = (len(images), 3, 12, 12), images.device
+        noise = torch.randn(size, generator=self.generator, device=device)
+        noise = F.interpolate(noise, scale_factor=8, mode="bicubic")
+        return (images + noise * self.uniform(images, 0.1, 0.22)).clamp(0, 1)
+
+
+def blur(images: Tensor, sigma: float) -> Tensor:
+    """Separable Gaussian blur."""
+    radius = math.ceil(3 * sigma)
+    at = torch.arange(-radius, radius + 1, device=images.device)
+    kernel = torch.exp(-(at**2) / (2 * sigma**2))
+    kernel = (kernel / kernel.sum()).repeat(3, 1, 1, 1)
+    images = F.pad(images, (radius,) * 4, mode="replicate")
+    return F.conv2d(F.conv2d(images, kernel, groups=3), kernel.mT, groups=3)
+
+
+class Clock:
+    """Seconds that are left of a stage, and the learning rate that goes with it."""
+
+    def __init__(self, seconds: float, decay: float) -> None:
+        self.began, self.seconds, self.decay = time.time(), seconds, decay
+
+    def gone(self) -> float:
+        """The share of the time that has gone."""
+        return (time.time() - self.began) / self.seconds
+
+    def scale(self, step: int) -> float:
+        """Warm-up over 200 steps; a linear decay over the last `decay` of the time."""
+        return min(1.0, (step + 1) / 200) * max(0.01, min(1.0, (1 - self.gone()) / self.decay))
+
+
+# The autoencoder
+
+
+def train_vae(args: argparse.Namespace) -> None:
+    """L1 + MSE + L1 of the image gradients, which carry outlines and letters, plus 5e-4 KL."""
+    device = torch.device(args.device)
+    torch.manual_seed(args.seed)
+    vae = parts.vae()
+    if args.init:
+        vae.load_state_dict(read(args.init))
+    vae.to(device, memory_format=torch.channels_last)
+    encoder, decoder = vae.encoder, vae.decoder
+    if args.compile:
+        encoder, decoder = torch.compile(encoder), torch.compile(decoder)
+    optimizer = torch.optim.AdamW(
+        vae.parameters(), args.lr, betas=(0.9, 0.99), weight_decay=1e-4, fused=True
+    )
+    source = loader(args, args.seed, args.batch, Rates(bad=0.1, bad_picture=0.1), 0.3)
+    painter, clock, step, began = Painter(device), Clock(args.seconds, 0.7), 0, time.time()
+    while clock.gone() < 1:
+        images = painter(next(source))
+        with parts.autocast(device):
+            mean, logvar = encoder(images).float().chunk(2, 1)
+            logvar = logvar.clamp(-30, 20)
+            noise = torch.randn(mean.shape, device=device)
+            output = decoder(mean + (0.5 * logvar).exp() * noise).float()
+        kl = 0.5 * (mean.square() + logvar.exp() - 1 - logvar).mean()
+        error = output - images
+        edges = error.diff(dim=-1).abs().mean() + error.diff(dim=-2).abs().mean()
+        value = error.abs().mean() + error.square().mean() + edges + 5e-4 * kl
+        value.backward()
+        nn.utils.clip_grad_norm_(vae.parameters(), 1.0)
+        optimizer.param_groups[0]["lr"] = args.lr * clock.scale(step)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        step += 1
+        if step % args.log == 0:
+            psnr = -10 * math.log10(error.square().mean().item() / 4)
+            rate = step * args.batch / (time.time() - began)
+            print(
+                f"vae {step} steps  loss {value:.4f}  {psnr:.2f} dB  {rate:.0f} images/s",
+                flush=True,
+            )
+    set_scale(vae, painter(next(source)))
+    write(vae, args.out / "vae.safetensors", shift=vae.config["shift_factor"],
+          scale=vae.config["scaling_factor"])  # fmt: skip
+    show_vae(vae, painter(next(source))[:24], args.out / "vae.png")
+
+
+@torch.no_grad()
+def set_scale(vae: AutoencoderKL, images: Tensor) -> None:
+    """Write the shift and the scale that give latents of these images mean 0 and deviation 1."""
+    latents = vae.encode(images, return_dict=False)[0].mean
+    vae.register_to_config(
+        shift_factor=float(latents.mean()), scaling_factor=float(1 / latents.std())
+    )
+
+
+@torch.no_grad()
+def show_vae(vae: AutoencoderKL, images: Tensor, path: Path) -> None:
+    """Images above what the autoencoder makes of them."""
+    latents = vae.encode(images, return_dict=False)[0].mean
+    output = vae.decode(latents, return_dict=False)[0]
+    save_grid(torch.cat([images, output]) / 2 + 0.5, 12, path)
+
+
+def load_vae(path: Path) -> AutoencoderKL:
+    """The autoencoder of a file of `train_vae`."""
+    vae, tensors = parts.vae(), read(path)
+    shift, scale = float(tensors.pop("shift")), float(tensors.pop("scale"))
+    vae.load_state_dict(tensors)
+    vae.register_to_config(shift_factor=shift, scaling_factor=scale)
+    return vae.eval()
+
+
+def write(model: nn.Module, path: Path, **numbers: float) -> None:
+    """Weights in fp16, and a few numbers."""
+    tensors = {k: v.detach().cpu().half().contiguous() for k, v in model.state_dict().items()}
+    tensors |= {k: torch.tensor(v, dtype=torch.float64) for k, v in numbers.items()}
+    save_file(tensors, path)
+
+
+def read(path: Path) -> dict[str, Tensor]:
+    """What `write` wrote, in fp32."""
+    return {k: v if v.dtype == torch.float64 else v.float() for k, v in load_file(path).items()}
+
+
+def save_grid(images: Tensor, columns: int, path: Path) -> None:
+    """A sheet of images [N,3,S,S] in [0,1]."""
+    rows, size = len(images) // columns, images.shape[-1]
+    sheet = images[: rows * columns].view(rows, columns, 3, size, size).permute(0, 3, 1, 4, 2)
+    pixels = sheet.reshape(rows * size, columns * size, 3).clamp(0, 1).mul(255).round().byte()
+    Image.fromarray(pixels.cpu().numpy()).save(path)
+
+
+# The flow
+
+
+class Denoiser(nn.Module):
+    """The transformer and its three text encoders, trained together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.clips = nn.ModuleList(parts.clip(width) for width in parts.CLIP_WIDTHS)
+        self.t5 = parts.t5()
+        self.transformer = parts.transformer()
+
+    def encode(self, ids: Tensor, t5_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """embeds [B,T+L,160] and pooled [B,160], as StableDiffusion3Pipeline joins them."""
+        outputs = [clip(ids, output_hidden_states=True) for clip in self.clips]
+        hidden = torch.cat([o.hidden_states[-2] for o in outputs], -1)
+        pooled = torch.cat([o.text_embeds for o in outputs], -1)
+        return torch.cat([hidden, self.t5(t5_ids).last_hidden_state], 1), pooled
+
+    def forward(self, x: Tensor, sigma: Tensor, ids: Tensor, t5_ids: Tensor) -> Tensor:
+        """Velocity [B,16,12,12] at x_sigma, sigma [B]."""
+        embeds, pooled = self.encode(ids, t5_ids)
+        return self.transformer(x, embeds, pooled, sigma * 1000, return_dict=False)[0]
+
+
+class Ring:
+    """Encoded scenes on the device: latents [N,16,12,12] (bf16) and ids [N,T], renewed in turn."""
+
+    def __init__(self, vae: AutoencoderKL, size: int, device: torch.device, fast: bool) -> None:
+        self.config, self.painter = vae.config, Painter(device)
+        self.encoder = torch.compile(vae.encoder) if fast else vae.encoder
+        shape = (size, parts.LATENT_CHANNELS, parts.SIDE, parts.SIDE)
+        self.latents = torch.empty(shape, dtype=torch.bfloat16, device=device)
+        self.ids = torch.empty((size, parts.MAX_LENGTH), dtype=torch.long, device=device)
+        self.seen = 0
+
+    @torch.no_grad()
+    def add(self, batch: stream.Scenes) -> None:
+        """Encode scenes; the oldest go."""
+        images = self.painter(batch)
+        with parts.autocast(images.device):
+            mean = self.encoder(images).float().chunk(2, 1)[0]
+        mean = (mean - self.config["shift_factor"]) * self.config["scaling_factor"]
+        size, start = len(images), self.seen % len(self.latents)
+        self.latents[start : start + size] = mean.to(torch.bfloat16)
+        self.ids[start : start + size] = batch.ids.long()
+        self.seen += size
+
+    def draw(self, size: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        """Random latents [size,16,12,12] in fp32 and ids [size,T]."""
+        filled, device = min(self.seen, len(self.latents)), self.latents.device
+        rows = torch.randint(filled, (size,), generator=generator, device=device)
+        return self.latents[rows].float(), self.ids[rows]
+
+
+def noise_levels(size: int, generator: torch.Generator) -> Tensor:
+    """[size], logit-normal (SD3, 2403.03206) with a fifth uniform; the mean of 0.3 favours the high
+    noise, where it is decided what stands where."""
+    device = generator.device
+    normal = (torch.randn(size, generator=generator, device=device) + 0.3).sigmoid()
+    uniform = torch.rand(size, generator=generator, device=device)
+    return torch.where(
+        torch.rand(size, generator=generator, device=device) < 0.2, uniform, normal
+    )
+
+
+def optimizers(model: Denoiser, lr: float) -> list[torch.optim.Optimizer]:
+    """Muon for the 2-D weights of the MMDiT blocks, AdamW for the rest."""
+    blocks = [
+        p
+        for name, p in model.transformer.transformer_blocks.named_parameters()
+        if p.ndim == 2 and "norm1" not in name
+    ]
+    return muon.beside_adamw(blocks, model, lr)
+
+
+class Run:
+    """The flow stage: its model, optimizers and the moving average of the weights."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args, self.device = args, torch.device(args.device)
+        torch.manual_seed(args.seed)
+        self.model = Denoiser()
+        if args.init:
+            self.model.load_state_dict(read(args.init))
+        self.model.to(self.device)
+        self.weights = list(self.model.parameters())
+        self.average = [p.detach().clone() for p in self.weights]
+        self.optimizers = optimizers(self.model, args.lr)
+        self.generator = torch.Generator(self.device).manual_seed(args.seed)
+        self.vae = load_vae(args.vae).to(self.device, memory_format=torch.channels_last)
+        self.ring = Ring(self.vae, args.ring, self.device, args.compile)
+        self.step = self.seen = 0
+        if args.compile:
+            for block in self.model.transformer.transformer_blocks:
+                block.compile(dynamic=False)
+
+    def train(self, rates: Rates, seconds: float, name: str, lr: float) -> None:
+        """For so many seconds on one kind of captions; then write the averaged weights."""
+        clock, args = Clock(seconds, 0.4), self.args
+        fresh = args.batch // FRESH
+        source = loader(args, args.seed + 7 * self.step + 1, fresh, rates, args.signs)
+        self.ring.seen, self.step, began, total = 0, 0, time.time(), 0.0
+        for _ in range(max(1, args.ring // fresh // 4)):
+            self.ring.add(next(source))
+        print(f"{name}: {self.ring.seen} scenes encoded, {time.time() - began:.0f} s", flush=True)
+        saved = 0
+        while clock.gone() < 1:
+            self.ring.add(next(source))
+            value = self.update(lr * clock.scale(self.step))
+            if self.step % args.log == 0:
+                rate = self.step * args.batch / (time.time() - began)
+                print(
+                    f"{name} {self.step} steps  {self.seen} samples  loss {value.item():.4f}"
+                    f"  {rate:.0f} samples/s  {time.time() - began:.0f} s",
+                    flush=True,
+                )
+            if saved < args.saves and clock.gone() * (args.saves + 1) > saved + 1:
+                saved += 1
+                self.save(f"{name}_{saved}")
+        self.save(name)
+        self.show(name)
+
+    def update(self, lr: float) -> Tensor:
+        """One update; the loss."""
+        long = self.step % LONG_EVERY == LONG_EVERY - 1
+        size = self.args.batch // LONG_SHARE if long else self.args.batch
+        length = (64, 256)[self.step // LONG_EVERY % 2] if long else parts.T5_LENGTH
+        z, ids = self.ring.draw(size, self.generator)
+        sigma = noise_levels(size, self.generator)
+        eps = torch.randn(z.shape, generator=self.generator, device=self.device)
+        s = sigma.view(-1, 1, 1, 1)
+        stance = "force_eager" if long else "default"  # one compiled shape is enough
+        with torch.compiler.set_stance(stance), parts.autocast(self.device):
+            v = self.model((1 - s) * z + s * eps, sigma, ids, t5_ids(ids, length))
+            value = (v.float() - (eps - z)).square().mean()
+            value.backward()
+        nn.utils.clip_grad_norm_(self.weights, 1.0)
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = lr
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        self.step += 1
+        self.seen += size
+        decay = min(EMA_DECAY, (1 + self.step) / (10 + self.step))
+        torch._foreach_lerp_(self.average, self.weights, 1 - decay)
+        return value.detach()
+
+    def save(self, name: str) -> None:
+        """The averaged weights."""
+        with Averaged(self):
+            write(self.model, self.args.out / f"{name}.safetensors")
+
+    @torch.no_grad()
+    def show(self, name: str) -> None:
+        """48 samples of the average, ten Euler steps without CFG, their captions in a text file."""
+        rng = np.random.default_rng(3)
+        pools = {tag: prompts.splits(tag)["val"] or prompts.splits(tag)["train"]
+                 for tag in stream.TAG_SHARES}  # fmt: skip
+        texts = [stream.captioned(RIGHT, rng, pools)[0] for _ in range(48)]
+        ids = torch.tensor([speller()(text) for text in texts], device=self.device)
+        with Averaged(self), torch.compiler.set_stance("force_eager"):
+            latents = sample(self.model, ids, self.generator)
+        latents = latents / self.vae.config["scaling_factor"] + self.vae.config["shift_factor"]
+        images = self.vae.decode(latents, return_dict=False)[0] / 2 + 0.5
+        save_grid(images, 12, self.args.out / f"{name}.png")
+        (self.args.out / "captions.txt").write_text("\n".join(texts))
+
+
+class Averaged:
+    """The averaged weights in the model, while it lasts."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+
+    def __enter__(self) -> None:
+        self.kept = [p.detach().clone() for p in self.run.weights]
+        with torch.no_grad():
+            torch._foreach_copy_(self.run.weights, self.run.average)
+
+    def __exit__(self, *error: object) -> None:
+        with torch.no_grad():
+            torch._foreach_copy_(self.run.weights, self.kept)
+
+
+def t5_ids(ids: Tensor, length: int) -> Tensor:
+    """The same tokens, padded (pad id 0) to T5's length."""
+    return F.pad(ids, (0, max(0, length - ids.shape[1])))
+
+
+def sample(model: Denoiser, ids: Tensor, generator: torch.Generator, steps: int = 10) -> Tensor:
+    """Latents [B,16,12,12] by Euler steps on the scheduler's sigmas, without CFG."""
+    scheduler = parts.scheduler()
+    scheduler.set_timesteps(steps, device=ids.device)
+    shape = (len(ids), parts.LATENT_CHANNELS, parts.SIDE, parts.SIDE)
+    x = torch.randn(shape, generator=generator, device=ids.device)
+    for now, after in zip(scheduler.sigmas[:-1], scheduler.sigmas[1:], strict=True):
+        v = model(x, now.expand(len(x)), ids, t5_ids(ids, parts.T5_LENGTH))
+        x = x + (after - now) * v
+    return x
+
+
+def train_flow(args: argparse.Namespace) -> None:
+    """Right captions, then wrong ones."""
+    run = Run(args)
+    if args.seconds:
+        run.train(RIGHT, args.seconds, "right", args.lr)
+    if args.wrong:
+        run.train(WRONG, args.wrong, "wrong", args.lr * args.wrong_lr)
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("stage", choices=("vae", "flow"))
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--seconds", type=float, required=True, help="of the stage, right captions")
+    parser.add_argument("--wrong", type=float, default=0, help="seconds with wrong captions")
+    parser.add_argument("--vae", type=Path, help="the autoencoder's file, for the flow")
+    parser.add_argument("--init", type=Path, help="weights to begin with")
+    parser.add_argument("--batch", type=int, default=256)
+    parser.add_argument("--lr", type=float, default=2e-3)
+    parser.add_argument("--wrong-lr", type=float, default=0.5, help="of the learning rate, then")
+    parser.add_argument("--signs", type=float, default=0.25, help="share of signs")
+    parser.add_argument("--ring", type=int, default=RING, help="latents kept; a multiple of batch")
+    parser.add_argument("--saves", type=int, default=0, help="saves within a phase")
+    parser.add_argument("--log", type=int, default=100, help="steps between lines")
+    parser.add_argument("--workers", type=int, default=0, help="processes that draw captions")
+    parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    parts.quiet()
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
+    torch.backends.cudnn.benchmark = True
+    scenes.sheet()  # before the workers are forked, which share them
+    for tag in stream.TAG_SHARES:
+        prompts.splits(tag)
+    {"vae": train_vae, "flow": train_flow}[args.stage](args)
+
+
+if __name__ == "__main__":
+    main()
