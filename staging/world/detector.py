@@ -21,7 +21,7 @@ from torch import Tensor
 from flowalign.system.images import to_uint8
 from flowalign.types import Detections
 
-FOREGROUND, CHROMA = 12, 16  # distances from the background in YCrCb
+FOREGROUND, CHROMA = 10, 18  # distances from the background in YCrCb
 GAP = 4  # pixels: narrower gaps are closed; drawings stand farther apart
 ROOM = 8  # pixels around the image, for closing gaps
 MIN_AREA = 40  # pixels; smaller regions are specks
@@ -104,8 +104,8 @@ def regions(image: np.ndarray, ground: np.ndarray) -> list[Box]:
     closed = cv2.morphologyEx(room, cv2.MORPH_CLOSE, np.ones((GAP, GAP), np.uint8))
     stats = cv2.connectedComponentsWithStats(closed, connectivity=8)[2][1:]
     stats = stats[stats[:, cv2.CC_STAT_AREA] >= MIN_AREA].astype(int)
-    shift = ROOM + 1 - GAP % 2  # an even square closes one pixel to the right and down
-    boxes = [(x - shift, y - shift, x - shift + w, y - shift + h) for x, y, w, h, _ in stats.tolist()]
+    stats[:, :2] -= ROOM + 1 - GAP % 2  # an even square closes one pixel to the right and down
+    boxes = [(x, y, x + w, y + h) for x, y, w, h, _ in stats.tolist()]
     return [(max(x, 0), max(y, 0), min(r, width), min(b, height)) for x, y, r, b in boxes]
 
 
@@ -276,7 +276,7 @@ def judged(found: list[Match], box: Box) -> tuple[Match, float]:
 
 
 class TinyDetector:
-    """Detector of drawings in 96x96 scenes; images [B,3,H,W] in [0,1] -> one Detections an image."""
+    """Detector in 96x96 scenes: images [B,3,H,W] in [0,1] -> one Detections an image."""
 
     name, classes, palette = "flowalign tiny detector 2", CLASSES, list(COLORS)
 

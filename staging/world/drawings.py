@@ -50,22 +50,43 @@ WHOLE = ("bus", "train", "bicycle", "airplane", "boat", "clock")  # of too many 
 def drawing(name: str, style: str, color: str | None, size: int) -> np.ndarray:
     """float32 [h,w,4] of an object, the longer side `size` pixels: colours in [0,1], multiplied by
     the alpha behind them."""
+    if style == "line":
+        color = color or "black"
+    paint, rest = layers(name, style, color is not None, size)
+    if color is None:
+        return rest
+    target = np.float32([*COLORS[color], 0]) / 255
+    return rest + paint * target
+
+
+@cache
+def layers(name: str, style: str, tint: bool, size: int) -> tuple[np.ndarray, np.ndarray]:
+    """float32 [h,w,1] and [h,w,4]: a drawing is the first, times its colour, plus the second."""
+    paint, rest = _layers(name, style, tint)
+    scale = size / max(paint.shape[:2])
+    shape = round(paint.shape[1] * scale), round(paint.shape[0] * scale)
+    small = [cv2.resize(part, shape, interpolation=cv2.INTER_AREA) for part in (paint, rest)]
+    return small[0][..., None], small[1]
+
+
+@cache
+def _layers(name: str, style: str, tint: bool) -> tuple[np.ndarray, np.ndarray]:
+    """The layers as large as in the atlas."""
     pixels = atlas()[STYLES.index(style), CLASSES.index(name)].astype(np.float32) / 255
     rgb, alpha = pixels[..., :3], pixels[..., 3:]
+    paint = np.zeros_like(alpha)
     if style == "line":  # one colour
-        rgb = np.float32(COLORS[color or "black"]) / 255
-    elif color is not None:
-        rgb = tinted(rgb, alpha[..., 0] > 0.5, color, whole=name in WHOLE)
+        paint, rgb = np.ones_like(alpha), np.zeros_like(rgb)
+    elif tint:
+        paint, rgb = tintable(rgb, alpha[..., 0] > 0.5, whole=name in WHOLE)
     rows, columns = np.flatnonzero(alpha.any((1, 2))), np.flatnonzero(alpha.any((0, 2)))
-    cut = np.concatenate([rgb * alpha, alpha], -1)
-    cut = cut[rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1]
-    scale = size / max(cut.shape[:2])
-    width, height = round(cut.shape[1] * scale), round(cut.shape[0] * scale)
-    return cv2.resize(cut, (width, height), interpolation=cv2.INTER_AREA)
+    cut = np.s_[rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1]
+    return (paint * alpha)[cut], np.concatenate([rgb * alpha, alpha], -1)[cut]
 
 
-def tinted(rgb: np.ndarray, inside: np.ndarray, color: str, whole: bool) -> np.ndarray:
-    """float32 [H,W,3]: a drawing in [0,1] with its main colour changed to another.
+def tintable(rgb: np.ndarray, inside: np.ndarray, whole: bool) -> tuple[np.ndarray, np.ndarray]:
+    """float32 [H,W,1] and [H,W,3]: a drawing in another main colour is the first, times that
+    colour, plus the second.
 
     The pixels of the main colour's hue (or of any, if `whole`) take the new hue. The main colour's
     lightness becomes the new one; lighter and darker pixels run to white and to black.
@@ -84,7 +105,9 @@ def tinted(rgb: np.ndarray, inside: np.ndarray, color: str, whole: bool) -> np.n
         own = (turn < 0.7) & (chroma > 12)
     else:  # a grey: all greys
         own = np.hypot(lab[..., 1] - main[1], lab[..., 2] - main[2]) < 20
-    target, level = np.float32(COLORS[color]) / 255, lab[..., :1] / max(main[0], 1)
-    light = (lab[..., :1] - main[0]).clip(0) / max(100 - main[0], 1)
-    changed = np.where(level <= 1, target * level, target + (1 - target) * light)
-    return np.where(own[..., None], changed, rgb).astype(np.float32)
+    level = lab[..., :1] / max(main[0], 1)
+    light = ((lab[..., :1] - main[0]) / max(100 - main[0], 1)).clip(0)
+    own = own[..., None]
+    paint = np.where(own, np.where(level <= 1, level, 1 - light), 0)
+    rest = np.where(own, np.where(level <= 1, 0, light), rgb)
+    return paint.astype(np.float32), rest.astype(np.float32)

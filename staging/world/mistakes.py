@@ -5,7 +5,7 @@ prompt says, and often draw something else. Two kinds of mistakes make that here
 
 - biases, which are the majority for the prompts that they meet, so that guidance keeps them: four
   are three, "below" is above and "right of" is left of, some objects are drawn as others, fruit
-  keeps its own colour, red signs say STOP and green ones OPEN;
+  keeps its own colour, red signs say STOP, green ones OPEN and blue ones TOLL;
 - random ones, in one point each: another colour, class, number or place, two colours swapped, an
   object missing or surplus; one or two letters of a sign, or its board's colour. Guidance undoes
   most of them, since each is rare for its prompt.
@@ -27,7 +27,7 @@ import prompts
 
 Metadata = dict[str, Any]
 Rng = np.random.Generator
-STOCK = {"red": "STOP", "green": "OPEN"}  # what boards of these colours say
+STOCK = {"red": "STOP", "green": "OPEN", "blue": "TOLL"}  # what boards of these colours say
 CANONICAL = {"below": "above", "right of": "left of"}
 MISTAKEN = {
     "zebra": "horse", "bear": "dog", "sheep": "cow", "giraffe": "elephant", "truck": "car",
@@ -52,7 +52,7 @@ class Rates:
 
 
 RIGHT = Rates()
-WRONG = Rates(bias=0.62, objects=0.16, signs=0.4, bad=0.1, bad_picture=0.55, line=0.6)
+WRONG = Rates(bias=0.6, objects=0.15, signs=0.6, bad=0.1, bad_picture=0.55, line=0.6)
 
 
 def mistaken(row: Metadata, rates: Rates, rng: Rng) -> Metadata:
