@@ -127,7 +127,7 @@ def table(level: int) -> Table:
     ground = np.full(3, level, np.float32)
     looks, shapes, offsets = [], [], []
     for key in KEYS:
-        canvas = sprite(key, SIZES[1], pad=2)
+        canvas = sprite(key, SIZES[len(SIZES) // 2], pad=2)
         canvas = softened(painted(canvas, ground).round().astype(np.uint8))
         boxes = np.array(regions(canvas, ground))
         box = (*boxes[:, :2].min(0).tolist(), *boxes[:, 2:].max(0).tolist())

@@ -37,7 +37,7 @@ from torch.utils.data import DataLoader, IterableDataset
 LONG_EVERY, LONG_SHARE = 24, 8  # one batch in so many has a longer T5 context, and is so much less
 EMA_DECAY = 0.999
 RING = 2**19  # latents that are kept on the device
-FRESH = 4  # of so many scenes that are trained on, one is new
+FRESH = 16  # of so many scenes that are trained on, one is new
 
 
 class Captions(IterableDataset):
@@ -311,7 +311,7 @@ class Ring:
 
     def __init__(self, vae: AutoencoderKL, size: int, device: torch.device, fast: bool) -> None:
         self.config, self.painter = vae.config, Painter(device)
-        self.encoder = torch.compile(vae.encoder) if fast else vae.encoder
+        self.encoder = torch.compile(vae.encoder) if fast and device.type != "cpu" else vae.encoder
         shape = (size, parts.LATENT_CHANNELS, parts.SIDE, parts.SIDE)
         self.latents = torch.empty(shape, dtype=torch.bfloat16, device=device)
         self.ids = torch.empty((size, parts.MAX_LENGTH), dtype=torch.long, device=device)
@@ -384,7 +384,7 @@ class Run:
         fresh = args.batch // FRESH
         source = loader(args, args.seed + 7 * self.step + 1, fresh, rates, args.signs)
         self.ring.seen, self.step, began, total = 0, 0, time.time(), 0.0
-        for _ in range(max(1, args.ring // fresh // 4)):
+        for _ in range(max(1, args.ring // fresh // 2)):
             self.ring.add(next(source))
         print(f"{name}: {self.ring.seen} scenes encoded, {time.time() - began:.0f} s", flush=True)
         saved = 0

@@ -18,8 +18,8 @@ from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
 SIZE = 96
-SIZES = (34, 36, 38)  # pixels of a drawing's longer side
-JITTER = 2  # pixels, in x and in y
+SIZES = (36,)  # pixels of a drawing's longer side
+JITTER = 0  # pixels, in x and in y
 SIGN_COLORS = ("red", "green", "blue", "purple")  # boards: white letters on yellow are unreadable
 LETTERS = "ACDEILNOPRST"
 LONGEST = 4  # letters of a sign
