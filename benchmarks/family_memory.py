@@ -15,9 +15,9 @@ from io import StringIO
 from pathlib import Path
 
 from flowalign.commands import recipe
-from flowalign.commands.doctor.estimate import predict
+from flowalign.commands.doctor.advise import GIB, Device, forecasts, usable
+from flowalign.commands.doctor.count import predict
 from flowalign.commands.doctor.pace import GPUS, Pace, times
-from flowalign.commands.doctor.predictions import GIB, Device, forecasts, usable
 from flowalign.config import EvalStage, Stage, TrainingStage, load
 
 FAMILIES = ("flux", "flux2", "qwen_image", "z_image", "sana")

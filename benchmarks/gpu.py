@@ -187,7 +187,7 @@ def updated(config: Any, setup: Setup, case: Case) -> Mapping[str, Any]:
     _check_here(case)
     from accelerate.state import AcceleratorState
 
-    from flowalign.commands.doctor.estimate import predict
+    from flowalign.commands.doctor.count import predict
 
     expected = predict(config, device_type=setup.device)
     AcceleratorState._reset_state(reset_partial_state=True)

@@ -19,7 +19,7 @@ from medium import write
 
 from flowalign import config
 from flowalign.commands import build
-from flowalign.commands.doctor.estimate import predict
+from flowalign.commands.doctor.count import predict
 from flowalign.commands.doctor.meter import size_of
 from flowalign.training.loop import Loop
 

@@ -23,7 +23,7 @@ from accelerate.state import AcceleratorState
 
 from flowalign.commands import build
 from flowalign.commands.doctor import live
-from flowalign.commands.doctor.estimate import predict
+from flowalign.commands.doctor.count import predict
 from flowalign.commands.doctor.pace import times
 from flowalign.config import TrainingStage, load, parse
 from flowalign.training import metrics

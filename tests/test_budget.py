@@ -11,12 +11,12 @@ from accelerate.state import AcceleratorState
 
 from flowalign import config
 from flowalign.commands.cli import main
-from flowalign.commands.doctor import budget
-from flowalign.commands.doctor.predictions import Device, Forecast
+from flowalign.commands.doctor import advise
+from flowalign.commands.doctor.advise import Device, Forecast
 from flowalign.config.safe_yaml import dump_yaml
 
 ROOT = Path(__file__).parent.parent
-ORDER = [cut.key for cut in budget.CUTS]
+ORDER = [cut.key for cut in advise.CUTS]
 RATE = 1e-6  # TFLOP/s: a slow machine, so that a small run takes many hours
 
 
@@ -68,7 +68,7 @@ def test_a_run_is_cut_in_the_order_of_the_table_until_it_fits(
     path.write_text(dump_yaml(big(random_model, tmp_path, kind)))
     status, lines = doctor(path, capsys)
     whole = hours(lines)
-    assert status == 0 and whole > budget.LONG  # a note
+    assert status == 0 and whole > advise.LONG  # a note
     for share in (0.3, 0.004):
         status, lines = doctor(path, capsys, "--hours", str(share * whole))
         assert status == 1
@@ -126,9 +126,9 @@ def test_the_first_rows_of_a_set_that_may_be_sorted_do_not_stand_for_it(
     path = fakes.evaluation(random_model, tmp_path, ["a"], {"name": "plain"}, {"name": "tagged"})
     stage = config.load(path, ["benchmarks.1.prompts=tagged.jsonl"], stage=config.EvalStage)
     forecast = Forecast("table", stage, Device(1))
-    images, limit = (cut for cut in budget.CUTS if cut.key.startswith("benchmarks"))
-    assert budget._now(limit, forecast) == {"benchmarks.0.limit": None}
-    assert budget._now(images, forecast).keys() == {"benchmarks.0.images", "benchmarks.1.images"}
+    images, limit = (cut for cut in advise.CUTS if cut.key.startswith("benchmarks"))
+    assert advise._now(limit, forecast) == {"benchmarks.0.limit": None}
+    assert advise._now(images, forecast).keys() == {"benchmarks.0.images", "benchmarks.1.images"}
 
 
 def test_the_page_of_the_doctor_has_the_order_of_the_cuts() -> None:

@@ -1,11 +1,11 @@
 """The prediction: within a tenth of what real allocators count, and by the rules of arithmetic."""
 
-import functools
 import itertools
 import json
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import fakes
@@ -18,9 +18,9 @@ from torch.nn.functional import scaled_dot_product_attention
 from flowalign import config, rewards
 from flowalign.backbone.adapters import read_lora
 from flowalign.backbone.structure import build, find
-from flowalign.commands.doctor import estimate as estimate_module
-from flowalign.commands.doctor import predictions
-from flowalign.commands.doctor.estimate import predict
+from flowalign.commands.doctor import advise
+from flowalign.commands.doctor import count as count_module
+from flowalign.commands.doctor.count import predict
 from flowalign.commands.doctor.meter import Meter, measure, size_of
 from flowalign.commands.doctor.pace import GPUS, PRODUCTS, WIDTH, Pace, times
 
@@ -63,7 +63,7 @@ def test_attention_on_a_device_does_not_hold_its_matrix():
     assert plain.peak > matrix
     masks = (None, torch.ones(1, 1, 1, 1024, dtype=torch.bool, device="meta"))
     for kind, mask in itertools.product(("cuda", "cpu"), masks):
-        call = functools.partial(scaled_dot_product_attention, q, q, q, attn_mask=mask)
+        call = partial(scaled_dot_product_attention, q, q, q, attn_mask=mask)
         assert measure(call, kind).peak < matrix / 4
 
 
@@ -343,19 +343,19 @@ def test_advice_leads_to_what_fits(small):
     run = memory.settings(*small, "opd", "model.dtype=bfloat16", size=128)
     estimate = predict(run)
     room = estimate.resident + 0.4 * estimate.worst.bytes
-    changes = list(predictions.advice(estimate, room))
+    changes = list(advise.advice(estimate, room, partial(predict, models={})))
     assert "model.gradient_checkpointing=true" in [change for change, _ in changes]
     peaks = [estimate.peak, *(after.peak for _, after in changes)]
     assert peaks == sorted(peaks, reverse=True) and peaks[-1] <= room < peaks[-2]
     parsed = config.parse(run.model_dump(mode="json"), [change for change, _ in changes])
     assert predict(parsed).peak == peaks[-1]
-    gib = (room + predictions.CONTEXT) / predictions.SHARE / predictions.GIB
-    first, *rest = predictions.fits(estimate, gib)
+    gib = (room + advise.CONTEXT) / advise.SHARE / advise.GIB
+    first, *rest = advise.fits(estimate, gib)
     assert first.level == "fault" and first.text.startswith("memory:")
     assert rest[-1].text.endswith("fits")
-    (fine,) = predictions.fits(estimate, 2 * gib + 1)
+    (fine,) = advise.fits(estimate, 2 * gib + 1)
     assert fine.level == "ok"
-    first, *_, last = predictions.fits(estimate, 0.7)  # in which nothing fits
+    first, *_, last = advise.fits(estimate, 0.7)  # in which nothing fits
     assert first.level == "fault" and last.level == "note" and "larger device" in last.text
 
 
@@ -364,17 +364,19 @@ def test_flux_on_24_gib_is_told_what_fits_in_half_a_minute():
     """A device that the base alone is too large for: 4 bits first, then the cache, then a variant;
     the alarm only where it is what does not fit."""
     run = config.load(CONFIGS / "flux" / "teacher_ocr_nft.yaml")
-    began = time.process_time()
-    estimate = predict(run)
-    first, *rest = [finding.text.strip() for finding in predictions.fits(estimate, 24.0)]
+    began, again = time.process_time(), partial(predict, models={})
+    estimate = again(run)
+    found = advise.fits(estimate, 24.0, predict=again)
+    first, *rest = [finding.text.strip() for finding in found]
     assert time.process_time() - began < 45  # 21 s where it was measured
     keys = [text.partition("=")[0] for text in rest if "=" in text]
     assert keys[-2:] == ["model.quantization", "model.text_cache"] and "nf4" in rest[-3]
     assert "configs/variants/1x24gb_nf4.yaml" in rest[-1] and rest[-1].endswith("fits")
     phases = [replace(p, bytes=2**40) if p.name == "image drift" else p for p in estimate.phases]
-    *_, last = predictions._changes(replace(estimate, phases=phases), 2**34)
+    *_, last = advise._changes(replace(estimate, phases=phases), 2**34)
     assert last == "alarm=null"
-    tight = estimate.after(last).after({"model": {"text_cache": "c"}, "rollout": {"batch_size": 2}})
+    keys = {"model": {"text_cache": "c"}, "rollout": {"batch_size": 2}}
+    tight = again(advise.changed(run, last, keys=keys))
     assert "image drift" not in [phase.name for phase in tight.phases]
     whole = predict(tight.config)  # nothing that was measured before is used
     assert (whole.peak, whole.phases) == (tight.peak, tight.phases)
@@ -391,7 +393,7 @@ def test_flux_on_24_gib_is_told_what_fits_in_half_a_minute():
 def test_equal_blocks_cost_as_much_as_all_of_them_do(family, monkeypatch):
     run = config.load(CONFIGS / family / "teacher_ocr_nft.yaml", ["optimizer.micro_batch=2"])
     few = predict(run)
-    monkeypatch.setattr(estimate_module, "measure_blocks", lambda *args: measure(*args[:2]))
+    monkeypatch.setattr(count_module, "measure_blocks", lambda *args: measure(*args[:2]))
     for part, whole in zip(few.all_phases, predict(run).all_phases, strict=True):
         assert part.bytes == pytest.approx(whole.bytes, rel=0.01), part.name
         assert part.flops == pytest.approx(whole.flops, rel=1e-6), part.name

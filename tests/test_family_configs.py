@@ -13,8 +13,8 @@ from flowalign.backbone.loading import card_of
 from flowalign.backbone.structure import PUBLIC
 from flowalign.commands import recipe
 from flowalign.commands.doctor import plan
-from flowalign.commands.doctor.estimate import predict
-from flowalign.commands.doctor.predictions import Device, forecasts, usable
+from flowalign.commands.doctor.advise import Device, forecasts, usable
+from flowalign.commands.doctor.count import predict
 from flowalign.config import (
     ConfigError,
     EvalStage,

@@ -24,7 +24,7 @@ from test_lora_formats import ab, as_they_are, random_layers, written
 import flowalign
 from flowalign.backbone import adapters
 from flowalign.commands import cli
-from flowalign.commands.doctor import predictions
+from flowalign.commands.doctor import advise
 
 FORMATS = {  # of the LoRA; None = diffusers' own names, as it reads no others with the family
     "sd3": None, "flux": "kohya_bfl", "schnell": "kohya_bfl", "flux2": "comfy_bfl",
@@ -145,7 +145,7 @@ def test_a_distilled_model_by_its_name_is_no_model_for_nft(
     def unknown(*_: Any, **__: Any) -> None:
         raise LookupError("memory is not the question")
 
-    monkeypatch.setattr(predictions, "predict", unknown)
+    monkeypatch.setattr(advise, "predict", unknown)
     monkeypatch.chdir(tmp_path)
     Path("my.txt").write_text('a red sign that says "CAT"')
     own = ["--model", model, "--reward", "fakes:redness", "--prompts", "my.txt"]

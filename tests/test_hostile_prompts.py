@@ -10,7 +10,7 @@ from generated import examples, holds, json_values, nothing_else, texts
 from hypothesis import strategies as st
 
 from flowalign import rewards
-from flowalign.commands.doctor.findings import healthy
+from flowalign.commands.findings import healthy
 from flowalign.commands.prompts.check import examine
 from flowalign.training.data import PromptError, load_prompts, subset
 

@@ -16,8 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from flowalign.backbone import Backbone
 from flowalign.backbone.adapters import read_lora, write_lora
 from flowalign.commands.cli import main
-from flowalign.commands.doctor import predictions
-from flowalign.commands.doctor.estimate import ranks_of
+from flowalign.commands.doctor import advise
+from flowalign.commands.doctor.count import ranks_of
 from flowalign.config import Stage, parse
 from flowalign.teachers.merge import Factors, merge, merge_layer
 from flowalign.training.report.status import SILENCE, STATUS
@@ -209,7 +209,7 @@ def test_a_layer_that_an_adapter_lacks_has_the_update_zero(
         assert_close(update, whole.get(layer, updates(few).get(layer)), rtol=1e-4, atol=1e-5)
     settings = {"stage": "merge", "output": "x", "model": {"id": random_model}, "method": method}
     settings |= {"adapters": list(map(str, sources)), "rank": options.get("rank")}
-    (forecast,) = predictions.forecasts({"m": parse(settings, stage=Stage)}, predictions.Device(1))
+    (forecast,) = advise.forecasts({"m": parse(settings, stage=Stage)}, advise.Device(1))
     stage, model = forecast.stage, forecast.stage.model
     expected = stage.output_ranks(partial(ranks_of, ranks={}, model=model))
     if method in ("concat", "svd"):

@@ -15,7 +15,7 @@ from flowalign.backbone.lora import misfit
 from flowalign.backbone.structure import mismatches
 from flowalign.backbone.tiny import MODEL as TINY
 from flowalign.commands import train
-from flowalign.commands.doctor.estimate import predict
+from flowalign.commands.doctor.count import predict
 from flowalign.commands.doctor.meter import size_of
 from flowalign.config import (
     ADAPTER,

@@ -14,8 +14,8 @@ import pytest
 from flowalign.backbone import structure
 from flowalign.commands.cli import main
 from flowalign.commands.doctor import plan
-from flowalign.commands.doctor.estimate import predict
-from flowalign.commands.doctor.predictions import usable
+from flowalign.commands.doctor.advise import usable
+from flowalign.commands.doctor.count import predict
 from flowalign.config import (
     GrpoStage,
     OpdStage,

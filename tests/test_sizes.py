@@ -9,7 +9,7 @@ import torch
 from test_loop import ratio_errors
 
 from flowalign import config
-from flowalign.commands.doctor.estimate import predict
+from flowalign.commands.doctor.count import predict
 from flowalign.config import ConfigError
 from flowalign.eval import run as evaluation
 from flowalign.system.images import pixels_of

@@ -22,7 +22,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--resume", action="store_true", help="continue from the last checkpoint")
     help = "resume with another number of processes, though the last digits then differ"
     parser.add_argument("--allow-world-change", action="store_true", help=help)
-    parser.add_argument("--dry-run", action="store_true", help="print the plan; write nothing")
+    parser.add_argument("--dry-run", action="store_true", help="doctor --no-model instead")
     help = "dry run: also import the code that the config names, to check it"
     parser.add_argument("--trust", action="store_true", help=help)
     help = "dry run: plan for this GPU, as `flowalign doctor --gpu`"
@@ -56,13 +56,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     home, any_world = Path(args.config).parent, args.allow_world_change
     with run.exit_status() as status:
         if args.dry_run:
-            from flowalign.commands.doctor import dry
+            from flowalign.commands.doctor import advise, command
             from flowalign.training.preflight import Launch
 
-            launch = Launch(
-                processes.state().num_processes, args.resume, any_world, args.trust, bool(args.gpu)
-            )
-            dry.run(config, home, launch, args.gpu)
+            count, main_process = processes.state().num_processes, processes.state().is_main_process
+            launch = Launch(count, args.resume, any_world, args.trust, bool(args.gpu))
+            device = advise.Device(count, args.gpu)
+            if main_process and command.examine(config, args.config, launch, device) == 2:
+                status.code = 2
         else:
             run.run_job(config, home, args.resume, began, any_world)
             if processes.state().is_main_process:

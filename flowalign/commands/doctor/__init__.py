@@ -1,14 +1,14 @@
 """`flowalign doctor`: what is wrong with a run or a reward, before training starts.
 
-`--reward NAME` examines a reward (`reward`). `--config FILE` examines a run: what `train` would
-refuse (`recipe.examine`), its config and files (`plan`), its memory and time (`predictions`) and,
-where the model is on this machine, a few images of it (`live`).
-docs/doctor.md explains each finding.
+Three ideas, each a file that knows only those before it: count (memory and operations, by running
+the real code on tensors without data: `meter`, `count`), time (the rates of a GPU: `pace`), advise
+(what does not fit, and what to change: `advise`). Beside them, what is wrong with the numbers of a
+config (`plan`), and what a few images show (`live`). docs/doctor.md explains each finding.
 """
 
 from __future__ import annotations
 
 from flowalign.commands.doctor.command import main
-from flowalign.commands.doctor.reward import diagnose
+from flowalign.commands.doctor.live import diagnose
 
 __all__ = ["diagnose", "main"]

@@ -1,4 +1,4 @@
-"""The command line of `flowalign doctor`."""
+"""The command line of `flowalign doctor`, and what `flowalign train --dry-run` says."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import torch
 
 from flowalign import rewards
 from flowalign.commands import recipe
-from flowalign.commands.doctor import budget, live, plan, predictions, reward
-from flowalign.commands.doctor.findings import fault, healthy, note, ok, show
+from flowalign.commands.doctor import advise, live, plan
+from flowalign.commands.doctor.advise import Device, Forecast
 from flowalign.commands.doctor.pace import GPUS
-from flowalign.commands.doctor.predictions import Forecast, is_here
-from flowalign.config import LABELS, Stage, TrainingStage, assignments, label_of, load
+from flowalign.commands.findings import fault, healthy, note, ok, show
+from flowalign.config import LABELS, ConfigError, Stage, TrainingStage, assignments, label_of, load
 from flowalign.eval.suite import environment
 from flowalign.system.exit import refusing
 from flowalign.training.preflight import Launch, own_code, scale_problems, unexamined
@@ -37,10 +37,14 @@ def main(argv: Sequence[str]) -> int:
         if args.config:
             if args.trust:
                 rewards.add_config_folder(args.config)
-            return examine(args)
+            root = load(args.config, args.options, stage=Stage, variant=args.variant)
+            any_world, elsewhere = args.allow_world_change, bool(args.gpu)
+            launch = Launch(args.gpus, args.resume, any_world, args.trust, elsewhere)
+            device = Device(args.gpus, args.gpu, args.memory, args.tflops)
+            return examine(root, args.config, launch, device, not args.no_model, args.hours)
         options = assignments(args.options)
-        prompts = [args.prompts] if args.prompts else reward.PROBES
-        found, _ = reward.diagnose(
+        prompts = [args.prompts] if args.prompts else live.PROBES
+        found, _ = live.diagnose(
             args.reward, options, args.count, args.size, prompts, args.images
         )
         show(found)
@@ -53,93 +57,99 @@ def parser() -> argparse.ArgumentParser:
     """--reward or --config, and the options of each."""
     text = "Find what is wrong with a run or a reward before training starts."
     parser = argparse.ArgumentParser("flowalign doctor", description=text)
+    add = parser.add_argument
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--config", help="a YAML file of any stage or a recipe")
     what.add_argument("--reward", help="a name, or package.module:attribute")
-    parser.add_argument("--variant", help="config: a YAML file of keys by stage: other hardware")
-    parser.add_argument("--no-model", action="store_true", help="only checks without weights")
+    add("--variant", help="config: a YAML file of keys by stage: other hardware")
+    add("--no-model", action="store_true", help="only checks without weights")
     help = "config: run the code that it names (module:name), and look in its folder for that code"
-    parser.add_argument("--trust", action="store_true", help=help)
-    parser.add_argument("--resume", action="store_true", help="as `train --resume` would run")
+    add("--trust", action="store_true", help=help)
+    add("--resume", action="store_true", help="as `train --resume` would run")
     help = "as `train --allow-world-change` would run"
-    parser.add_argument("--allow-world-change", action="store_true", help=help)
+    add("--allow-world-change", action="store_true", help=help)
     help = f"plan for this GPU: {', '.join(GPUS)}; others by --memory and --tflops"
-    parser.add_argument("--gpu", type=str.lower, choices=list(GPUS), metavar="NAME", help=help)
+    add("--gpu", type=str.lower, choices=list(GPUS), metavar="NAME", help=help)
     help = "propose cuts, with which the config is predicted to run for so long at most"
-    parser.add_argument("--hours", type=float, metavar="H", help=help)
+    add("--hours", type=float, metavar="H", help=help)
     help = "GPUs of the run (default 1)"
-    parser.add_argument("--gpus", "--processes", type=int, default=1, dest="gpus", help=help)
-    parser.add_argument("--memory", type=float, metavar="GIB", help="plan for such a GPU")
-    parser.add_argument("--tflops", type=float, help="the rate to plan with, TFLOP/s a GPU")
-    parser.add_argument("--count", type=int, default=16, help="reward: scenes (default 16)")
-    parser.add_argument("--size", type=int, help="reward: enlarge the 64-pixel scenes to this")
+    add("--gpus", "--processes", type=int, default=1, dest="gpus", help=help)
+    add("--memory", type=float, metavar="GIB", help="plan for such a GPU")
+    add("--tflops", type=float, help="the rate to plan with, TFLOP/s a GPU")
+    add("--count", type=int, default=16, help="reward: scenes (default 16)")
+    add("--size", type=int, help="reward: enlarge the 64-pixel scenes to this")
     help = "reward: score scenes with these prompts, not with those of the tiny world"
-    parser.add_argument("--prompts", metavar="FILE", help=help)
+    add("--prompts", metavar="FILE", help=help)
     help = "reward: also score the pictures of a folder, such as those of a style; several times"
-    parser.add_argument(
-        "--images", action="append", type=Path, default=[], metavar="FOLDER", help=help
-    )
+    add("--images", action="append", type=Path, default=[], metavar="FOLDER", help=help)
     help = "config: changes; reward: its options"
-    parser.add_argument("options", nargs="*", metavar="key=value", help=help)
+    add("options", nargs="*", metavar="key=value", help=help)
     return parser
 
 
-def examine(args: argparse.Namespace) -> int:
-    """Examine every stage of a config and print the findings; the exit status.
+def examine(
+    root: Stage,
+    path: str,
+    launch: Launch,
+    device: Device,
+    sample: bool = False,
+    hours: float | None = None,
+) -> int:
+    """Examine every stage of a config, read from `path`, and print the findings; the exit status.
+    Nothing is written. sample: also a few images, where the model is here. hours: the most that
+    all stages shall take.
 
-    Raises ConfigError for a config that `train` refuses to read.
+    Raises ConfigError for a GPU that is not known.
     """
-    root = load(args.config, args.options, stage=Stage, variant=args.variant)
+    if device.gpu not in (None, *GPUS):
+        raise ConfigError([f"--gpu: got {device.gpu!r}; want one of {', '.join(GPUS)}."])
     show([ok(", ".join(f"{name} {version}" for name, version in environment().items()))])
-    if label := label_of(args.config):
+    if label := label_of(path):
         show([note(f"the settings are {label}: {LABELS[label]}")])
-    launch = Launch(
-        args.gpus, args.resume, args.allow_world_change, args.trust, elsewhere=bool(args.gpu)
-    )
-    stages, problems = recipe.examine(root, Path(args.config).parent, launch)
+    stages, problems = recipe.examine(root, Path(path).parent, launch)
     scales = list(scale_problems(stages))
     show(map(fault, [*problems, *scales]))
-    if not args.trust:
+    if not launch.trust:
         show(map(note, unexamined(stages)))
-    device = predictions.Device(args.gpus, args.gpu, args.memory, args.tflops)
-    forecasts = predictions.forecasts(stages, device)
     sound, pace = not problems and not scales, None
-    for forecast in (forecast for forecast in forecasts if forecast.stage.samples):
-        stage = forecast.stage
+    forecasts = advise.forecasts(stages, device)
+    for number, forecast in enumerate(forecasts):
+        stage, findings = forecast.stage, []
+        if not stage.samples:
+            continue
         print(f"\n{forecast.name} ({stage.stage})")
-        findings = []
         if isinstance(stage, TrainingStage) and not problems:
             findings = plan.examine(stage)
             show(findings)
-        reason = "fix the faults above first"
-        if not problems and healthy(findings):
-            reason = _why_no_images(forecast, args)
-        if reason:
+        reason = "" if sample else "--no-model"
+        if problems or not healthy(findings):
+            reason = "fix the faults above first"
+        if reason := reason or _why_no_images(forecast, launch.trust):
             show([note(f"no image was sampled: {reason}")])
         else:
             seen, measured = live.examine(stage)
             show(seen)
             findings += seen
             pace = measured or pace  # of this stage, or of one before
-        last = list(forecast.conclude(pace))
+        forecasts[number] = forecast = forecast.timed(pace)
+        forecast.show()
+        last = list(forecast.findings())
         show(last)
         sound &= healthy([*findings, *last])
-    predictions.show_total(forecasts)
-    sound &= budget.conclude(root, forecasts, args.hours)
+    advise.show_total(forecasts)
+    sound &= advise.within(root, forecasts, hours)
     print("no fault was found" if sound else "faults were found")
     return 2 if problems else 0 if sound else 1
 
 
-def _why_no_images(forecast: Forecast, args: argparse.Namespace) -> str:
+def _why_no_images(forecast: Forecast, trust: bool) -> str:
     """Why no image of a sound stage can be sampled here; "" if it can."""
     stage, estimate = forecast.stage, forecast.estimate
-    if args.no_model:
-        return "--no-model"
-    if not args.trust and own_code(stage):
+    if not trust and own_code(stage):
         return "the config names code, and --trust is not given"
-    if not is_here(stage.model) or estimate is None:
+    if not advise.is_here(stage.model) or estimate is None:
         return f"{stage.model.id} is not on this machine (train downloads it)"
-    if missing := [key for key, source in stage.inputs.items() if source in estimate.ranks]:
+    if missing := [key for key, source in stage.inputs.items() if source in forecast.ranks]:
         return f"an earlier stage writes {', '.join(missing)}"
     if estimate.resident > CPU_MODEL and not torch.cuda.is_available():
         return "the model is too large to sample from without a GPU"

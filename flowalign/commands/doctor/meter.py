@@ -8,7 +8,7 @@ device's allocator does. What autograd saves is therefore counted, and needs no 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -107,60 +107,44 @@ class DeviceAttention(TorchFunctionMode):
         return ops._scaled_dot_product_flash_attention(query, key, value)[0]
 
 
-def measure(call: Callable[[], object], device_type: str) -> Meter:
+def measure(call: Callable[[], object], device_type: str) -> Pass:
     """Run `call` on meta tensors; what it would hold and compute on a device of that type."""
     with DeviceAttention(device_type), Meter(device_type) as meter:
         call()
-    return meter
+    return Pass(meter.peak, meter.flops)
 
 
-def measure_blocks(
-    call: Callable[[], object], device_type: str, modules: Sequence[nn.Module]
-) -> Pass:
-    """As `measure`. Of equal blocks of the modules that follow one another two run,
+def measure_blocks(call: Callable[[], object], device_type: str, *modules: nn.Module) -> Pass:
+    """As `measure`. Of four or more equal blocks of the modules that follow one another two run,
     and then three: every further one costs what the third did."""
-    runs = [
-        (blocks, index, count)
-        for module in modules
-        for blocks in module.modules()
-        if isinstance(blocks, nn.ModuleList)
-        for index, count in _runs(blocks)
-    ]
+    every = (part for module in modules for part in module.modules())
+    lists = [blocks for blocks in every if isinstance(blocks, nn.ModuleList)]
+    groups = (group for blocks in lists for _, group in groupby(blocks, _shapes))
+    runs = [run for group in groups if len(run := list(group)) > 3]
 
     def measured(longer: int | None = None) -> Pass:
-        whole = {id(blocks): (blocks, dict(blocks._modules)) for blocks, _, _ in runs}
-        dropped: dict[int, set[int]] = {}
-        for number, (blocks, index, count) in enumerate(runs):
-            kept = 3 if number == longer else 2
-            dropped.setdefault(id(blocks), set()).update(range(index + kept, index + count))
+        dropped = {id(m) for n, run in enumerate(runs) for m in run[3 if n == longer else 2 :]}
+        whole = [(blocks, blocks._modules) for blocks in lists]
         try:
-            for key, (blocks, every) in whole.items():
-                left = (m for number, m in enumerate(every.values()) if number not in dropped[key])
-                blocks._modules = {str(number): module for number, module in enumerate(left)}
-            meter = measure(call, device_type)
+            for blocks, every in whole:
+                left = (block for block in every.values() if id(block) not in dropped)
+                blocks._modules = {str(index): block for index, block in enumerate(left)}
+            return measure(call, device_type)
         finally:
-            for blocks, every in whole.values():
+            for blocks, every in whole:
                 blocks._modules = every
-        return Pass(meter.peak, meter.flops)
 
     first = peak, flops = measured()
-    for number, (*_, count) in enumerate(runs):
+    for number, run in enumerate(runs):
         more = measured(number)
-        peak += (count - 2) * (more.peak - first.peak)
-        flops += (count - 2) * (more.flops - first.flops)
+        peak += (len(run) - 2) * (more.peak - first.peak)
+        flops += (len(run) - 2) * (more.flops - first.flops)
     return Pass(peak, flops)
 
 
-def _runs(blocks: nn.ModuleList) -> Iterator[tuple[int, int]]:
-    """(index, number) of equal blocks that follow one another, four or more."""
-    index = 0
-    for _, run in groupby(
-        blocks, lambda m: (type(m), [(n, p.shape, p.dtype) for n, p in m.named_parameters()])
-    ):
-        count = len(list(run))
-        if count > 3:
-            yield index, count
-        index += count
+def _shapes(module: nn.Module) -> tuple[Any, ...]:
+    """What makes blocks equal."""
+    return type(module), [(n, p.shape, p.dtype) for n, p in module.named_parameters()]
 
 
 def size_of(*modules: nn.Module) -> int:

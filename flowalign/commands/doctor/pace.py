@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from flowalign.commands.doctor.estimate import Estimate, evaluated_images
+from flowalign.commands.doctor.count import Estimate, evaluated_images
 from flowalign.config import ModelConfig
 from flowalign.rewards import declared, leaves
 
@@ -104,7 +104,7 @@ class Pace:
     @classmethod
     def of_gpu(cls, gpu: Gpu, estimate: Estimate) -> Pace:
         """What a GPU of the table sustains in a stage; rewards compute in float32."""
-        model, width = estimate.config.model, estimate.shapes.width
+        model, width = estimate.config.model, estimate.width
         rates = {kind: gpu.rate(model, width, kind) for kind in KINDS}
         rates["rewards"] = gpu.float32 * 1e12 * REWARDS
         low, high = (f"{limit(rates[kind] for kind in KINDS) / 1e12:.3g}" for limit in (min, max))

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 
 import torch
 
@@ -13,7 +12,7 @@ from flowalign import sde
 from flowalign.backbone import Backbone, ModelError
 from flowalign.backbone.adapters import AdapterError, read_lora
 from flowalign.backbone.structure import cut_prompts, read_family, without_data
-from flowalign.commands.doctor.findings import Finding, fault, note
+from flowalign.commands.findings import Finding, fault, note
 from flowalign.config import TrainingStage
 from flowalign.training.algorithm import algorithm_class
 from flowalign.training.data import load_prompts, subset
@@ -24,37 +23,24 @@ from flowalign.types import Schedule
 SAMPLE = 500  # prompts of a set, about, whose length is checked
 
 
-@dataclass(frozen=True)
-class Plan:
-    """A stage, and the shapes of its base model."""
-
-    config: TrainingStage
-
-    @cached_property
-    def backbone(self) -> Backbone | None:
-        """The base without data; None where its shapes are not known."""
-        with suppress(LookupError):
-            return without_data(self.config.model)
-
-
 def examine(config: TrainingStage) -> list[Finding]:
-    """All findings of a stage, in the order of CHECKS."""
-    plan = Plan(config)
-    return [finding for check in CHECKS for finding in check(plan)]
+    """All findings of a stage."""
+    findings, backbone = [*_numbers(config)], None
+    with suppress(LookupError):  # its shapes are not known
+        backbone = without_data(config.model)
+        findings += _noise(config, backbone)
+    findings += [*_clip(config), *_average(config), *_held_out(config), *_variety(config)]
+    if backbone:
+        findings += _lengths(config, backbone)
+    return [*findings, *_working(config)]
 
 
-# Numbers ---------------------------------------------------------------------------------------
-
-
-def dtypes(plan: Plan) -> Iterator[Finding]:
-    """float16, which overflows."""
-    if plan.config.model.dtype == "float16":
+def _numbers(config: TrainingStage) -> Iterator[Finding]:
+    """float16; rollout, labels, update and evaluation at different CFG scales; evaluations with
+    fewer steps than the rollouts; what the model's card is against."""
+    if config.model.dtype == "float16":
         yield note("dtype: float16 overflows where bfloat16 does not. Use bfloat16 if the GPU can.")
-
-
-def guidance(plan: Plan) -> Iterator[Finding]:
-    """Rollout, labels, update and evaluation at different CFG scales."""
-    config, trained = plan.config, plan.config.guidance
+    trained, evaluation = config.guidance, config.evaluation_sampling
     for name, scale in config.mixtures.items():
         said = f"guidance: {name} labels at CFG scale {scale}, the student is trained at {trained}"
         if scale > trained:
@@ -64,35 +50,25 @@ def guidance(plan: Plan) -> Iterator[Finding]:
             yield note(text) if name == "anchor" else fault(text)
     if trained != config.rollout.guidance:
         yield note(f"guidance: trained at {trained}, rollouts at {config.rollout.guidance}.")
-    evaluated = config.evaluation_sampling.guidance
-    if config.evaluates and evaluated != trained:
+    if config.evaluates and evaluation.guidance != trained:
         yield fault(
-            f"guidance: trained at {trained}, evaluated at {evaluated}, which is another sampler. "
-            f"Set evaluation.guidance = {trained}."
+            f"guidance: trained at {trained}, evaluated at {evaluation.guidance}, which is another "
+            f"sampler. Set evaluation.guidance = {trained}."
         )
-
-
-def steps(plan: Plan) -> Iterator[Finding]:
-    """Evaluations with fewer steps than the rollouts."""
-    trained, evaluated = plan.config.rollout.steps, plan.config.evaluation_sampling.steps
-    if evaluated < trained:
+    if evaluation.steps < config.rollout.steps:
         yield fault(
-            f"schedule: evaluated with {evaluated} steps, but rollouts have {trained}. The "
-            "evaluated images are worse than in training. Use as many steps, or more."
+            f"schedule: evaluated with {evaluation.steps} steps, but rollouts have "
+            f"{config.rollout.steps}. The evaluated images are worse than in training. Use as many "
+            "steps, or more."
         )
+    yield from (Finding(level, text) for level, text in against_card(config))
 
 
-def card(plan: Plan) -> Iterator[Finding]:
-    """What the model's card is against."""
-    return (Finding(level, text) for level, text in against_card(plan.config))
-
-
-def noise(plan: Plan) -> Iterator[Finding]:
+def _noise(config: TrainingStage, backbone: Backbone) -> Iterator[Finding]:
     """Trained steps with hardly any noise."""
-    config, rollout, backbone = plan.config, plan.config.rollout, plan.backbone
-    if rollout.kind == "ode" or backbone is None:
-        return
-    if algorithm_class(config).keeps(config).noise_levels:  # it trains no state of a rollout
+    rollout = config.rollout
+    # without noise, or no state of a rollout is trained
+    if rollout.kind == "ode" or algorithm_class(config).keeps(config).noise_levels:
         return
     pixels = [height * width for height, width in config.model.image_sizes]
     try:  # of the smallest size: where the shift depends on it, its last steps have the least noise
@@ -114,18 +90,18 @@ def noise(plan: Plan) -> Iterator[Finding]:
         )
 
 
-def clip(plan: Plan) -> Iterator[Finding]:
+def _clip(config: TrainingStage) -> Iterator[Finding]:
     """A clip range that clips every ratio, or none. Log-probs are means over pixels: ratios stay
     within about 1e-4 of 1, with rounding errors of 1e-7."""
-    for key, value in plan.config.clip_ranges.items():
+    for key, value in config.clip_ranges.items():
         if not 1e-6 <= value <= 1e-2:
             count = "every ratio" if value < 1e-6 else "no ratio"
             yield fault(f"clip: {key} = {value:g} clips {count}. 1e-5 to 1e-3 is usual.")
 
 
-def average(plan: Plan) -> Iterator[Finding]:
+def _average(config: TrainingStage) -> Iterator[Finding]:
     """A moving average that lags behind by half of the run."""
-    ema, total = plan.config.ema, plan.config.optimizer_steps
+    ema, total = config.ema, config.optimizer_steps
     if ema is None:
         return
     # average a number that is 1 in the first half of the run and 0 after it
@@ -145,22 +121,15 @@ def average(plan: Plan) -> Iterator[Finding]:
         )
 
 
-# Prompts ---------------------------------------------------------------------------------------
-
-
-def held_out(plan: Plan) -> Iterator[Finding]:
+def _held_out(config: TrainingStage) -> Iterator[Finding]:
     """Validation prompts that a task trains on."""
-    config = plan.config
     if config.evaluation is None:
         return
     trained = {p for task in config.tasks for p in load_prompts(task.prompts, task.name).prompts}
-    for task in config.tasks:
-        if task.validation is None:
-            continue
+    for task in (task for task in config.tasks if task.validation):
         validation = load_prompts(task.validation, task.name)
         prompts = subset(validation, config.evaluation.prompts).prompts
-        shared = [prompt for prompt in prompts if prompt in trained]
-        if shared:
+        if shared := [prompt for prompt in prompts if prompt in trained]:
             yield Finding(
                 "fault" if len(shared) > len(prompts) / 4 else "note",
                 f"validation: {len(shared)} of {len(prompts)} prompts of {task.validation} (task "
@@ -168,12 +137,12 @@ def held_out(plan: Plan) -> Iterator[Finding]:
             )
 
 
-def variety(plan: Plan) -> Iterator[Finding]:
+def _variety(config: TrainingStage) -> Iterator[Finding]:
     """Fewer prompts than an update draws, so that each is drawn several times."""
-    tasks, drawn = plan.config.tasks, plan.config.rollout.prompts
-    for task in tasks:
+    for task in config.tasks:
         different = len(set(load_prompts(task.prompts, task.name).prompts))
-        share = round(drawn * task.weight / sum(other.weight for other in tasks))
+        weights = sum(other.weight for other in config.tasks)
+        share = round(config.rollout.prompts * task.weight / weights)
         if different < share:
             yield note(
                 f"prompts: task {task.name!r} has {different} different ones, and an update draws "
@@ -181,45 +150,32 @@ def variety(plan: Plan) -> Iterator[Finding]:
             )
 
 
-def lengths(plan: Plan) -> Iterator[Finding]:
+def _lengths(config: TrainingStage, backbone: Backbone) -> Iterator[Finding]:
     """Prompts that the text encoder cuts. Those of which nothing is left, the preflight refuses."""
-    if (backbone := plan.backbone) is None:
-        return
     limit, most = backbone.text.max_sequence_length, backbone.family.longest
-    for task in plan.config.tasks:
+    for task in config.tasks:
         prompts = load_prompts(task.prompts, task.name).prompts
         prompts = prompts[:: max(1, len(prompts) // SAMPLE)]  # of all parts: many sets are sorted
-        cut = cut_prompts(plan.config.model, prompts)
+        cut = cut_prompts(config.model, prompts)
         # without its tokenizer: about 4 tokens for 3 words
-        about = "" if cut else "about "
         long = cut[0] if cut else [p for p in prompts if len(p.split()) * 4 // 3 + 1 > limit]
         if long:
             share = len(long) / len(prompts)
             yield Finding(
                 "fault" if share > 0.05 else "note",
-                f"length: {about}{share:.0%} of the prompts of task {task.name!r} have more than "
-                f"model.max_sequence_length = {limit} tokens and are cut, such as "
-                f"{long[0][:60]!r}. Raise it (up to {most}).",
+                f"length: {'' if cut else 'about '}{share:.0%} of the prompts of task "
+                f"{task.name!r} have more than model.max_sequence_length = {limit} tokens and are "
+                f"cut, such as {long[0][:60]!r}. Raise it (up to {most}).",
             )
 
 
-# Adapters --------------------------------------------------------------------------------------
-
-
-def working(plan: Plan) -> Iterator[Finding]:
+def _working(config: TrainingStage) -> Iterator[Finding]:
     """Adapters that change nothing. Those that are not finite are refused on reading."""
-    family = partial(read_family, plan.config.model)
-    for name, source in plan.config.inputs.items():
+    for name, source in config.inputs.items():
         with suppress(AdapterError, OSError):  # an earlier stage will write it
-            lora = read_lora(source, family=family)
-            if any(bool(lora.weights[f"{layer}.lora_B.weight"].any()) for layer in lora.ranks):
-                continue
-            yield fault(
-                f"{name}: equals the base: all B are 0, as in a LoRA that was never trained. "
-                "Use the adapter of a finished run, or null for the base itself."
-            )
-
-
-CHECKS: tuple[Callable[[Plan], Iterator[Finding]], ...] = (
-    dtypes, guidance, steps, card, noise, clip, average, held_out, variety, lengths, working,
-)  # fmt: skip
+            lora = read_lora(source, family=partial(read_family, config.model))
+            if not any(bool(lora.weights[f"{layer}.lora_B.weight"].any()) for layer in lora.ranks):
+                yield fault(
+                    f"{name}: equals the base: all B are 0, as in a LoRA that was never trained. "
+                    "Use the adapter of a finished run, or null for the base itself."
+                )

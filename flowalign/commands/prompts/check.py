@@ -8,7 +8,7 @@ from contextlib import suppress
 from typing import Any
 
 from flowalign import rewards
-from flowalign.commands.doctor.findings import Finding, fault, note, ok
+from flowalign.commands.findings import Finding, fault, note, ok
 from flowalign.commands.prompts.geneval import same_picture
 from flowalign.commands.prompts.held_out import digest
 from flowalign.rewards.ocr import normalize, target_of

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from flowalign.commands.doctor.findings import healthy
+from flowalign.commands.findings import healthy
 from flowalign.commands.prompts import geneval, held_out, ocr
 from flowalign.commands.prompts.check import examine
 from flowalign.commands.prompts.fetch import fetch as fetch_set

@@ -1,0 +1,475 @@
+"""What each stage of a run downloads, holds and takes, the sum, and what would make it fit.
+
+Memory that does not suffice is answered by changes of the config, the cheapest first (`_changes`).
+Hours that do not (`--hours`) are answered by a smaller run. What is cut first costs least of what
+is learnt, as far as that was measured (CUTS): on the tiny model alone. Reasons name pages of docs.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shlex
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
+from operator import attrgetter
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from flowalign import rewards
+from flowalign.backbone.structure import local_folder
+from flowalign.commands.doctor.count import Estimate, Ranks, evaluated_images, predict, ranks_of
+from flowalign.commands.doctor.pace import DEFAULT_GPU, GPUS, Gpu, Pace, Times, present_gpu, times
+from flowalign.commands.findings import Finding, fault, note, ok, show
+from flowalign.config import (
+    ADAPTER,
+    ConfigError,
+    ModelConfig,
+    RecipeStage,
+    Stage,
+    TrainingStage,
+    overlay,
+    parse,
+    read,
+)
+
+GB, GIB = 10**9, 2**30
+SHARE = 0.92  # of a device's memory that tensors can use; the rest is lost between blocks
+CONTEXT = 0.6 * GIB  # of CUDA, cuDNN and cuBLAS
+CHANGES = 12  # that are tried
+VARIANTS = Path(__file__).parents[1] / "configs" / "variants"
+LONG = 100  # hours above which a run is noted
+NEAR = 1.05  # times its hours that a stage may take and lose a few updates alone
+
+
+@dataclass(frozen=True)
+class Device:
+    """What a run is planned for: the number of GPUs, and where it is not what is here, their name
+    in GPUS, their memory in GiB and their rate in TFLOP/s."""
+
+    gpus: int
+    gpu: str | None = None
+    memory: float | None = None
+    tflops: float | None = None
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """A stage, and its prediction. estimate: None for a merge, and where shapes are not known."""
+
+    name: str
+    stage: Stage
+    device: Device
+    predict: Callable[[Stage], Estimate] = predict
+    ranks: Mapping[str, Ranks] = field(default_factory=dict)  # as for `predict`
+    estimate: Estimate | None = None
+    unknown: str = ""  # why there is no estimate
+    pace: Pace | None = None  # None: no rate is known, or `timed` was not called
+    times: Times | None = None  # at that pace
+
+    @property
+    def gpu(self) -> Gpu | None:
+        """The GPU of the table that is planned for: the one that is asked for or here; where torch
+        sees none, DEFAULT_GPU. None: a CPU, or a GPU that is not in the table."""
+        if self.device.gpu:
+            return GPUS[self.device.gpu]
+        if self.estimate is None or self.estimate.device_type == "cpu":
+            return None
+        return present_gpu() if torch.cuda.is_available() else GPUS[DEFAULT_GPU]
+
+    def timed(self, measured: Pace | None = None) -> Forecast:
+        """With times: by the rate that is asked for, measured here, or in the table."""
+        pace, gpu, tflops = None, self.gpu, self.device.tflops
+        if tflops:
+            pace = Pace.constant(tflops * 1e12, f"{tflops:g} TFLOP/s, --tflops")
+        elif measured and not self.device.gpu:
+            pace = measured
+        elif gpu and self.estimate:
+            pace = Pace.of_gpu(gpu, self.estimate)
+        took = times(self.estimate, pace) if self.estimate and pace else None
+        return replace(self, pace=pace, times=took)
+
+    @property
+    def hours(self) -> float:
+        """Of the stage, as far as they are known."""
+        return self.times.hours if self.times else 0.0
+
+    def after(self, *changes: str) -> Forecast:
+        """The forecast after these changes of the config, at the same pace."""
+        estimate = self.predict(changed(self.stage, *changes))
+        assert self.pace
+        took = times(estimate, self.pace)
+        return replace(self, stage=estimate.config, estimate=estimate, times=took)
+
+    def findings(self) -> Iterator[Finding]:
+        """About memory and time."""
+        if self.unknown:
+            yield note(f"memory: no prediction: {self.unknown}")
+        if self.estimate is None:
+            return
+        gpu, memory = self.gpu, self.device.memory
+        assumed = gpu is not None and not self.device.gpu and not torch.cuda.is_available()
+        title = gpu.title if gpu and assumed and not memory else ""
+        yield from fits(self.estimate, memory or (gpu and gpu.memory), title, self.predict)
+        if self.times is None:
+            yield note("time: the rate of this device is not known; --gpu or --tflops says it")
+        elif self.times.unknown:
+            yield note(f"time: not included: {', '.join(self.times.unknown)}")
+
+    def show(self) -> None:
+        """Print what is resident, and the peak, FLOPs and seconds of each phase."""
+        if not (estimate := self.estimate):
+            return
+        unit, label = (GIB, "GiB") if estimate.peak > GIB else (2**20, "MiB")
+        title = f"prediction for a process of {self.name}"
+        table = Table("memory", label, "TFLOP", "seconds", title=title)
+        for part, count in estimate.parts.items():
+            table.add_row(part, f"{count / unit:.2f}")
+        table.add_section()
+        seconds = dict(self.times.seconds, evaluation=self.times.evaluation) if self.times else {}
+        for phase in estimate.all_phases:
+            total = f"{(estimate.resident + phase.bytes) / unit:.2f}"
+            taken = f"{seconds.pop(phase.name):.3g}" if seconds else ""
+            table.add_row(f"peak in {phase.name}", total, f"{phase.flops / 1e12:.4g}", taken)
+        if waited := seconds.get("rewards"):
+            table.add_row("waiting for rewards", "", "", f"{waited:.3g}")
+        console = Console(highlight=False)
+        console.print(table)
+        if estimate.config.model.compile:
+            console.print("torch.compile is not in the prediction.")
+
+
+def changed(stage: Stage, *texts: str, keys: Mapping[str, Any] | None = None) -> Stage:
+    """A stage after `key.path=value` texts, with keys that are laid over it before."""
+    data = overlay(stage.model_dump(mode="json"), keys or {})
+    return parse(data, texts, stage=type(stage))
+
+
+def forecasts(stages: Mapping[str, Stage], device: Device) -> list[Forecast]:
+    """The prediction of each stage, without its times. Prints what all of them need together."""
+    ranks: dict[str, Ranks] = {}  # by folder, of what the stages will write
+    listed = []
+    asked = device.gpu or device.memory or device.tflops or torch.cuda.is_available()
+    for name, stage in stages.items():
+        adapter = Path(stage.output) / "adapter"
+        # for this machine's CPU only where the run itself would be on it
+        kind = "cuda" if asked or not is_here(stage.model) else "cpu"
+        say = partial(predict, device_type=kind, processes=device.gpus, ranks=ranks, models={})
+        one = Forecast(name, stage, device, say, ranks)
+        try:
+            if stage.makes_adapter and not (adapter / ADAPTER).is_file():
+                of = partial(ranks_of, ranks=ranks, model=stage.model)
+                ranks[str(adapter)] = stage.output_ranks(of)
+            listed.append(replace(one, estimate=say(stage) if stage.samples else None))
+        except LookupError as error:
+            listed.append(replace(one, unknown=str(error.args[0])))
+    show(_needs(listed))
+    return listed
+
+
+def is_here(model: ModelConfig) -> bool:
+    """Whether a model is on this machine."""
+    return local_folder(model.id, model.revision) is not None
+
+
+def _needs(listed: Sequence[Forecast]) -> Iterator[Finding]:
+    """Findings about downloads and host memory of all stages together.
+
+    Adapters are not among them: the checks before this have read them. For rewards a cache is not
+    looked at, since their libraries have caches of their own.
+    """
+    sizes: dict[str, float | None] = {}  # GB; None = not known
+    estimates = [forecast.estimate for forecast in listed if forecast.estimate]
+    largest = max(estimates, key=lambda estimate: estimate.host, default=None)
+    for stage in (forecast.stage for forecast in listed):
+        needed = [stage.model] if stage.samples or stage.makes_adapter else []
+        for model in (m for m in (*needed, *stage.bases.values()) if not is_here(m)):
+            size = largest and largest.downloads.get(model.id)
+            sizes[model.id] = size and size / GB
+        for reward in (r for judged in stage.judged for r in judged.rewards.values()):
+            for name, options in rewards.leaves(reward.name, reward.options, imports=False):
+                files = rewards.declared(name, imports=False).files(**options)
+                sizes |= {f"reward {name}": None} if files is None else files
+    if sizes:
+        each = [f"{name} ({size:.2g} GB)" if size else name for name, size in sizes.items()]
+        total = sum(size or 0 for size in sizes.values())
+        yield note(f"downloads: about {total:.3g} GB unless cached: {', '.join(each)}")
+    if largest:
+        yield ok(f"host memory: {largest.host / GIB:.3g} GiB a process while the model loads")
+
+
+# Memory ------------------------------------------------------------------------------------------
+
+
+def usable(memory: float, device_type: str) -> float:
+    """Bytes that tensors can use on a device with `memory` bytes."""
+    return memory * SHARE - (CONTEXT if device_type == "cuda" else 0)
+
+
+def fits(
+    estimate: Estimate,
+    memory: float | None,
+    assumed: str = "",
+    predict: Callable[[Stage], Estimate] = predict,
+) -> Iterator[Finding]:
+    """Whether the peak fits in `memory` GiB (None = this machine's), and what would make it fit, by
+    the predictions of `predict`.
+
+    assumed: the name of a GPU that was not asked for; a run that does not fit there has no fault.
+    """
+    if memory:
+        size = memory * GIB
+    elif estimate.device_type == "cpu":
+        size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    else:
+        size = torch.cuda.get_device_properties(0).total_memory
+    limit = usable(size, estimate.device_type)
+    text = f"{estimate.peak / GIB:.3g} GiB in {estimate.worst.name}; {assumed or 'the device'} has "
+    text += f"{size / GIB:.3g} GiB, of which tensors can use {limit / GIB:.3g}"
+    if estimate.peak <= limit:
+        yield ok(f"memory: at most {text}")
+        return
+    yield (note if assumed else fault)(f"memory: does not fit: {text}. Changes:")
+    reached = estimate
+    for change, reached in advice(estimate, limit, predict):
+        end = "fits" if reached.peak <= limit else f"still too much, in {reached.worst.name}"
+        yield note(f"  {change}: {reached.peak / GIB:.3g} GiB, {end}")
+    variant = next(((n, e) for n, e in _variants(estimate, size, predict) if e.peak <= limit), None)
+    if variant:
+        yield note(f"  or --variant {variant[0]}: {variant[1].peak / GIB:.3g} GiB, fits")
+    elif reached.peak > limit:
+        yield note("  no other setting helps; use a larger device, or a smaller lora.rank.")
+
+
+def advice(
+    estimate: Estimate, limit: float, predict: Callable[[Stage], Estimate]
+) -> Iterator[tuple[str, Estimate]]:
+    """(a change that helps, the estimate after it and all before), until `limit` bytes suffice."""
+    for _ in range(CHANGES):
+        if estimate.peak <= limit:
+            return
+        for change in _changes(estimate, limit):
+            after = predict(changed(estimate.config, change))
+            if after.peak < estimate.peak:
+                break
+        else:
+            return
+        yield change, (estimate := after)
+
+
+def _variants(
+    estimate: Estimate, memory: float, predict: Callable[[Stage], Estimate]
+) -> Iterator[tuple[str, Estimate]]:
+    """The shipped variants for as many GPUs of at most this memory, the largest first."""
+    found = [(path, read(path)) for path in sorted(VARIANTS.glob("*.yaml"))]
+    for path, keys in sorted(found, key=lambda item: -item[1]["gpus"]["memory"]):
+        gpus, own = keys["gpus"], keys.get(estimate.config.stage)
+        if own and gpus["count"] == estimate.processes and gpus["memory"] * 0.95 <= memory / GIB:
+            with suppress(ConfigError):  # keys that this stage does not have
+                yield (
+                    f"configs/variants/{path.name}",
+                    predict(changed(estimate.config, keys=own)),
+                )
+
+
+def _changes(estimate: Estimate, limit: float) -> Iterator[str]:
+    """What can be changed now, the cheapest first: the worst phase, then what is resident, then
+    what a run can do without."""
+    model, worst = estimate.config.model, estimate.worst
+    sizes = {key: size for key, size in worst.sizes.items() if size > 1}
+    share = (limit - estimate.resident) / worst.bytes  # of the phase's memory that is available
+    if worst.name == "update" and not model.gradient_checkpointing:
+        yield "model.gradient_checkpointing=true"
+    if share > 0.05:  # smaller batches can suffice
+        for key, size in sizes.items():
+            yield f"{key}={max(1, min(size - 1, int(size * share * 0.9)))}"  # 0.9: not to the brim
+    if not model.offload_text_encoders:
+        yield "model.offload_text_encoders=true"
+    if model.dtype == "float32":  # only from here on is something else learned
+        yield "model.dtype=bfloat16"
+    if model.quantization is None:
+        yield f"model.quantization={'nf4' if estimate.device_type == 'cuda' else 'fp8'}"
+    if worst.name == "text" and model.text_cache is None:
+        yield "model.text_cache=outputs/text_cache"
+    for key in sizes:
+        yield f"{key}=1"
+    if worst.name == "image drift":
+        yield "alarm=null"
+
+
+# Hours -------------------------------------------------------------------------------------------
+
+
+class Cut(NamedTuple):
+    """A key that is lowered, to `floor` at least, and why it comes at its place. taught: the floor
+    of a student of teachers; None = the same, 0 = it is not cut."""
+
+    key: str
+    floor: Any
+    why: str
+    taught: int | None = None
+
+
+CUTS = (
+    Cut("benchmarks.*.images", 1, "images of one prompt resemble each other (log)"),
+    Cut("benchmarks.*.limit", 128, "standard errors grow: at most .044 of a share"),
+    Cut("evaluation.prompts", 64, "the best update is chosen less surely: errors of at most .063"),
+    Cut("student.states.select", "high_noise", "one such state was level with all (log)"),
+    Cut("student.states.count", 1, "one random state was .005 behind three (study)"),
+    Cut(
+        "rollout.prompts",
+        8,
+        "a quarter of the images cost as little as half of the rollouts (budget)",
+        taught=128,
+    ),
+    Cut("rollout.copies", 8, "groups of 8 learn (results); larger ones were not compared"),
+    Cut("{stage}.states", 1, "1 of 8 cost a quarter of the gain of an OCR teacher (budget)"),
+    Cut("train.updates", 100, "half of the rollouts cost a quarter of the gain (budget)"),
+    Cut("rollout.window", "[0,4]", "4 of 10 steps were enough (log); all were not compared", 0),
+    Cut("train.updates", 30, "the tiny model's teachers learn most in 30 (results)"),
+    Cut("rollout.steps", 6, "not measured: the reward sees other images than the users do"),
+)
+TRIM = Cut("train.updates", 1, "hardly fewer")
+
+
+def show_total(listed: Sequence[Forecast]) -> None:
+    """Print a line for each stage, and their sum."""
+    table = Table("stage", "peak GiB", "updates", "s/update", "evaluations", "hours", "GPU-hours")
+    for f in listed:
+        peak = f"{f.estimate.peak / GIB:.1f}" if f.estimate else "-"
+        if t := f.times:
+            numbers = [str(t.updates), f"{t.update:.3g}", str(t.evaluations)]
+            table.add_row(f.name, peak, *numbers, shown_hours(t.hours), shown_hours(t.gpu_hours))
+        else:
+            why = "not predicted" if f.stage.samples else "minutes, no GPU"
+            table.add_row(f.name, peak, "-", "-", "-", why, "-")
+    timed = [f.times for f in listed if f.times]
+    if len(listed) > 1:
+        table.add_section()
+        sums = sum(t.hours for t in timed), sum(t.gpu_hours for t in timed)
+        total = [*map(shown_hours, sums)] if timed else ["not predicted", "-"]
+        table.add_row("sum", "", "", "", "", *total)
+    console = Console(highlight=False, width=max(100, Console().width))
+    console.print(table)
+    for source in dict.fromkeys(f.pace.source for f in listed if f.times and f.pace):
+        console.print(f"on {listed[0].device.gpus} x {source}", soft_wrap=True)
+
+
+def shown_hours(hours: float) -> str:
+    """Hours as the tables have them."""
+    return f"{hours:.2f}" if hours < 10 else f"{hours:.0f}"
+
+
+def within(config: Stage, listed: Sequence[Forecast], limit: float | None) -> bool:
+    """Print the hours of all stages, and cuts if they exceed `limit`; False for a fault."""
+    total = sum(forecast.hours for forecast in listed)
+    text = f"time: {shown_hours(total)} h"
+    if limit is None:
+        show([note(f"{text}. --hours 24 proposes a smaller run")] if total > LONG else [])
+    elif not any(forecast.times for forecast in listed):
+        show([fault("time: --hours needs a rate, not known here: add --gpu or --tflops")])
+    else:
+        if total > limit >= float(shown_hours(total)):  # rounded down
+            text = f"time: {math.ceil(10 * total) / 10:g} h"
+        show([(ok if total <= limit else fault)(f"{text} of {limit:g}")])
+        if total > limit:
+            print(_proposed(config, listed, limit))
+    return limit is None or 0 < total <= limit
+
+
+def _proposed(config: Stage, listed: Sequence[Forecast], limit: float) -> str:
+    """The arguments of `flowalign train` after which all stages take at most so many hours, as far
+    as CUTS go, which are printed. Short stages leave their share to longer ones."""
+    timed = sorted((f for f in listed if f.times), key=lambda forecast: forecast.hours)
+    chains = [list(_chain(forecast)) for forecast in timed]
+    pairs = zip(timed, chains, strict=True)
+    least = [min([f.hours, *(after.hours for *_, after in chain)]) for f, chain in pairs]
+    rest, lines = limit, []
+    for number, (forecast, chain) in enumerate(zip(timed, chains, strict=True)):
+        share = min(rest / (len(timed) - number), rest - sum(least[number + 1 :]))
+        if forecast.hours <= NEAR * share:
+            chain = [step for step in _chain(forecast, [TRIM]) if step[2].hours <= share] or chain
+        after, keys = forecast, {}
+        for cut, before, lowest in chain:
+            if before.hours <= share:
+                break
+            texts, after = _fitted(cut, before, lowest, share)
+            head = f"  {forecast.name}: {' '.join(texts)}: {shown_hours(after.hours)} h"
+            show([note(f"{head}. {cut.why}")])
+            keys |= {text.partition("=")[0]: text for text in texts}  # a later value replaces
+        rest, words = rest - after.hours, list(keys.values())
+        if isinstance(config, RecipeStage) and words:  # `set` comes after everything else
+            words = [*config.stages[forecast.name].get("set", []), *words]
+            words = [f"stages.{forecast.name}.set={json.dumps(words)}"]
+        lines += words
+    if rest < 0:
+        show([note(f"  {shown_hours(limit - rest)} h are the least: use a larger GPU")])
+    return shlex.join(lines)
+
+
+def _chain(
+    forecast: Forecast, cuts: Sequence[Cut] = CUTS
+) -> Iterator[tuple[Cut, Forecast, Forecast]]:
+    """(cut, the forecasts before and after it) of the cuts that save time, all at their floors."""
+    for cut in cuts:
+        with suppress(ConfigError, LookupError):  # another key needs more; there is no value
+            after = forecast.after(*_texts(cut, forecast, _values(cut, forecast)[0]))
+            if after.hours < forecast.hours:
+                yield cut, forecast, after
+                forecast = after
+
+
+def _fitted(
+    cut: Cut, before: Forecast, lowest: Forecast, limit: float
+) -> tuple[list[str], Forecast]:
+    """The changes of a cut that goes no further than a limit of hours asks, and the forecast."""
+    values = _values(cut, before)
+    index = bisect_right(
+        values, limit, key=lambda value: before.after(*_texts(cut, before, value)).hours
+    )
+    texts = _texts(cut, before, values[max(0, index - 1)])
+    return texts, before.after(*texts) if index > 1 else lowest
+
+
+def _values(cut: Cut, forecast: Forecast) -> Sequence[Any]:
+    """What a cut can write to a stage, from the floor up."""
+    stage, now = forecast.stage, list(_now(cut, forecast).values())
+    taught = stage.trains and not stage.learns_from_rewards
+    floor = cut.taught if taught and cut.taught is not None else cut.floor
+    if isinstance(floor, str) or not floor:
+        return [floor] if floor and now[0] in ("all", None) else []
+    unit = 1  # of what all processes and optimizer steps share
+    if isinstance(stage, TrainingStage) and cut.key in ("rollout.prompts", "rollout.copies"):
+        unit = stage.optimizer.updates_per_rollout * forecast.device.gpus
+    every = max(evaluated_images(stage).values(), default=0)  # for None
+    largest = max((value or every for value in now), default=0)
+    return range(-(-floor // unit) * unit, largest, unit)
+
+
+def _texts(cut: Cut, forecast: Forecast, value: Any) -> list[str]:
+    """The changes that write a value where there is a larger one."""
+    now = _now(cut, forecast)
+    return [f"{key}={value}" for key, v in now.items() if not isinstance(v, int) or v > value]
+
+
+def _now(cut: Cut, forecast: Forecast) -> dict[str, Any]:
+    """{key of a stage that a cut means: its value}. The first rows of a .jsonl may be of one tag,
+    as those of GenEval are, so that `limit` is for sets of texts."""
+    stage = forecast.stage
+    head, star, leaf = cut.key.format(stage=stage.stage).partition(".*.")
+    with suppress(AttributeError):
+        found = attrgetter(head)(stage)
+        if not star:
+            return {head: found}
+        marks = {f"{head}.{i}.{leaf}": mark for i, mark in enumerate(found)}
+        whole = ".jsonl" if leaf == "limit" else "/"
+        return {key: getattr(m, leaf) for key, m in marks.items() if not m.prompts.endswith(whole)}
+    return {}

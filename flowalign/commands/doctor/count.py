@@ -1,0 +1,565 @@
+"""Memory and FLOPs of a run, counted before any weight is loaded.
+
+The library's own forward and backward passes run on a model without data (`meter`), once for each
+phase of an update. What is stored between them follows from what the algorithm keeps
+(`Algorithm.keeps`). All numbers are of one process.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from flowalign.backbone import DTYPES
+from flowalign.backbone.adapters import AdapterError, read_lora
+from flowalign.backbone.loading import store_in_fp8
+from flowalign.backbone.lora import adapted_layers
+from flowalign.backbone.structure import family_without_text, read_family, without_data
+from flowalign.backbone.text import BATCH as TEXT_BATCH
+from flowalign.commands.doctor.meter import (
+    DeviceAttention,
+    Pass,
+    measure_blocks,
+    rounded,
+    size,
+    size_of,
+)
+from flowalign.config import Stage, TrainingStage
+from flowalign.config.model import LoraConfig, ModelConfig
+from flowalign.training.algorithm import STUDENT, Compared, algorithm_class
+from flowalign.training.data import PromptError, load_prompts
+from flowalign.training.report.drift.monitor import checked
+from flowalign.training.solvers import forwards
+from flowalign.types import Conditioning, Source
+
+Ranks = Mapping[str, int]  # {layer: rank} of an adapter
+
+NF4 = 0.5 + 4 / 64  # bytes a weight: four bits, and a float32 scale for each block of 64
+ADAM_8BIT = 0.26  # of the bytes of float32 moments: one byte each, and blockwise scales
+DRAWS = 64  # updates whose drawn states are averaged
+BENCHMARK_PROMPTS = 512  # assumed where a benchmark has no limit and its file is not here
+# Keys of `model` that change no shape; fp8 does, and 4 bits are counted by NF4
+FREE = {
+    "gradient_checkpointing", "text_cache", "offload_text_encoders", "decode_batch", "quantization"
+}  # fmt: skip
+SIXTEEN = 2  # bytes a weight of the files on the Hub
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A kind of work of an update, or an evaluation."""
+
+    name: str
+    kind: str  # whose rate it runs at: sampling, labels, learning or alarm
+    bytes: int  # its peak beyond the resident bytes
+    flops: float  # floating-point operations of one update, or of one evaluation
+    sizes: Mapping[str, int] = field(default_factory=dict)  # {key of a batch size: its value}
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """The prediction of one process, and what it was predicted for. An evaluation (`stage: eval`)
+    has no updates and one evaluation."""
+
+    config: Stage
+    device_type: str
+    processes: int
+    parts: Mapping[str, int]  # resident bytes by what they are
+    phases: list[Phase]  # of an update
+    evaluation: Phase | None  # None = the run has none
+    width: int  # of the transformer
+    host: int  # bytes of host memory while the model loads
+    downloads: Mapping[str, int]  # {model: bytes of its files on the Hub}
+
+    @property
+    def all_phases(self) -> list[Phase]:
+        """The phases of an update, and the evaluation."""
+        return [*self.phases, *([self.evaluation] if self.evaluation else [])]
+
+    @property
+    def resident(self) -> int:
+        """Bytes that stay allocated through all phases."""
+        return sum(self.parts.values())
+
+    @property
+    def worst(self) -> Phase:
+        """The phase with the highest peak."""
+        return max(self.all_phases, key=lambda phase: phase.bytes)
+
+    @property
+    def peak(self) -> int:
+        """Peak bytes, as torch.cuda.max_memory_allocated counts them."""
+        return self.resident + self.worst.bytes
+
+
+def predict(
+    config: Stage,
+    *,
+    device_type: str = "cuda",
+    processes: int = 1,
+    ranks: Mapping[str, Ranks] | None = None,
+    drawn: Sequence[int] | None = None,
+    models: dict[str, _Model] | None = None,
+) -> Estimate:
+    """The estimate of a training stage or an evaluation.
+
+    ranks: {folder: {layer: rank}} of adapters that an earlier stage of a recipe will write. drawn:
+    the updates whose drawn states are averaged; None = the first DRAWS. models: those of earlier
+    calls with the same device and ranks, whose passes are not measured again; filled here. Raises
+    LookupError where the shapes of model.id are not known. Of several sizes the largest counts,
+    for all images. Not included: torch.compile, and the memory of rewards, of kernels (cuDNN, GEMM
+    workspaces) and of the device's context.
+    """
+    models = {} if models is None else models
+    key, kind = _model_key(config), _Trained if isinstance(config, TrainingStage) else _Evaluated
+    model = models.get(key) or models.setdefault(key, kind(config, device_type, ranks or {}))
+    policies, phases = 0, list[Phase]()
+    if isinstance(config, TrainingStage):
+        update = _Update(config, model, processes, drawn)
+        policies, phases = len(update.keeps.policies), [*update.sampling(), *update.learning()]
+    parts = model.base_parts(config.model) | model.adapter_parts(config, policies, processes)
+    parts = {name: count for name, count in parts.items() if count}
+    evaluation = _evaluation(config, model, processes) if config.evaluations else None
+    return Estimate(
+        config, device_type, processes, parts, phases, evaluation,
+        model.width, model.host, model.downloads,
+    )  # fmt: skip
+
+
+def evaluated_images(config: Stage) -> dict[str, int]:
+    """{task or benchmark: images of one evaluation}, of all models and processes."""
+    images = {}
+    for judged in (judged for judged in config.judged if judged.evaluated):
+        *_, held_out = judged.prompts.values()
+        count = judged.limit or BENCHMARK_PROMPTS
+        with suppress(PromptError, OSError):  # the set is not here
+            length = len(load_prompts(held_out, ""))
+            count = min(length, judged.limit or length)
+        images[judged.name] = count * judged.evaluated
+    return images
+
+
+def ranks_of(
+    source: str | None, lora: LoraConfig, ranks: Mapping[str, Ranks], model: ModelConfig
+) -> Ranks:
+    """Of an adapter: from `ranks`, else from its file, else of a fresh one as `lora` says.
+    LookupError where the shapes of the model are not known."""
+    if source is not None and source in ranks:
+        return ranks[source]
+    if source is not None:
+        with suppress(AdapterError, OSError):  # it is not here, and the Hub cannot be asked
+            return read_lora(source, family=partial(read_family, model)).ranks
+    family = family_without_text(model.id, model.revision, model.family)
+    return dict.fromkeys(adapted_layers(family.core, lora.targets or family.targets), lora.rank)
+
+
+# Models ------------------------------------------------------------------------------------------
+
+
+class _Model:
+    """A base with adapters on the meta device, and its single passes, each measured once. Their
+    inputs are made before they are measured. It depends on the keys of `model` but FREE."""
+
+    def __init__(self, config: ModelConfig, device_type: str) -> None:
+        self.device_type, self.dtype = device_type, DTYPES[config.dtype]
+        with torch.device("meta"):
+            self.backbone = without_data(config)
+            pipe = self.backbone.pipe
+            if config.quantization == "fp8":
+                store_in_fp8(pipe.transformer, self.dtype)
+        self.encoders = self.backbone.family.encoders
+        self.base = size_of(pipe.transformer)  # bytes
+        linear = [m for m in pipe.transformer.modules() if isinstance(m, nn.Linear)]
+        weights = [layer.weight for layer in linear]
+        self.base_nf4 = self.base + round(sum(w.numel() for w in weights) * NF4) - size(weights)
+        (self.width, _), *_ = Counter(layer.in_features for layer in linear).most_common(1)
+        modules = (pipe.transformer, pipe.vae, *self.encoders)
+        self.host = size_of(*modules)
+        files = [SIXTEEN * sum(p.numel() for p in part.parameters()) for part in modules]
+        self.file, self.downloads = files[0], {config.id: sum(files)}  # bytes; transformer, all
+        sizes = [height * width for height, width in config.image_sizes]
+        largest = sizes.index(max(sizes))
+        self.latent_shape = self.backbone.latent_shapes[largest]
+        self.latent = rounded(4 * math.prod(self.latent_shape))  # bytes, float32
+        self.pixels = 4 * 3 * sizes[largest]  # bytes of an image, float32
+        self.frozen: dict[str, list[nn.Parameter]] = {}
+        self.names: dict[frozenset[tuple[str, int]], str] = {}  # of frozen adapters, by their ranks
+        self.passes: dict[tuple[Any, ...], Pass] = {}
+
+    def base_parts(self, config: ModelConfig) -> dict[str, int]:
+        """Resident bytes of the base by what they are."""
+        text = 0 if config.offload_text_encoders else size_of(*self.encoders)
+        return {
+            f"transformer ({config.quantization or config.dtype})": self.transformer(config),
+            f"VAE ({config.vae_dtype})": size_of(self.backbone.pipe.vae),
+            f"text encoders ({config.dtype})": text,
+        }
+
+    def transformer(self, config: ModelConfig) -> int:
+        """Bytes of the transformer as it is stored, without adapters."""
+        return self.base_nf4 if config.quantization == "nf4" else self.base
+
+    def measured(self, call: Callable[[], object], *key: Any) -> Pass:
+        """A call, which this key tells from others."""
+        if key not in self.passes:
+            # an encoder's peak can be its hidden states, which few blocks do not show
+            shown = () if key[0] in ("text", "VAE") else (self.backbone.core,)
+            self.passes[key] = measure_blocks(call, self.device_type, *shown)
+        return self.passes[key]
+
+    def add(self, name: str, ranks: Ranks) -> list[nn.Parameter]:
+        """Add an adapter with these ranks of its layers; its weights."""
+        add = partial(self.backbone.add_adapter, name, rank=max(ranks.values()), alpha=1.0)
+        with torch.device("meta"):
+            add(targets=list(ranks), ranks=ranks)
+        return self.backbone.adapter_parameters(name)
+
+    def add_frozen(self, ranks: Ranks) -> str:
+        """Add a frozen adapter, as a run loads it; its name. Adapters of the same ranks cost the
+        same, so that one stands for all."""
+        name = self.names.setdefault(frozenset(ranks.items()), f"frozen_{len(self.names)}")
+        if name not in self.frozen:
+            self.frozen[name] = self.add(name, ranks)
+            for parameter in self.frozen[name]:
+                parameter.data = parameter.data.to(self.dtype)
+        return name
+
+    def encoded(self, batch: int) -> Pass:
+        """The text encoders on `batch` prompts."""
+        lengths = self.backbone.family.encoder_tokens(self.backbone.text.max_sequence_length)
+
+        def encode() -> None:
+            for encoder, length in zip(self.encoders, lengths, strict=True):
+                ids = torch.empty(batch, length, dtype=torch.long, device="meta")
+                with torch.no_grad():
+                    encoder(ids, output_hidden_states=True)
+
+        return self.measured(encode, "text", batch)
+
+    def forward(self, batch: int, source: Source) -> Pass:
+        """A forward pass without gradient."""
+        x, cond = self.latents(batch), self.conditioning(batch)
+
+        def forward() -> None:
+            with torch.no_grad(), self.backbone.adapter(source.adapter):
+                self.backbone.velocity(x, 0.5, cond, guidance=source.guidance)
+
+        return self.measured(forward, "forward", batch, source)
+
+    def decoded(self, batch: int, rows: int | None) -> Pass:
+        """The VAE's decoder on a batch, so many rows at once; None = all."""
+        latents, self.backbone.decode_batch = self.latents(batch), rows
+        call = partial(self.backbone.decode, latents, batch)
+        return self.measured(call, "VAE", batch, rows or batch)
+
+    def latents(self, rows: int) -> Tensor:  # [rows,C,h,w], float32
+        return torch.empty(rows, *self.latent_shape, device="meta")
+
+    def conditioning(self, rows: int) -> Conditioning:  # each row has its own prompt
+        index = torch.empty(rows, device="meta", dtype=torch.long)
+        return Conditioning(self._text(rows), index, self._text(1))
+
+    def text_bytes(self, rows: int) -> int:  # of the embeddings of so many prompts
+        return size(self._text(rows).values())
+
+    def _text(self, rows: int) -> dict[str, Tensor]:
+        shapes = self.backbone.family.text_shapes(self.backbone.text.max_sequence_length)
+        return {
+            name: torch.empty(rows, *shape, device="meta", dtype=self.dtype)
+            for name, shape in shapes.items()
+        }
+
+
+class _Evaluated(_Model):
+    """The base with the adapters of all models of an evaluation. The peak is that of a model with
+    an adapter."""
+
+    def __init__(self, config: Stage, device_type: str, ranks: Mapping[str, Ranks]) -> None:
+        super().__init__(config.model, device_type)
+        given = [ranks_of(i, LoraConfig(), ranks, config.model) for i in config.inputs.values()]
+        self.loras = [self.add_frozen(each) for each in given]
+        self.sampler = next(iter(self.loras), None)
+
+    def adapter_parts(self, config: Stage, policies: int, processes: int) -> dict[str, int]:
+        """Resident bytes of the adapters by what they are."""
+        held = sum(size(self.frozen[name]) for name in self.loras)
+        return {f"LoRAs of {len(self.loras)} models": held}
+
+
+class _Labeller(NamedTuple):
+    """Who labels: a source on a base, which is on the device that is predicted or elsewhere."""
+
+    model: _Model
+    source: Source
+    here: bool = True
+
+    def forward(self, batch: int) -> Pass:
+        """Its forward pass; elsewhere it holds nothing on this device."""
+        meter = self.model.forward(batch, self.source)
+        return meter if self.here else meter._replace(peak=0)
+
+
+class _Trained(_Model):
+    """The model of a training stage: the adapters of its student, its teachers and its anchor, as
+    the stage loads them, and other bases of teachers."""
+
+    sampler = STUDENT  # of evaluations
+
+    def __init__(
+        self, config: TrainingStage, device_type: str, ranks: Mapping[str, Ranks]
+    ) -> None:
+        super().__init__(config.model, device_type)
+        lora, student = config.lora, ranks_of(config.lora.init, config.lora, ranks, config.model)
+        self.student = self.add(STUDENT, student)
+        self.teachers: list[nn.Parameter] = []
+        self.bases: dict[str, int] = {}  # bytes of bases that lie here, by their settings
+        self.targets: dict[str, list[_Labeller]] = {}  # who labels, by its key in the config
+        others: dict[str, _Model] = {}  # by their settings: several teachers may have one
+        for key, teacher in config.labellers.items():
+            name, model, here = None, self, True
+            settings = config.bases.get(key, config.model)
+            if key in config.bases:
+                where = f"{teacher.device} {settings}"
+                model = others.get(where) or others.setdefault(where, _Model(settings, device_type))
+                here = teacher.device in (None, device_type)
+                self.bases |= {where: model.transformer(settings)} if here else {}
+                self.host = max(self.host, model.base)
+                self.downloads[settings.id] = model.file
+            if teacher.adapter is not None:
+                name = model.add_frozen(ranks_of(teacher.adapter, lora, ranks, settings))
+                self.teachers += model.frozen[name] if here else []
+            source = Source(name, config.guidance_of(teacher))
+            self.targets[key] = [_Labeller(model, source, here)]
+        beyond = config.extrapolated  # from what a target is, one more labels
+        extra = any(teacher.reference == "start" for teacher in beyond.values())
+        start = self._add_start(student) if extra else None
+        for key, teacher in beyond.items():
+            name = start if teacher.reference == "start" else None
+            reference = _Labeller(self, Source(name, config.guidance_of(teacher)))
+            if name or [reference] != self.targets.get("anchor"):  # the anchor labels all states
+                self.targets[key].append(reference)
+        own = config.alarm and config.alarm.reference == "start"
+        self.compared = self._add_start(student) if own else None  # of the alarm: None = the base
+        self.backbone.activate(STUDENT)
+
+    def _add_start(self, ranks: Ranks) -> str:
+        """What the student starts from, frozen; its name."""
+        name = self.add_frozen(ranks)
+        self.teachers += self.frozen[name]
+        return name
+
+    def adapter_parts(
+        self, config: TrainingStage, policies: int, processes: int
+    ) -> dict[str, int]:
+        """Resident bytes of all but the base by what they are. policies: frozen copies of the
+        student."""
+        lora, trained = size(self.student), size(p for p in self.student if p.requires_grad)
+        moments = ADAM_8BIT if config.optimizer.name == "adamw8bit" else 1
+        taught = sum(teacher.adapter is not None for teacher in config.labellers.values())
+        return {
+            f"transformers of {len(self.bases)} other bases": sum(self.bases.values()),
+            "student's LoRA (float32)": lora,
+            "its Adam moments": round(2 * trained * moments),
+            "its moving average": lora if config.ema else 0,
+            f"LoRAs of {taught} teachers": size(self.teachers),
+            f"LoRAs of {policies} policies": policies * lora,
+            "gradient buckets of DDP": lora if processes > 1 else 0,
+        }
+
+    def updated(self, batch: int, config: TrainingStage, compared: Sequence[Compared]) -> Pass:
+        """Both passes of a micro-batch. compared: other velocities that the loss asks for."""
+        core, recomputes = self.backbone.core, config.model.gradient_checkpointing
+        velocity = partial(
+            self.backbone.velocity, self.latents(batch), 0.5, self.conditioning(batch),
+            guidance=config.guidance,
+        )  # fmt: skip
+        if recomputes:
+            core.enable_gradient_checkpointing(self._checkpoint)
+        else:
+            core.disable_gradient_checkpointing()
+
+        def learn() -> None:
+            mine = target = velocity()
+            for other in compared:
+                with torch.no_grad(), self.backbone.adapter(other.adapter):
+                    target = velocity()
+            ((mine - target) ** 2).mean().backward()
+            for parameter in self.student:
+                parameter.grad = None
+
+        return self.measured(learn, "update", batch, recomputes, *(c.adapter for c in compared))
+
+    def _checkpoint(self, module: Any, *args: Any) -> Any:
+        """Gradient checkpointing, as diffusers calls it."""
+
+        def run(*inputs: Any) -> Any:
+            # the modes of `measure` do not reach into the backward pass, where this runs again
+            with DeviceAttention(self.device_type):
+                return module(*inputs)
+
+        return checkpoint(run, *args, use_reentrant=False)
+
+
+def _model_key(config: Stage) -> str:
+    """What the model of a stage and its adapters depend on."""
+    model, fp8 = config.model.model_dump(exclude=FREE), config.model.quantization == "fp8"
+    key = [model, fp8, config.inputs]
+    if isinstance(config, TrainingStage):
+        start = config.alarm is not None and config.alarm.reference == "start"
+        key += [config.lora, config.labellers, config.guidance, start]
+    return repr(key)
+
+
+# Phases ------------------------------------------------------------------------------------------
+
+
+def _evaluation(config: Stage, model: _Evaluated | _Trained, processes: int) -> Phase:
+    """Sample held-out prompts of all tasks and benchmarks by Euler steps, and decode them; their
+    prompts are encoded, once an image."""
+    images, key = sum(evaluated_images(config).values()), "sampling.batch_size"
+    least = size_of(*model.encoders) if config.model.offload_text_encoders else 0
+    if isinstance(config, TrainingStage):
+        key, least = "evaluation.batch_size", 0  # the phase "text" counts the encoders
+        if config.alarm:
+            images += sum(task.evaluated for task in config.tasks) * config.alarm.images
+    sampling, rows = config.evaluation_sampling, config.model.decode_batch
+    batch = sampling.batch_size
+    forward = model.forward(batch, Source(model.sampler, sampling.guidance))
+    decoded, encoded = model.decoded(batch, rows), model.encoded(1)
+    flops = forward.flops * sampling.steps + decoded.flops + encoded.flops * batch
+    peak = model.text_bytes(batch + 1) + max(forward.peak, decoded.peak) + batch * model.latent
+    sizes = {"model.decode_batch": rows or batch, key: batch}
+    flops = flops / batch * (images / processes)
+    return Phase("evaluation", "sampling", max(peak, least), flops, sizes)
+
+
+class _Update:
+    """The phases of an update of a training stage."""
+
+    def __init__(
+        self, config: TrainingStage, model: Any, processes: int, drawn: Sequence[int] | None
+    ) -> None:
+        self.config, self.model, self.processes = config, model, processes
+        self.keeps = keeps = algorithm_class(config).keeps(config, drawn)
+        self.images = max(1, config.rollout.images // processes)
+        self.states, self.forwards = self._steps(range(DRAWS) if drawn is None else drawn)
+        self.pairs = self.images * self.states  # (image, step) that are trained
+        # bytes: trained states and, where needed, what came after them; labels, or the velocities
+        # that are matched; a rollout, before images are noised and after it
+        states = self.pairs * (1 + keeps.actions + keeps.means) * model.latent
+        widths = [DTYPES[dtype].itemsize for dtype in keeps.targets]
+        labels = self.pairs * model.latent * sum(widths) // 4
+        self.prompts = math.ceil(self.images / config.rollout.copies)
+        self.prompt_bytes = (self.prompts + 1) * model.text_bytes(1)  # and the empty prompt
+        ends = self.images * (keeps.latents * model.latent + keeps.images * model.pixels)
+        self.sampled_states = 0 if keeps.noise_levels else states
+        self.rollout_bytes = self.sampled_states + ends + self.prompt_bytes
+        self.stored = states + ends + self.prompt_bytes + labels
+
+    def _steps(self, updates: Sequence[int]) -> tuple[int, float]:
+        """Trained states of an image, and the mean number of forward passes of its rollout over
+        these updates."""
+        config, rollout = self.config, self.config.rollout
+        passes = forwards(rollout.solver, rollout.steps)
+        if self.keeps.noise_levels:
+            return self.keeps.noise_levels, passes
+        trained = [algorithm_class(config).trained_steps(config, update) for update in updates]
+        if self.keeps.latents:  # the rollout runs to its end
+            return len(trained[0]), passes
+        taken = [steps[-1] + self.keeps.actions for steps in trained]
+        total = sum(forwards(rollout.solver, rollout.steps, count) for count in taken)
+        return len(trained[0]), total / len(trained)
+
+    def sampling(self) -> Iterator[Phase]:
+        """The phases of the rollout, without gradient, in order."""
+        model, settings, rollout = self.model, self.config.model, self.config.rollout
+        # with a cache, prompts are encoded once, one by one
+        batch = 1 if settings.text_cache else min(self.prompts, TEXT_BATCH)
+        meter, visiting = model.encoded(batch), settings.offload_text_encoders
+        peak = self.prompt_bytes + (size_of(*model.encoders) if visiting else 0) + meter.peak
+        flops = 0.0 if settings.text_cache else meter.flops / batch * self.prompts
+        yield Phase("text", "sampling", peak, flops)
+
+        batch = min(rollout.batch_size, self.images)
+        if self.keeps.taught_images:
+            meter = self._teachers(batch)
+        else:
+            meter = model.forward(batch, Source(STUDENT, rollout.guidance))
+        noise = batch * (1 + (self.states if self.sampled_states else 0)) * model.latent
+        # stored states are copied once, at the end
+        peak = self.rollout_bytes + max(meter.peak + noise, self.sampled_states)
+        flops = meter.flops / batch * self.images * self.forwards
+        yield Phase("rollout", "sampling", peak, flops, {"rollout.batch_size": batch})
+
+        if self.keeps.images:  # all images of the rollout are held
+            meter = model.decoded(batch, settings.decode_batch)
+            held = max(meter.peak - batch * model.pixels, self.images * model.pixels)
+            sizes = {"model.decode_batch": min(settings.decode_batch or rollout.batch_size, batch)}
+            flops = meter.flops / batch * self.images
+            yield Phase("VAE decode", "sampling", self.rollout_bytes + held, flops, sizes)
+
+    def learning(self) -> Iterator[Phase]:
+        """The phases that follow, in order."""
+        config, model = self.config, self.model
+        if self.keeps.labels:  # each pair by its teacher, and by the anchor
+            batch = min(config.batch_sizes["student.label_batch"], self.pairs)
+            anchor = [labeller.forward(batch) for labeller in model.targets.get("anchor", ())]
+            meters = [self._teachers(batch), *anchor]
+            flops = sum(meter.flops for meter in meters) / batch * self.pairs
+            peak = self.stored + max(meter.peak for meter in meters)
+            if any(len(sources) > 1 for sources in model.targets.values()):
+                peak += self.pairs * model.latent  # summed in float32
+            yield Phase("labels", "labels", peak, flops, {"student.label_batch": batch})
+        if self.keeps.noise_levels:  # clean images -> states and velocities, all at once
+            copies = 3 if model.device_type == "cpu" else 2  # the noise, drawn there; states
+            latents = (copies * self.pairs + 3 * self.images) * model.latent
+            yield Phase("noising", "learning", self.rollout_bytes + latents, 0.0)
+        if config.alarm and self.keeps.images:
+            yield self._drift(config.alarm.every)
+        yield self._update()
+
+    def _drift(self, every: int) -> Phase:
+        """The base's images for some of the rollout, at every check; FLOPs are those an update."""
+        config, model, rollout = self.config, self.model, self.config.rollout
+        images = max(1, math.prod(checked(config)) // self.processes)
+        batch = min(rollout.batch_size, images)
+        forward = model.forward(batch, Source(model.compared, rollout.guidance))
+        decoded = model.decoded(batch, config.model.decode_batch)
+        passes = forwards(rollout.solver, rollout.steps)
+        flops = (forward.flops * passes + decoded.flops) / batch * images / every
+        peak = self.stored + max(forward.peak, decoded.peak)
+        return Phase("image drift", "alarm", peak + images * (model.latent + model.pixels), flops)
+
+    def _update(self) -> Phase:
+        """Both passes of a micro-batch, and the optimizer's step."""
+        config, model, compared = self.config, self.model, self.keeps.compared
+        batch = self.pairs // config.optimizer.updates_per_rollout
+        batch = min(config.optimizer.micro_batch, batch)
+        meter, lora = model.updated(batch, config, compared), size(model.student)
+        tasks = len(config.tasks) if self.keeps.task_gradients else 1
+        cosines = (tasks - 1) * lora  # the gradients of all tasks, side by side
+        step = 3 * lora if model.device_type == "cuda" else lora  # gradients, and foreach's copies
+        peak = self.stored + max(meter.peak + cosines, step)
+        each = [model.forward(batch, Source(c.adapter, config.guidance)).flops for c in compared]
+        flops = meter.flops - sum((1 - c.share) * f for c, f in zip(compared, each, strict=True))
+        sizes = {"optimizer.micro_batch": batch}
+        return Phase("update", "learning", peak, flops / batch * self.pairs, sizes)
+
+    def _teachers(self, batch: int) -> Pass:
+        """A batch of the teacher with the highest peak; its FLOPs are the mean of all tasks'."""
+        config, peak, flops = self.config, 0, 0.0
+        for task in config.tasks:
+            asked = self.model.targets[f"teachers.{config.routing[task.name]}"]
+            each = [labeller.forward(batch) for labeller in asked]
+            peak = max(peak, *(meter.peak for meter in each))
+            flops += task.weight * sum(meter.flops for meter in each)
+        return Pass(peak, flops / sum(task.weight for task in config.tasks))
