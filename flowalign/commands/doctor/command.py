@@ -44,9 +44,7 @@ def main(argv: Sequence[str]) -> int:
             return examine(root, args.config, launch, device, not args.no_model, args.hours)
         options = assignments(args.options)
         prompts = [args.prompts] if args.prompts else live.PROBES
-        found, _ = live.diagnose(
-            args.reward, options, args.count, args.size, prompts, args.images
-        )
+        found, _ = live.diagnose(args.reward, options, args.count, args.size, prompts, args.images)
         show(found)
         return 0 if healthy(found) else 1
     finally:

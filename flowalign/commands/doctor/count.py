@@ -42,6 +42,7 @@ from flowalign.training.solvers import forwards
 from flowalign.types import Conditioning, Source
 
 Ranks = Mapping[str, int]  # {layer: rank} of an adapter
+Adapter = tuple[str, list[nn.Parameter]]  # its name, its weights
 
 NF4 = 0.5 + 4 / 64  # bytes a weight: four bits, and a float32 scale for each block of 64
 ADAM_8BIT = 0.26  # of the bytes of float32 moments: one byte each, and blockwise scales
@@ -191,8 +192,7 @@ class _Model:
         self.latent_shape = self.backbone.latent_shapes[largest]
         self.latent = rounded(4 * math.prod(self.latent_shape))  # bytes, float32
         self.pixels = 4 * 3 * sizes[largest]  # bytes of an image, float32
-        self.frozen: dict[str, list[nn.Parameter]] = {}
-        self.names: dict[frozenset[tuple[str, int]], str] = {}  # of frozen adapters, by their ranks
+        self.frozen: dict[frozenset[tuple[str, int]], Adapter] = {}  # by ranks of layers
         self.passes: dict[tuple[Any, ...], Pass] = {}
 
     def base_parts(self, config: ModelConfig) -> dict[str, int]:
@@ -223,15 +223,16 @@ class _Model:
             add(targets=list(ranks), ranks=ranks)
         return self.backbone.adapter_parameters(name)
 
-    def add_frozen(self, ranks: Ranks) -> str:
-        """Add a frozen adapter, as a run loads it; its name. Adapters of the same ranks cost the
-        same, so that one stands for all."""
-        name = self.names.setdefault(frozenset(ranks.items()), f"frozen_{len(self.names)}")
-        if name not in self.frozen:
-            self.frozen[name] = self.add(name, ranks)
-            for parameter in self.frozen[name]:
+    def add_frozen(self, ranks: Ranks) -> Adapter:
+        """Add a frozen adapter, as a run loads it. Adapters of the same ranks cost the same, so
+        that one stands for all."""
+        if (key := frozenset(ranks.items())) not in self.frozen:
+            name = f"frozen_{len(self.frozen)}"
+            weights = self.add(name, ranks)
+            for parameter in weights:
                 parameter.data = parameter.data.to(self.dtype)
-        return name
+            self.frozen[key] = name, weights
+        return self.frozen[key]
 
     def encoded(self, batch: int) -> Pass:
         """The text encoders on `batch` prompts."""
@@ -247,7 +248,7 @@ class _Model:
 
     def forward(self, batch: int, source: Source) -> Pass:
         """A forward pass without gradient."""
-        x, cond = self.latents(batch), self.conditioning(batch)
+        x, cond = self.inputs(batch)
 
         def forward() -> None:
             with torch.no_grad(), self.backbone.adapter(source.adapter):
@@ -261,22 +262,20 @@ class _Model:
         call = partial(self.backbone.decode, latents, batch)
         return self.measured(call, "VAE", batch, rows or batch)
 
-    def latents(self, rows: int) -> Tensor:  # [rows,C,h,w], float32
+    def latents(self, rows: int) -> Tensor:
+        """[rows,C,h,w], float32."""
         return torch.empty(rows, *self.latent_shape, device="meta")
 
-    def conditioning(self, rows: int) -> Conditioning:  # each row has its own prompt
-        index = torch.empty(rows, device="meta", dtype=torch.long)
-        return Conditioning(self._text(rows), index, self._text(1))
-
-    def text_bytes(self, rows: int) -> int:  # of the embeddings of so many prompts
-        return size(self._text(rows).values())
-
-    def _text(self, rows: int) -> dict[str, Tensor]:
+    def texts(self, rows: int) -> dict[str, Tensor]:
+        """The embeddings of so many prompts."""
         shapes = self.backbone.family.text_shapes(self.backbone.text.max_sequence_length)
-        return {
-            name: torch.empty(rows, *shape, device="meta", dtype=self.dtype)
-            for name, shape in shapes.items()
-        }
+        make = partial(torch.empty, dtype=self.dtype, device="meta")
+        return {name: make(rows, *shape) for name, shape in shapes.items()}
+
+    def inputs(self, rows: int) -> tuple[Tensor, Conditioning]:
+        """Latents, each with its own prompt."""
+        index = torch.empty(rows, device="meta", dtype=torch.long)
+        return self.latents(rows), Conditioning(self.texts(rows), index, self.texts(1))
 
 
 class _Evaluated(_Model):
@@ -287,12 +286,11 @@ class _Evaluated(_Model):
         super().__init__(config.model, device_type)
         given = [ranks_of(i, LoraConfig(), ranks, config.model) for i in config.inputs.values()]
         self.loras = [self.add_frozen(each) for each in given]
-        self.sampler = next(iter(self.loras), None)
+        self.sampler = self.loras[0][0] if self.loras else None
 
     def adapter_parts(self, config: Stage, policies: int, processes: int) -> dict[str, int]:
         """Resident bytes of the adapters by what they are."""
-        held = sum(size(self.frozen[name]) for name in self.loras)
-        return {f"LoRAs of {len(self.loras)} models": held}
+        return {f"LoRAs of {len(self.loras)} models": sum(size(w) for _, w in self.loras)}
 
 
 class _Labeller(NamedTuple):
@@ -314,9 +312,7 @@ class _Trained(_Model):
 
     sampler = STUDENT  # of evaluations
 
-    def __init__(
-        self, config: TrainingStage, device_type: str, ranks: Mapping[str, Ranks]
-    ) -> None:
+    def __init__(self, config: TrainingStage, device_type: str, ranks: Mapping[str, Ranks]) -> None:
         super().__init__(config.model, device_type)
         lora, student = config.lora, ranks_of(config.lora.init, config.lora, ranks, config.model)
         self.student = self.add(STUDENT, student)
@@ -335,31 +331,25 @@ class _Trained(_Model):
                 self.host = max(self.host, model.base)
                 self.downloads[settings.id] = model.file
             if teacher.adapter is not None:
-                name = model.add_frozen(ranks_of(teacher.adapter, lora, ranks, settings))
-                self.teachers += model.frozen[name] if here else []
+                own = ranks_of(teacher.adapter, lora, ranks, settings)
+                name, weights = model.add_frozen(own)
+                self.teachers += weights if here else []
             source = Source(name, config.guidance_of(teacher))
             self.targets[key] = [_Labeller(model, source, here)]
         beyond = config.extrapolated  # from what a target is, one more labels
         extra = any(teacher.reference == "start" for teacher in beyond.values())
-        start = self._add_start(student) if extra else None
+        alarm = config.alarm is not None and config.alarm.reference == "start"
+        start, weights = self.add_frozen(student) if extra or alarm else (None, [])
+        self.teachers += (extra + alarm) * weights
+        self.compared = start if alarm else None  # of the alarm: None = the base
         for key, teacher in beyond.items():
             name = start if teacher.reference == "start" else None
             reference = _Labeller(self, Source(name, config.guidance_of(teacher)))
             if name or [reference] != self.targets.get("anchor"):  # the anchor labels all states
                 self.targets[key].append(reference)
-        own = config.alarm and config.alarm.reference == "start"
-        self.compared = self._add_start(student) if own else None  # of the alarm: None = the base
         self.backbone.activate(STUDENT)
 
-    def _add_start(self, ranks: Ranks) -> str:
-        """What the student starts from, frozen; its name."""
-        name = self.add_frozen(ranks)
-        self.teachers += self.frozen[name]
-        return name
-
-    def adapter_parts(
-        self, config: TrainingStage, policies: int, processes: int
-    ) -> dict[str, int]:
+    def adapter_parts(self, config: TrainingStage, policies: int, processes: int) -> dict[str, int]:
         """Resident bytes of all but the base by what they are. policies: frozen copies of the
         student."""
         lora, trained = size(self.student), size(p for p in self.student if p.requires_grad)
@@ -378,10 +368,8 @@ class _Trained(_Model):
     def updated(self, batch: int, config: TrainingStage, compared: Sequence[Compared]) -> Pass:
         """Both passes of a micro-batch. compared: other velocities that the loss asks for."""
         core, recomputes = self.backbone.core, config.model.gradient_checkpointing
-        velocity = partial(
-            self.backbone.velocity, self.latents(batch), 0.5, self.conditioning(batch),
-            guidance=config.guidance,
-        )  # fmt: skip
+        x, cond = self.inputs(batch)
+        velocity = partial(self.backbone.velocity, x, 0.5, cond, guidance=config.guidance)
         if recomputes:
             core.enable_gradient_checkpointing(self._checkpoint)
         else:
@@ -436,7 +424,11 @@ def _evaluation(config: Stage, model: _Evaluated | _Trained, processes: int) -> 
     forward = model.forward(batch, Source(model.sampler, sampling.guidance))
     decoded, encoded = model.decoded(batch, rows), model.encoded(1)
     flops = forward.flops * sampling.steps + decoded.flops + encoded.flops * batch
-    peak = model.text_bytes(batch + 1) + max(forward.peak, decoded.peak) + batch * model.latent
+    peak = (
+        size(model.texts(batch + 1).values())
+        + max(forward.peak, decoded.peak)
+        + batch * model.latent
+    )
     sizes = {"model.decode_batch": rows or batch, key: batch}
     flops = flops / batch * (images / processes)
     return Phase("evaluation", "sampling", max(peak, least), flops, sizes)
@@ -459,7 +451,9 @@ class _Update:
         widths = [DTYPES[dtype].itemsize for dtype in keeps.targets]
         labels = self.pairs * model.latent * sum(widths) // 4
         self.prompts = math.ceil(self.images / config.rollout.copies)
-        self.prompt_bytes = (self.prompts + 1) * model.text_bytes(1)  # and the empty prompt
+        self.prompt_bytes = (self.prompts + 1) * size(
+            model.texts(1).values()
+        )  # and the empty prompt
         ends = self.images * (keeps.latents * model.latent + keeps.images * model.pixels)
         self.sampled_states = 0 if keeps.noise_levels else states
         self.rollout_bytes = self.sampled_states + ends + self.prompt_bytes

@@ -92,7 +92,7 @@ def _train(
         findings += _worth(config, loop.backbone, bank, built)
     before = _velocity(loop, rollout)
     loop.run()
-    findings += _moved(before, _velocity(loop, rollout))
+    findings.append(_moved(before, _velocity(loop, rollout)))
     return _pace(small, Path(folder), loop.backbone.device.type, judging)
 
 
@@ -100,24 +100,22 @@ def _pace(small: TrainingStage, folder: Path, device_type: str, judging: dict[st
     """From the seconds that all updates but the first took, in total."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     timed = [line for line in lines if metrics.SECONDS_UPDATE in line][1:]
-
-    def seconds(name: str) -> float:
-        return sum(line[name] for line in timed)
-
-    estimate = predict(small, device_type=device_type, drawn=range(1, UPDATES))
+    rolled, waited, updated = (
+        sum(line[name] for line in timed)
+        for name in (metrics.SECONDS_ROLLOUT, metrics.SECONDS_SCORE, metrics.SECONDS_UPDATE)
+    )
     flops = dict.fromkeys(KINDS, 0.0)
-    for phase in estimate.phases:
+    for phase in predict(small, device_type=device_type, drawn=range(1, UPDATES)).phases:
         flops[phase.kind] += len(timed) * phase.flops
-    sampling = flops["sampling"] / seconds(metrics.SECONDS_ROLLOUT)
-    learning = flops["learning"] / seconds(metrics.SECONDS_UPDATE)
-    labels, waiting, waited = sampling, None, seconds(metrics.SECONDS_SCORE)
+    rates = dict.fromkeys([*KINDS, "rewards"], flops["sampling"] / rolled)
+    rates["learning"] = flops["learning"] / updated
+    waiting = None
     if small.learns_from_rewards:
         waiting = waited / (len(timed) * small.rollout.images)
     elif flops["labels"]:
-        labels = flops["labels"] / waited
-    rates = {"sampling": sampling, "labels": labels, "learning": learning}
-    source = f"measured here, {learning / 1e12:.3g} TFLOP/s in updates"
-    return Pace(rates | {"alarm": sampling, "rewards": sampling}, source, waiting, judging)
+        rates["labels"] = flops["labels"] / waited
+    source = f"measured here, {rates['learning'] / 1e12:.3g} TFLOP/s in updates"
+    return Pace(rates, source, waiting, judging)
 
 
 def _reward(task: str, name: str, options: dict[str, Any], findings: list[Finding]) -> float | None:
@@ -281,23 +279,22 @@ def _scores(
 
 @torch.no_grad()
 def _velocity(loop: Loop, rollout: Rollout) -> Tensor:
-    keep = torch.arange(len(rollout)) < 2  # two images are enough to see a change
+    """Of two images, which are enough to see a change."""
+    keep = torch.arange(len(rollout)) < 2
     return loop.algorithm.velocity(next(pairs_of(rollout, keep, 2)))
 
 
-def _moved(before: Tensor, after: Tensor) -> Iterator[Finding]:
+def _moved(before: Tensor, after: Tensor) -> Finding:
     gap = _relative(after, before)
-    if not gap < 0.5:  # or NaN
-        yield fault(
-            f"update: the first updates change the velocity by {gap:.0%}. Lower optimizer.lr, or "
-            "use optimizer.warmup."
-        )
-    elif gap == 0:
-        yield note(
-            "update: the first updates change nothing. Is it the warm-up, or are all rewards equal?"
-        )
-    else:
-        yield ok(f"update: the first updates change the velocity by {gap:.2%}")
+    if gap == 0:
+        text = "change nothing. Is it the warm-up, or are all rewards equal?"
+        return note(f"update: the first updates {text}")
+    if gap < 0.5:
+        return ok(f"update: the first updates change the velocity by {gap:.2%}")
+    return fault(  # also where it is NaN
+        f"update: the first updates change the velocity by {gap:.0%}. Lower optimizer.lr, or use "
+        "optimizer.warmup."
+    )
 
 
 def _relative(a: Tensor, b: Tensor) -> float:
@@ -383,10 +380,9 @@ def suited(
         batch = batch.select(range(0, len(batch), max(1, len(batch) // count))[:count])
         try:
             rewards.check_prompts(name, options, batch.prompts, batch.metadata)
+            batches.append(batch)
         except ValueError as error:
             problem = error
-        else:
-            batches.append(batch)
     if not batches:
         listed = ", ".join(sources)
         raise UnsuitedError(f"the prompts of {listed} do not suit reward {name!r}: {problem}")
