@@ -29,17 +29,7 @@ from flowalign.backbone.structure import local_folder
 from flowalign.commands.doctor.count import Estimate, Ranks, evaluated_images, predict, ranks_of
 from flowalign.commands.doctor.pace import DEFAULT_GPU, GPUS, Gpu, Pace, Times, present_gpu, times
 from flowalign.commands.findings import Finding, fault, note, ok, show
-from flowalign.config import (
-    ADAPTER,
-    ConfigError,
-    ModelConfig,
-    RecipeStage,
-    Stage,
-    TrainingStage,
-    overlay,
-    parse,
-    read,
-)
+from flowalign.config import ADAPTER, ConfigError, ModelConfig, Stage, overlay, parse, read
 
 GB, GIB = 10**9, 2**30
 SHARE = 0.92  # of a device's memory that tensors can use; the rest is lost between blocks
@@ -50,8 +40,7 @@ LONG = 100  # hours above which a run is noted
 NEAR = 1.05  # times its hours that a stage may take and lose a few updates alone
 
 
-@dataclass(frozen=True)
-class Device:
+class Device(NamedTuple):
     """What a run is planned for: the number of GPUs, and where it is not what is here, their name
     in GPUS, their memory in GiB and their rate in TFLOP/s."""
 
@@ -148,9 +137,8 @@ class Forecast:
 
 
 def changed(stage: Stage, *texts: str, keys: Mapping[str, Any] | None = None) -> Stage:
-    """A stage after `key.path=value` texts, with keys that are laid over it before."""
-    data = overlay(stage.model_dump(mode="json"), keys or {})
-    return parse(data, texts, stage=type(stage))
+    """A stage with keys laid over it, and `key.path=value` texts after them."""
+    return parse(overlay(stage.model_dump(mode="json"), keys or {}), texts, stage=type(stage))
 
 
 def forecasts(stages: Mapping[str, Stage], device: Device) -> list[Forecast]:
@@ -269,15 +257,12 @@ def _variants(
     estimate: Estimate, memory: float, predict: Callable[[Stage], Estimate]
 ) -> Iterator[tuple[str, Estimate]]:
     """The shipped variants for as many GPUs of at most this memory, the largest first."""
-    found = [(path, read(path)) for path in sorted(VARIANTS.glob("*.yaml"))]
-    for path, keys in sorted(found, key=lambda item: -item[1]["gpus"]["memory"]):
+    found = [(f"configs/variants/{path.name}", read(path)) for path in VARIANTS.glob("*.yaml")]
+    for name, keys in sorted(found, key=lambda item: (-item[1]["gpus"]["memory"], item[0])):
         gpus, own = keys["gpus"], keys.get(estimate.config.stage)
         if own and gpus["count"] == estimate.processes and gpus["memory"] * 0.95 <= memory / GIB:
             with suppress(ConfigError):  # keys that this stage does not have
-                yield (
-                    f"configs/variants/{path.name}",
-                    predict(changed(estimate.config, keys=own)),
-                )
+                yield name, predict(changed(estimate.config, keys=own))
 
 
 def _changes(estimate: Estimate, limit: float) -> Iterator[str]:
@@ -368,7 +353,7 @@ def shown_hours(hours: float) -> str:
     return f"{hours:.2f}" if hours < 10 else f"{hours:.0f}"
 
 
-def within(config: Stage, listed: Sequence[Forecast], limit: float | None) -> bool:
+def within(config: Any, listed: Sequence[Forecast], limit: float | None) -> bool:
     """Print the hours of all stages, and cuts if they exceed `limit`; False for a fault."""
     total = sum(forecast.hours for forecast in listed)
     text = f"time: {shown_hours(total)} h"
@@ -385,28 +370,24 @@ def within(config: Stage, listed: Sequence[Forecast], limit: float | None) -> bo
     return limit is None or 0 < total <= limit
 
 
-def _proposed(config: Stage, listed: Sequence[Forecast], limit: float) -> str:
+def _proposed(config: Any, listed: Sequence[Forecast], limit: float) -> str:
     """The arguments of `flowalign train` after which all stages take at most so many hours, as far
     as CUTS go, which are printed. Short stages leave their share to longer ones."""
     timed = sorted((f for f in listed if f.times), key=lambda forecast: forecast.hours)
-    chains = [list(_chain(forecast)) for forecast in timed]
-    pairs = zip(timed, chains, strict=True)
-    least = [min([f.hours, *(after.hours for *_, after in chain)]) for f, chain in pairs]
+    least = [min([f.hours, *(after.hours for after, *_ in _cut(f, 0))]) for f in timed]
     rest, lines = limit, []
-    for number, (forecast, chain) in enumerate(zip(timed, chains, strict=True)):
+    for number, forecast in enumerate(timed):
         share = min(rest / (len(timed) - number), rest - sum(least[number + 1 :]))
-        if forecast.hours <= NEAR * share:
-            chain = [step for step in _chain(forecast, [TRIM]) if step[2].hours <= share] or chain
         after, keys = forecast, {}
-        for cut, before, lowest in chain:
-            if before.hours <= share:
-                break
-            texts, after = _fitted(cut, before, lowest, share)
+        steps = list(_cut(forecast, share, [TRIM])) if forecast.hours <= NEAR * share else []
+        if not steps or steps[0][0].hours > share:
+            steps = _cut(forecast, share)
+        for after, cut, texts in steps:
             head = f"  {forecast.name}: {' '.join(texts)}: {shown_hours(after.hours)} h"
             show([note(f"{head}. {cut.why}")])
             keys |= {text.partition("=")[0]: text for text in texts}  # a later value replaces
         rest, words = rest - after.hours, list(keys.values())
-        if isinstance(config, RecipeStage) and words:  # `set` comes after everything else
+        if config.stage == "recipe" and words:  # `set` comes after everything else
             words = [*config.stages[forecast.name].get("set", []), *words]
             words = [f"stages.{forecast.name}.set={json.dumps(words)}"]
         lines += words
@@ -415,39 +396,37 @@ def _proposed(config: Stage, listed: Sequence[Forecast], limit: float) -> str:
     return shlex.join(lines)
 
 
-def _chain(
-    forecast: Forecast, cuts: Sequence[Cut] = CUTS
-) -> Iterator[tuple[Cut, Forecast, Forecast]]:
-    """(cut, the forecasts before and after it) of the cuts that save time, all at their floors."""
+def _cut(
+    forecast: Forecast, limit: float, cuts: Sequence[Cut] = CUTS
+) -> Iterator[tuple[Forecast, Cut, list[str]]]:
+    """(the forecast after a cut, the cut, its changes), until a stage takes at most `limit` hours.
+    The last cut goes no further than it must."""
     for cut in cuts:
+        if forecast.hours <= limit:
+            return
+        values, at = _values(cut, forecast), partial(_texts, cut, forecast)
         with suppress(ConfigError, LookupError):  # another key needs more; there is no value
-            after = forecast.after(*_texts(cut, forecast, _values(cut, forecast)[0]))
-            if after.hours < forecast.hours:
-                yield cut, forecast, after
-                forecast = after
-
-
-def _fitted(
-    cut: Cut, before: Forecast, lowest: Forecast, limit: float
-) -> tuple[list[str], Forecast]:
-    """The changes of a cut that goes no further than a limit of hours asks, and the forecast."""
-    values = _values(cut, before)
-    index = bisect_right(
-        values, limit, key=lambda value: before.after(*_texts(cut, before, value)).hours
-    )
-    texts = _texts(cut, before, values[max(0, index - 1)])
-    return texts, before.after(*texts) if index > 1 else lowest
+            now, after = forecast, forecast.after(*at(values[0]))
+            if after.hours >= now.hours:
+                continue
+            index = 1
+            if after.hours <= limit:
+                index = bisect_right(values, limit, key=lambda v: now.after(*at(v)).hours)  # noqa: B023
+            texts = at(values[index - 1])
+            forecast = now.after(*texts) if index > 1 else after
+            yield forecast, cut, texts
 
 
 def _values(cut: Cut, forecast: Forecast) -> Sequence[Any]:
     """What a cut can write to a stage, from the floor up."""
-    stage, now = forecast.stage, list(_now(cut, forecast).values())
+    stage: Any = forecast.stage
+    now = list(_now(cut, forecast).values())
     taught = stage.trains and not stage.learns_from_rewards
     floor = cut.taught if taught and cut.taught is not None else cut.floor
     if isinstance(floor, str) or not floor:
         return [floor] if floor and now[0] in ("all", None) else []
     unit = 1  # of what all processes and optimizer steps share
-    if isinstance(stage, TrainingStage) and cut.key in ("rollout.prompts", "rollout.copies"):
+    if cut.key in ("rollout.prompts", "rollout.copies"):
         unit = stage.optimizer.updates_per_rollout * forecast.device.gpus
     every = max(evaluated_images(stage).values(), default=0)  # for None
     largest = max((value or every for value in now), default=0)
