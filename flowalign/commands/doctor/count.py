@@ -376,7 +376,7 @@ class _Trained(_Model):
             core.disable_gradient_checkpointing()
 
         def learn() -> None:
-            mine = target = velocity()
+            mine, target = velocity(), x
             for other in compared:
                 with torch.no_grad(), self.backbone.adapter(other.adapter):
                     target = velocity()
