@@ -92,6 +92,8 @@ def test_a_model_that_samples_nothing_is_not_predicted(tmp_path, capsys):
 def test_a_fault_of_the_config_is_named(random_model, tmp_path):
     sound = fakes.settings(random_model, tmp_path / "run", *EVALUATED[1:], *EVALUATED[:1])
     assert faults(plan.examine(sound)) == []
+    half = plan.examine(fakes.settings(random_model, tmp_path / "run", "model.dtype=float16"))
+    assert is_one([f.text for f in half if f.level == "note"], "dtype", "bfloat16")
     for changes, kind, key in FAULTS:
         given = [change.replace("{folder}", str(tmp_path)) for change in changes]
         texts = faults(plan.examine(fakes.settings(random_model, tmp_path / "run", *given)))

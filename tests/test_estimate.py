@@ -20,7 +20,7 @@ from flowalign.backbone.structure import build, find
 from flowalign.commands.doctor import advise
 from flowalign.commands.doctor import count as count_module
 from flowalign.commands.doctor.count import predict
-from flowalign.commands.doctor.meter import Meter, measure, size_of
+from flowalign.commands.doctor.meter import Meter, measure
 from flowalign.commands.doctor.pace import GPUS, PRODUCTS, WIDTH, Pace, times
 
 sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))

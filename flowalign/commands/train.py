@@ -59,11 +59,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             from flowalign.commands.doctor import advise, command
             from flowalign.training.preflight import Launch
 
-            count, main_process = processes.state().num_processes, processes.state().is_main_process
-            launch = Launch(count, args.resume, any_world, args.trust, bool(args.gpu))
-            device = advise.Device(count, args.gpu)
-            if main_process and command.examine(config, args.config, launch, device) == 2:
-                status.code = 2
+            state = processes.state()
+            launch = Launch(state.num_processes, args.resume, any_world, args.trust, bool(args.gpu))
+            device = advise.Device(state.num_processes, args.gpu)
+            if state.is_main_process and command.examine(config, args.config, launch, device) == 2:
+                status.code = 2  # other faults stop no run
         else:
             run.run_job(config, home, args.resume, began, any_world)
             if processes.state().is_main_process:
