@@ -22,7 +22,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--resume", action="store_true", help="continue from the last checkpoint")
     help = "resume with another number of processes, though the last digits then differ"
     parser.add_argument("--allow-world-change", action="store_true", help=help)
-    parser.add_argument("--dry-run", action="store_true", help="doctor --no-model instead")
+    parser.add_argument("--dry-run", action="store_true", help="doctor --no-model; write nothing")
     help = "dry run: also import the code that the config names, to check it"
     parser.add_argument("--trust", action="store_true", help=help)
     help = "dry run: plan for this GPU, as `flowalign doctor --gpu`"

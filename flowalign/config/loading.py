@@ -79,7 +79,7 @@ LABELS = {
 def label_of(path: str | Path) -> str | None:
     """What is known of the settings of a shipped config: one of LABELS, from a line `# Label: WORD`
     of its head; None for a file that does not say."""
-    for line in Path(path).read_text(encoding="utf-8").splitlines():
+    for line in Path(os.path.expanduser(path)).read_text(encoding="utf-8").splitlines():
         if not line.startswith("#"):
             break
         if line.startswith("# Label: "):
