@@ -48,9 +48,8 @@ def weekend(family: str, variant: str) -> str:
     name = variant.partition("_")[0] if family in PLAIN else variant
     config = load(path, variant=f"configs/variants/{name}.yaml", stage=Stage)
     with redirect_stdout(StringIO()):  # notes about downloads
-        listed = forecasts(recipe.examine(config, path.parent)[0], Device(1, kind))
-    for forecast in listed:
-        forecast.time()
+        found = forecasts(recipe.examine(config, path.parent)[0], Device(1, kind))
+    listed = [forecast.timed() for forecast in found]
     peak = max(forecast.estimate.peak for forecast in listed if forecast.estimate)
     if peak > usable(size, "cuda"):
         return f"no ({peak / GIB:.0f})"

@@ -151,9 +151,8 @@ def test_a_recipe_for_one_gpu_takes_a_weekend(
     gpu, size = ("l40s", 48e9) if family == "qwen_image" else ("4090", 24e9)
     whole = load(path, variant=ROOT / variant, stage=Stage)
     found, _ = recipe.examine(whole, path.parent)
-    listed = [f for f in forecasts(found, Device(1, gpu)) if f.stage.stage != "merge"]
+    listed = [f.timed() for f in forecasts(found, Device(1, gpu)) if f.stage.stage != "merge"]
     for forecast in listed:
-        forecast.time()
         assert forecast.estimate and forecast.estimate.peak < usable(size, "cuda")
     assert 8 < sum(forecast.hours for forecast in listed) <= 24
 

@@ -14,7 +14,7 @@ import resource
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -352,19 +352,15 @@ def diagnose(
     for folder, images in pictures.items():
         values = ask(images, [row % len(rows) for row in range(len(images))])
         findings += _range(f"pictures of {folder}", values.value[values.valid])
-    ways: dict[str, Callable[[], Tensor]] = {
-        "asked again": lambda: ask(scenes, rows).value,
-        "in reverse order": lambda: ask(scenes.flip(0), rows[::-1]).value.flip(0),
-    }
-    if copies == 1:
-        ways["one by one"] = lambda: torch.cat([ask(scenes[[r]], [r]).value for r in rows])
     first = answers["its prompt"]
-    if not bool(first.valid.any()):
-        return findings, cost
-    for way, call in ways.items():
-        gaps = (call() - first.value)[first.valid].abs().tolist()
-        scale = max(first.value[first.valid].abs().tolist(), default=1.0)
-        worst = max(gaps, default=0.0)
+    ways = {"asked again": [rows], "in reverse order": [rows[::-1]]}
+    if copies == 1:
+        ways["one by one"] = [[row] for row in rows]
+    for way, asked in ways.items() if bool(first.valid.any()) else ():
+        order = [row for each in asked for row in each]
+        value = torch.cat([ask(scenes[each], each).value for each in asked])
+        worst = float((value - first.value[order])[first.valid[order]].abs().max())
+        scale = float(first.value[first.valid].abs().max())
         same = worst <= TOLERANCE * max(scale, TOLERANCE)
         findings.append((ok if same else fault)(f"{way}: differs by at most {worst:.2g}"))
     return findings, cost
