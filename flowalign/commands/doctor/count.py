@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -120,13 +120,15 @@ def predict(
     for all images. Not included: torch.compile, and the memory of rewards, of kernels (cuDNN, GEMM
     workspaces) and of the device's context.
     """
-    models = {} if models is None else models
-    key, kind = _model_key(config), _Trained if isinstance(config, TrainingStage) else _Evaluated
-    model = models.get(key) or models.setdefault(key, kind(config, device_type, ranks or {}))
-    policies, phases = 0, list[Phase]()
+    models, ranks, key = {} if models is None else models, ranks or {}, _model_key(config)
+    model, policies, phases = models.get(key), 0, list[Phase]()
     if isinstance(config, TrainingStage):
+        model = models[key] = model or _Trained(config, device_type, ranks)
         update = _Update(config, model, processes, drawn)
         policies, phases = len(update.keeps.policies), [*update.sampling(), *update.learning()]
+    elif model is None:
+        given = (ranks_of(i, LoraConfig(), ranks, config.model) for i in config.inputs.values())
+        model = models[key] = _Model(config.model, device_type, given)
     parts = model.base_parts(config.model) | model.adapter_parts(config, policies, processes)
     parts = {name: count for name, count in parts.items() if count}
     evaluation = _evaluation(config, model, processes) if config.evaluations else None
@@ -168,9 +170,14 @@ def ranks_of(
 
 class _Model:
     """A base with adapters on the meta device, and its single passes, each measured once. Their
-    inputs are made before they are measured. It depends on the keys of `model` but FREE."""
+    inputs are made before they are measured. It depends on the keys of `model` but FREE.
 
-    def __init__(self, config: ModelConfig, device_type: str) -> None:
+    adapters: those of all models of an evaluation; its peak is that of a model with an adapter.
+    """
+
+    def __init__(
+        self, config: ModelConfig, device_type: str, adapters: Iterable[Ranks] = ()
+    ) -> None:
         self.device_type, self.dtype = device_type, DTYPES[config.dtype]
         with torch.device("meta"):
             self.backbone = without_data(config)
@@ -194,6 +201,8 @@ class _Model:
         self.pixels = 4 * 3 * sizes[largest]  # bytes of an image, float32
         self.frozen: dict[frozenset[tuple[str, int]], Adapter] = {}  # by ranks of layers
         self.passes: dict[tuple[Any, ...], Pass] = {}
+        self.loras = [self.add_frozen(ranks) for ranks in adapters]
+        self.sampler = self.loras[0][0] if self.loras else None  # of evaluations; None = the base
 
     def base_parts(self, config: ModelConfig) -> dict[str, int]:
         """Resident bytes of the base by what they are."""
@@ -203,6 +212,11 @@ class _Model:
             f"VAE ({config.vae_dtype})": size_of(self.backbone.pipe.vae),
             f"text encoders ({config.dtype})": text,
         }
+
+    def adapter_parts(self, config: Any, policies: int, processes: int) -> dict[str, int]:
+        """Resident bytes of all but the base by what they are. policies: frozen copies of the
+        student."""
+        return {f"LoRAs of {len(self.loras)} models": sum(size(w) for _, w in self.loras)}
 
     def transformer(self, config: ModelConfig) -> int:
         """Bytes of the transformer as it is stored, without adapters."""
@@ -278,21 +292,6 @@ class _Model:
         return self.latents(rows), Conditioning(self.texts(rows), index, self.texts(1))
 
 
-class _Evaluated(_Model):
-    """The base with the adapters of all models of an evaluation. The peak is that of a model with
-    an adapter."""
-
-    def __init__(self, config: Stage, device_type: str, ranks: Mapping[str, Ranks]) -> None:
-        super().__init__(config.model, device_type)
-        given = [ranks_of(i, LoraConfig(), ranks, config.model) for i in config.inputs.values()]
-        self.loras = [self.add_frozen(each) for each in given]
-        self.sampler = self.loras[0][0] if self.loras else None
-
-    def adapter_parts(self, config: Stage, policies: int, processes: int) -> dict[str, int]:
-        """Resident bytes of the adapters by what they are."""
-        return {f"LoRAs of {len(self.loras)} models": sum(size(w) for _, w in self.loras)}
-
-
 class _Labeller(NamedTuple):
     """Who labels: a source on a base, which is on the device that is predicted or elsewhere."""
 
@@ -310,12 +309,10 @@ class _Trained(_Model):
     """The model of a training stage: the adapters of its student, its teachers and its anchor, as
     the stage loads them, and other bases of teachers."""
 
-    sampler = STUDENT  # of evaluations
-
     def __init__(self, config: TrainingStage, device_type: str, ranks: Mapping[str, Ranks]) -> None:
         super().__init__(config.model, device_type)
         lora, student = config.lora, ranks_of(config.lora.init, config.lora, ranks, config.model)
-        self.student = self.add(STUDENT, student)
+        self.student, self.sampler = self.add(STUDENT, student), STUDENT
         self.teachers: list[nn.Parameter] = []
         self.bases: dict[str, int] = {}  # bytes of bases that lie here, by their settings
         self.targets: dict[str, list[_Labeller]] = {}  # who labels, by its key in the config
@@ -350,8 +347,6 @@ class _Trained(_Model):
         self.backbone.activate(STUDENT)
 
     def adapter_parts(self, config: TrainingStage, policies: int, processes: int) -> dict[str, int]:
-        """Resident bytes of all but the base by what they are. policies: frozen copies of the
-        student."""
         lora, trained = size(self.student), size(p for p in self.student if p.requires_grad)
         moments = ADAM_8BIT if config.optimizer.name == "adamw8bit" else 1
         taught = sum(teacher.adapter is not None for teacher in config.labellers.values())
@@ -410,7 +405,7 @@ def _model_key(config: Stage) -> str:
 # Phases ------------------------------------------------------------------------------------------
 
 
-def _evaluation(config: Stage, model: _Evaluated | _Trained, processes: int) -> Phase:
+def _evaluation(config: Stage, model: _Model, processes: int) -> Phase:
     """Sample held-out prompts of all tasks and benchmarks by Euler steps, and decode them; their
     prompts are encoded, once an image."""
     images, key = sum(evaluated_images(config).values()), "sampling.batch_size"

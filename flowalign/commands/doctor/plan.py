@@ -29,7 +29,7 @@ def examine(config: TrainingStage) -> list[Finding]:
     with suppress(LookupError):  # its shapes are not known
         backbone = without_data(config.model)
         findings += _noise(config, backbone)
-    findings += [*_clip(config), *_average(config), *_held_out(config), *_variety(config)]
+    findings += [*_average(config), *_prompts(config)]
     if backbone:
         findings += _lengths(config, backbone)
     return [*findings, *_working(config)]
@@ -37,7 +37,8 @@ def examine(config: TrainingStage) -> list[Finding]:
 
 def _numbers(config: TrainingStage) -> Iterator[Finding]:
     """float16; rollout, labels, update and evaluation at different CFG scales; evaluations with
-    fewer steps than the rollouts; what the model's card is against."""
+    fewer steps than the rollouts; what the model's card is against; a clip range that clips every
+    ratio, or none."""
     if config.model.dtype == "float16":
         yield note("dtype: float16 overflows where bfloat16 does not. Use bfloat16 if the GPU can.")
     trained, evaluation = config.guidance, config.evaluation_sampling
@@ -62,6 +63,12 @@ def _numbers(config: TrainingStage) -> Iterator[Finding]:
             "steps, or more."
         )
     yield from (Finding(level, text) for level, text in against_card(config))
+    for key, value in config.clip_ranges.items():
+        # log-probs are means over pixels: ratios stay within about 1e-4 of 1, with rounding errors
+        # of 1e-7
+        if not 1e-6 <= value <= 1e-2:
+            count = "every ratio" if value < 1e-6 else "no ratio"
+            yield fault(f"clip: {key} = {value:g} clips {count}. 1e-5 to 1e-3 is usual.")
 
 
 def _noise(config: TrainingStage, backbone: Backbone) -> Iterator[Finding]:
@@ -90,15 +97,6 @@ def _noise(config: TrainingStage, backbone: Backbone) -> Iterator[Finding]:
         )
 
 
-def _clip(config: TrainingStage) -> Iterator[Finding]:
-    """A clip range that clips every ratio, or none. Log-probs are means over pixels: ratios stay
-    within about 1e-4 of 1, with rounding errors of 1e-7."""
-    for key, value in config.clip_ranges.items():
-        if not 1e-6 <= value <= 1e-2:
-            count = "every ratio" if value < 1e-6 else "no ratio"
-            yield fault(f"clip: {key} = {value:g} clips {count}. 1e-5 to 1e-3 is usual.")
-
-
 def _average(config: TrainingStage) -> Iterator[Finding]:
     """A moving average that lags behind by half of the run."""
     ema, total = config.ema, config.optimizer_steps
@@ -121,27 +119,23 @@ def _average(config: TrainingStage) -> Iterator[Finding]:
         )
 
 
-def _held_out(config: TrainingStage) -> Iterator[Finding]:
-    """Validation prompts that a task trains on."""
-    if config.evaluation is None:
-        return
-    trained = {p for task in config.tasks for p in load_prompts(task.prompts, task.name).prompts}
-    for task in (task for task in config.tasks if task.validation):
+def _prompts(config: TrainingStage) -> Iterator[Finding]:
+    """Validation prompts that a task trains on; fewer prompts than an update draws, so that each is
+    drawn several times."""
+    trained = {t.name: load_prompts(t.prompts, t.name).prompts for t in config.tasks}
+    for task in (task for task in config.tasks if task.validation and config.evaluation):
         validation = load_prompts(task.validation, task.name)
         prompts = subset(validation, config.evaluation.prompts).prompts
-        if shared := [prompt for prompt in prompts if prompt in trained]:
+        seen = set().union(*trained.values())
+        if shared := [prompt for prompt in prompts if prompt in seen]:
             yield Finding(
                 "fault" if len(shared) > len(prompts) / 4 else "note",
                 f"validation: {len(shared)} of {len(prompts)} prompts of {task.validation} (task "
                 f"{task.name!r}) are trained on, such as {shared[0]!r}. Remove them from one set.",
             )
-
-
-def _variety(config: TrainingStage) -> Iterator[Finding]:
-    """Fewer prompts than an update draws, so that each is drawn several times."""
+    weights = sum(task.weight for task in config.tasks)
     for task in config.tasks:
-        different = len(set(load_prompts(task.prompts, task.name).prompts))
-        weights = sum(other.weight for other in config.tasks)
+        different = len(set(trained[task.name]))
         share = round(config.rollout.prompts * task.weight / weights)
         if different < share:
             yield note(
