@@ -121,7 +121,8 @@ def predict(
     workspaces) and of the device's context.
     """
     models, ranks, key = {} if models is None else models, ranks or {}, _model_key(config)
-    model, policies, phases = models.get(key), 0, list[Phase]()
+    model: Any = models.get(key)
+    policies, phases = 0, list[Phase]()
     if isinstance(config, TrainingStage):
         model = models[key] = model or _Trained(config, device_type, ranks)
         update = _Update(config, model, processes, drawn)
@@ -419,11 +420,8 @@ def _evaluation(config: Stage, model: _Model, processes: int) -> Phase:
     forward = model.forward(batch, Source(model.sampler, sampling.guidance))
     decoded, encoded = model.decoded(batch, rows), model.encoded(1)
     flops = forward.flops * sampling.steps + decoded.flops + encoded.flops * batch
-    peak = (
-        size(model.texts(batch + 1).values())
-        + max(forward.peak, decoded.peak)
-        + batch * model.latent
-    )
+    peak = max(forward.peak, decoded.peak) + batch * model.latent
+    peak += size(model.texts(batch + 1).values())
     sizes = {"model.decode_batch": rows or batch, key: batch}
     flops = flops / batch * (images / processes)
     return Phase("evaluation", "sampling", max(peak, least), flops, sizes)

@@ -123,7 +123,9 @@ def _prompts(config: TrainingStage) -> Iterator[Finding]:
     """Validation prompts that a task trains on; fewer prompts than an update draws, so that each is
     drawn several times."""
     trained = {t.name: load_prompts(t.prompts, t.name).prompts for t in config.tasks}
-    for task in (task for task in config.tasks if task.validation and config.evaluation):
+    for task in config.tasks:
+        if not (config.evaluation and task.validation):
+            continue
         validation = load_prompts(task.validation, task.name)
         prompts = subset(validation, config.evaluation.prompts).prompts
         seen = set().union(*trained.values())
