@@ -404,8 +404,8 @@ def _cut(
     for cut in cuts:
         if forecast.hours <= limit:
             return
-        values, at = _values(cut, forecast), partial(_texts, cut, forecast)
         with suppress(ConfigError, LookupError):  # another key needs more; there is no value
+            values, at = _values(cut, forecast), partial(_texts, cut, forecast)
             now, after = forecast, forecast.after(*at(values[0]))
             if after.hours >= now.hours:
                 continue
@@ -426,7 +426,7 @@ def _values(cut: Cut, forecast: Forecast) -> Sequence[Any]:
     if isinstance(floor, str) or not floor:
         return [floor] if floor and now[0] in ("all", None) else []
     unit = 1  # of what all processes and optimizer steps share
-    if cut.key in ("rollout.prompts", "rollout.copies"):
+    if now and cut.key in ("rollout.prompts", "rollout.copies"):
         unit = stage.optimizer.updates_per_rollout * forecast.device.gpus
     every = max(evaluated_images(stage).values(), default=0)  # for None
     largest = max((value or every for value in now), default=0)
