@@ -119,12 +119,12 @@ class Client:
             nonlocal in_a_row
             try:
                 self._left()
-                result = call(item)
+                result: Result | Exception = call(item)
             except Exception as error:
                 result = error
             with lock:
                 in_a_row = in_a_row + 1 if isinstance(result, UNREACHABLE) else 0
-                if in_a_row and not self.stopped.is_set():
+                if isinstance(result, UNREACHABLE) and not self.stopped.is_set():
                     self.last = result
                 if in_a_row >= concurrency:
                     self.stopped.set()

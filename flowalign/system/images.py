@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import os
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -59,9 +60,9 @@ def pixels_of(file: bytes) -> Tensor:
 
 
 def png_base64(image: Image.Image) -> str:
-    """An image as a PNG file in base64: lossless, and fast rather than small."""
+    """An image as a PNG file in base64: lossless."""
     file = io.BytesIO()
-    image.save(file, "PNG", compress_level=1)
+    image.save(file, "PNG", compress_type=zlib.Z_RLE)  # half the time, and as small for photographs
     return base64.b64encode(file.getvalue()).decode("ascii")
 
 
