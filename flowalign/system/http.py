@@ -97,8 +97,10 @@ class Client:
                 if url not in self.failed and not again.after and attempt <= self.retries:
                     log.warning("%s; trying again", again.cause)
                 self.failed.add(url)
-                # none while there are servers that were not tried
-                wait = 0.0 if attempt < len(urls) else self._wait(attempt - len(urls), again.after)
+                wait = 0.0  # while there are servers that were not tried
+                if (doublings := attempt - len(urls)) >= 0:
+                    wait = min(self.backoff * 2.0 ** min(doublings, 20), LONGEST_WAIT)
+                    wait = max(wait * _jitter.uniform(0.75, 1.25), min(again.after, LONGEST_WAIT))
                 over = attempt > self.retries or time.monotonic() + wait >= self.until
                 if over or self.stopped.wait(wait):  # `map` ends the waits of all threads
                     raise again.cause from again
@@ -153,11 +155,6 @@ class Client:
         if self.stopped.is_set():
             raise ConnectionError(f"not asked any more: {self.last}")
         return left
-
-    def _wait(self, doublings: int, after: float) -> float:
-        """Seconds before the next attempt at servers that were all tried, once or more."""
-        seconds = min(self.backoff * 2.0 ** min(doublings, 20), LONGEST_WAIT)  # no overflow
-        return max(seconds * _jitter.uniform(0.75, 1.25), min(after, LONGEST_WAIT))
 
     def _attempt(self, method: str, url: str, content: Any) -> bytes:
         """Raises _Again for what may pass, and what `request` raises for what will not."""
