@@ -34,7 +34,6 @@ SMALLEST = {
     "teacher_ablation": ("long", "--updates 1 --only default --out {}"),
     "teacher_methods": ("slow", "--present --out {} --picture {}/a.png --data {}/a.json"),
     "text_in_style": ("long", "--out {} --steps 1 --updates 1 --prompts 8"),
-    "wire_cost": ("slow", "--repeats 1 --images 1 --size 64"),
 }
 ELSEWHERE = {"gpu", "damage", "kill_test", "seeds"}  # have tests of their own
 UNTRIED = {"hpsv3_small"}  # its package needs an environment of its own
