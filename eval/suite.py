@@ -58,6 +58,11 @@ class Benchmark:
     source: str | None = None  # the name of the images, if other benchmarks score them too
 
     @property
+    def image_set(self) -> str:
+        """The name of the images that it judges."""
+        return self.source or self.name
+
+    @property
     def headline(self) -> str | None:
         """The part of the scores that is the benchmark's number; None = the value itself."""
         return as_reward(self.reward).headline

@@ -201,8 +201,13 @@ class Blank:
 
 
 def test_what_changed_starts_with_the_largest_gains_and_losses(results: Results):
-    grids = {mark.name: report.lines(results, mark) for mark in MARKS}
-    changed = report.changes(results, {"student": ["ocr"]}, grids)
+    compare = {"student": ["ocr"]}
+
+    def changes(results: Results) -> list[report.Change]:
+        shown = set[str]()
+        return report.changes(results, compare, report.grids(results, shown), shown)
+
+    changed = changes(results)
     assert [change.models for change in changed[::2]] == [
         ("ocr", "student"), ("base", "ocr"), ("base", "student")
     ]  # fmt: skip
@@ -216,12 +221,11 @@ def test_what_changed_starts_with_the_largest_gains_and_losses(results: Results)
     assert [line.prompt for _, line in lost] == [PROMPTS[2], PROMPTS[1]]  # no image of the last
     stores: Any = {(model, "ocr"): Blank() for model in CORRECT}
     with_all = replace(results, stores=stores)
-    _, grade, *_ = report.changes(with_all, {"student": ["ocr"]}, grids)
+    _, grade, *_, later = changes(with_all)  # the last from base to student
     _, lost = grade.sides
     assert [line.prompt for _, line in lost] == [PROMPTS[2], PROMPTS[1], PROMPTS[3]]
     sources = [bool(cell.source) for _, line in lost for (cell,) in line.cells]
     assert sources == [False] * 4 + [True] * 2  # the others are shown in the grids
-    *_, later = report.changes(with_all, {"student": ["ocr"]}, grids)  # from base to student
     assert not any(
         cell.source for side in later.sides for _, line in side for (cell,) in line.cells
     )
