@@ -11,6 +11,7 @@ import pytest
 from generated import examples, holds, json_values, mutated
 from hypothesis import strategies as st
 
+from flowalign.commands.evaluate import main
 from flowalign.eval.compare import (
     Incomparable,
     compare,
@@ -19,7 +20,6 @@ from flowalign.eval.compare import (
     markdown,
     model_of,
 )
-from flowalign.eval.run import main
 from flowalign.eval.stats import NO_ERROR
 from flowalign.eval.store import Store, StoreError
 

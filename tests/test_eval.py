@@ -15,11 +15,11 @@ from PIL import Image
 from flowalign.backbone import Backbone, text
 from flowalign.backbone.placement import Placement
 from flowalign.backbone.text import TextEncoder
+from flowalign.commands.evaluate import main
 from flowalign.config import SamplingConfig
 from flowalign.eval import suite
 from flowalign.eval.fidelity import distance, frechet
 from flowalign.eval.geneval import summarize
-from flowalign.eval.run import main
 from flowalign.eval.stats import NO_ERROR, average, difference, lost, rows_of
 from flowalign.eval.store import Store
 from flowalign.eval.suite import Benchmark, ImageSet, Judged

@@ -13,10 +13,10 @@ import torch
 from fakes import Rows
 from torch import Tensor
 
+from flowalign.commands.evaluate import main
 from flowalign.config import ConfigError, EvalStage, SamplingConfig, parse
 from flowalign.eval import suite
 from flowalign.eval.images import find_images
-from flowalign.eval.run import main
 from flowalign.eval.suite import Benchmark, ImageSet
 from flowalign.system.images import pixels_of
 from flowalign.system.signals import Interrupted

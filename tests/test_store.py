@@ -17,10 +17,10 @@ from fakes import Rows
 from torch import Tensor
 
 from flowalign.backbone import Backbone
+from flowalign.commands.evaluate import main
 from flowalign.config import SamplingConfig
 from flowalign.eval import suite
 from flowalign.eval.compare import Incomparable, load_results
-from flowalign.eval.run import main
 from flowalign.eval.store import Store
 from flowalign.eval.suite import Benchmark, ImageSet
 from flowalign.system.images import pixels_of
