@@ -110,20 +110,6 @@ def test_a_judge_that_comes_later_scores_the_images_that_are_kept(
     assert rows(tmp_path / "out") == fresh
 
 
-def test_an_interrupted_judge_goes_on_and_nothing_is_scored_twice(
-    evaluate: Callable[..., int], tmp_path: Path, asked: dict[str, list[str]],
-    monkeypatch: pytest.MonkeyPatch, fresh: dict[str, list],
-):  # fmt: skip
-    monkeypatch.setattr(Colour, "stop", staticmethod(lambda c: c == "b" and len(asked["r"]) > 4))
-    assert evaluate(BOTH) == 130
-    monkeypatch.setattr(Colour, "stop", staticmethod(lambda channel: False))
-    assert evaluate(BOTH) == 0
-    assert {channel: sorted(prompts) for channel, prompts in asked.items()} == {
-        "r": sorted(PROMPTS * 2), "b": sorted(PROMPTS * 2)
-    }  # fmt: skip
-    assert rows(tmp_path / "out") == fresh
-
-
 def test_fidelity_counts_an_image_once(evaluate: Callable[..., int], tmp_path: Path):
     from PIL import Image
 
