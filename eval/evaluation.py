@@ -251,8 +251,11 @@ def drift_panels(
             statistics = replace(statistics, text=frozenset([images.name]))
         for model in (name for name in config.models if name != base):
             both = judged[base][first].pictures, judged[model][first].pictures
-            rows = zip(*both, numbers, batch.prompts, batch.metadata, strict=True)
-            pairs = [Pair(before, after, images.name, *row) for before, after, *row in rows]
+            origins = zip(numbers, batch.prompts, batch.metadata, strict=True)
+            pairs = [
+                Pair(before, after, images.name, *origin)
+                for before, after, origin in zip(*both, origins, strict=True)
+            ]
             check = check_drift(pairs, statistics)
             panels.append(Panel(f"{model} on {images.name}", config.alarm.warn, check))
     return panels

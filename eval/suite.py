@@ -396,7 +396,7 @@ class _Scoring:
                 missing[judge.name] = list(keys)
         return missing
 
-    def submit(self, unscored: Mapping[str, Sequence[Key]], pixels: Mapping[Key, Tensor]) -> None:
+    def submit(self, unscored: Mapping[str, list[Key]], pixels: Mapping[Key, Tensor]) -> None:
         """Start to score a batch when the one before is done."""
         if not any(unscored.values()):
             return
