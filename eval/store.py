@@ -161,8 +161,8 @@ class Store:
 def _rows(path: Path) -> Iterator[ImageRow]:
     """The rows of a file, without the lines that no store wrote or that a kill cut off."""
     for line in read_lines(path):
-        with suppress(ValueError):
-            yield from_json(line)
+        with suppress(ValueError, LookupError, TypeError):
+            yield from_json(line["row"] if "sha256" in line else line)  # of an earlier version
 
 
 def is_valid(row: Mapping[str, Any] | None) -> bool:

@@ -155,13 +155,18 @@ def test_a_damaged_image_is_sampled_again_with_its_batch(
     assert again == first and path.read_bytes() == intact
 
 
-@pytest.mark.parametrize(("how", "asked"), [("cut", 3), ("deleted", 5), ("garbage", 0)])
+@pytest.mark.parametrize(
+    ("how", "asked"), [("cut", 3), ("deleted", 5), ("garbage", 0), ("earlier", 0)]
+)
 def test_a_row_that_is_not_whole_is_scored_again(
     backbone: Backbone, tmp_path: Path, sampled: list[str], how: str, asked: int
 ):
     first = judge(backbone, benchmark(), store=store(tmp_path))
     (rows,) = tmp_path.glob("*/rows.0.jsonl")
-    if how == "garbage":
+    if how == "earlier":  # of a version that wrote a digest a row
+        lines = map(json.loads, filter(None, rows.read_text().splitlines()))
+        rows.write_text("".join(f"{json.dumps({'sha256': 'x', 'row': r})}\n" for r in lines))
+    elif how == "garbage":
         rows.write_bytes(b'{"index": 0}\n[[[[\nnull\n\xff\n' + rows.read_bytes())
     else:
         damage(rows, how)
