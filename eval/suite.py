@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
-from itertools import groupby
+from itertools import groupby, product
 from pathlib import Path
 from typing import Any
 
@@ -260,10 +260,7 @@ def judge_set(
     """
     world, rank = (accelerator.num_processes, accelerator.process_index) if accelerator else (1, 0)
     pictured = set(spread(len(images.prompts), keep))
-    shares = {
-        prompts: [(prompt, copy) for prompt in prompts for copy in range(images.copies)]
-        for prompts in _share(images, settings.batch_size, world, rank)
-    }
+    shares = _share(images, settings.batch_size, world, rank)
     order = [key for keys in shares.values() for key in keys]
     scoring, batches = _Scoring(images.judges, store, seconds, order), []
     for prompts, keys in shares.items():
@@ -303,8 +300,8 @@ def judge_set(
     return [Judged(r, pictures, joined, count) for r, count in zip(rows, had, strict=True)]
 
 
-def _share(images: ImageSet, size: int, world: int, rank: int) -> list[range]:
-    """The batches of a process: all images of a few prompts, at most `size` where that is possible.
+def _share(images: ImageSet, size: int, world: int, rank: int) -> dict[range, list[Key]]:
+    """The batches of a process {prompts: all their images}: at most `size` where that is possible.
 
     The batches are the same for any number of processes, and so is their arithmetic.
     """
@@ -312,7 +309,8 @@ def _share(images: ImageSet, size: int, world: int, rank: int) -> list[range]:
     step = max(1, size // images.copies)  # more copies than `size` still are one batch
     batches = [range(start, min(start + step, total)) for start in range(0, total, step)]
     # of more processes than batches, some have none
-    return batches[rank * len(batches) // world : (rank + 1) * len(batches) // world]
+    own = batches[rank * len(batches) // world : (rank + 1) * len(batches) // world]
+    return {batch: [*product(batch, range(images.copies))] for batch in own}
 
 
 @dataclass(frozen=True)
