@@ -23,7 +23,7 @@ from pathlib import Path
 
 import yaml
 
-from flowalign.eval.run import main as evaluate
+from flowalign.commands.evaluate import main as evaluate
 from flowalign.system import manifest
 
 Harm = Callable[[bytes], bytes | None]  # None: the file is deleted

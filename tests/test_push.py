@@ -19,8 +19,8 @@ from flowalign.backbone.adapters import ADAPTER, read_lora
 from flowalign.commands import recipe
 from flowalign.commands.card import licence, score_table, write_card
 from flowalign.commands.cli import main
+from flowalign.commands.evaluate import main as evaluate
 from flowalign.config import MergeStage, load, parse, to_yaml
-from flowalign.eval.run import main as evaluate
 from flowalign.system.manifest import MANIFEST
 from flowalign.training.preflight import Launch, check_world
 from flowalign.training.run.checkpoint import SCORES
