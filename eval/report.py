@@ -54,8 +54,7 @@ from flowalign.types import EvalRow
 def write_files(config: EvalStage, results: Results) -> str:
     """Write all files into config.output; returns the tables as Markdown, without the details."""
     folder, versions = Path(config.output), environment()
-    content = to_json(document(config, results, versions))  # JSON has no NaN
-    texts = {"results.json": json.dumps(content, allow_nan=False, indent=1)}
+    content, texts = document(config, results, versions), {}
     short, drawn = "No benchmark has a reward: images only.\n", []
     if results.benchmarks:
         title = config.report.title
@@ -65,6 +64,7 @@ def write_files(config: EvalStage, results: Results) -> str:
         equal = {name: text for name, a in config.adapters.items() if (text := unlearnt(a))}
         said = [f"{name}: {text}." for name, text in equal.items()]
         sentences = [*said, *sentences]
+        content |= {"remarks": said, "tables": [table.plain() for table in scores]}
         heads = [f"{escaped(text, length=1000)}\n" for text in said]
         short, long = "\n".join([*heads, *map(markdown, scores)]), details(results.rows)
         measured = escaped(" ".join(sentences), length=10_000)
@@ -88,6 +88,8 @@ def write_files(config: EvalStage, results: Results) -> str:
             legend = f"{results.shared.capitalize()} in every row; below each image its score."
             marks = dict.fromkeys(equal, "kept: update 0")
             comparison(folder / "grid.png", blocks(results, marks), title=f"{title}. {legend}")
+    # JSON has no NaN
+    texts["results.json"] = json.dumps(to_json(content), allow_nan=False, indent=1)
     for name, text in texts.items():
         with replacing(folder / name) as part:
             part.write_text(text, encoding="utf-8")

@@ -23,7 +23,6 @@ FILES = {  # below the folder of a run, in the order in which they are of use
     "grid": "grid.png",
     "table": "table.md",
     "numbers": "results.json",
-    "page": "watch.html",
     "adapter": "adapter",
     "checkpoint": "checkpoints",
     "metrics": "metrics.jsonl",
@@ -43,6 +42,11 @@ class Kept:
 
     row: Mapping[str, Any]
     last: Mapping[str, Any]
+
+    @property
+    def in_vain(self) -> bool:
+        """Whether the run kept the weights it began with, and was trained."""
+        return not self.row[metrics.UPDATE] and self.row != self.last
 
     def __str__(self) -> str:
         said, last = metrics.headline(self.row), metrics.headline(self.last).split()[-1]
@@ -72,7 +76,7 @@ def unlearnt(adapter: str | None) -> str:
     are; "" for any other."""
     folder = Path(adapter or "").parent
     chosen = kept(folder) if adapter else None
-    if chosen is None or chosen.row[metrics.UPDATE] or chosen.row == chosen.last:
+    if chosen is None or not chosen.in_vain:
         return ""
     start = (read(folder / "config.yaml").get("lora") or {}).get("init") or "the base model"
     return f"kept: {chosen}. Nothing that was learnt is in it; it equals {start}"
@@ -81,7 +85,7 @@ def unlearnt(adapter: str | None) -> str:
 def untrained(config: TrainingStage) -> str | None:
     """A warning if the adapter of a run that was trained is the one that it began with."""
     chosen = kept(Path(config.output))
-    if chosen is None or chosen.row[metrics.UPDATE] or chosen.row == chosen.last:
+    if chosen is None or not chosen.in_vain:
         return None
     assert config.evaluation
     return (
@@ -130,13 +134,13 @@ def _paths(folder: Path) -> dict[str, Path]:
 
 def _next_steps(paths: Mapping[str, Path], main: str) -> Iterator[str]:
     """main: the adapter to go on with, by its name in paths; else it is the last one."""
-    pages = [path for what, path in paths.items() if what.endswith(("report", "page"))]
+    pages = [path for what, path in paths.items() if what.endswith("report")]
     for path in pages[:1]:
         yield f"open {path} in a browser"
     adapters = [path for what, path in paths.items() if what.endswith("adapter")]
     for adapter in [paths[main]] if main in paths else adapters[-1:]:
         yield _sample_command(adapter)
-        yield f"flowalign push {shlex.quote(str(adapter.parent))} --repo YOU/NAME --dry-run"
+        yield f"hf upload YOU/NAME {shlex.quote(str(adapter))}"
 
 
 def _sample_command(adapter: Path) -> str:
