@@ -34,7 +34,8 @@ REPORT = "report.md"  # of a merge: what was done, in its first line, and the er
 # Tokens of the Hub and of OpenAI, passwords in URLs, and keys that are named so and have a value.
 SECRET = re.compile(
     r"\bhf_\w{20,}|\bsk-[\w-]{20,}|://[^/\s:@]+:[^/\s@]+@"
-    r"|(?i:\b\w*(?:api_key|apikey|token|password|secret)['\"]?\s*[:=]\s*(?!null\b|['\"]{2})\S+)"
+    r"|(?i:\b\w*(?:api_key|apikey|token|password|secret)['\"]?\s*[:=]\s*"
+    r"(?!null\b|(?:''|\"\")(?![\w'\"]))\S+)"
 )
 
 log = logging.getLogger("flowalign")
