@@ -38,8 +38,9 @@ def run(command: list[str], folder: Path, *site: Path) -> subprocess.CompletedPr
 
 
 def test_a_wrong_command_gets_a_suggestion(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["trian"]) == 2
-    assert "'train'" in capsys.readouterr().err
+    for wrong, hint in (("trian", "'train'"), ("push", "hf upload")):
+        assert cli.main([wrong]) == 2
+        assert hint in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -151,7 +151,7 @@ def finish(config: TrainingStage) -> None:
     """After the last update: a warning if it was in vain, the model card and the run's page."""
     folder = Path(config.output)
     if warning := results.untrained(config):
-        log.warning(warning)
+        log.warning("%s", warning)
     if results.kept(folder) is None:  # of an earlier adapter, before `evaluation=null`
         (folder / "before_after.png").unlink(missing_ok=True)
     write_card(folder, config, sys.argv)

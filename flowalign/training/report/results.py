@@ -43,11 +43,6 @@ class Kept:
     row: Mapping[str, Any]
     last: Mapping[str, Any]
 
-    @property
-    def in_vain(self) -> bool:
-        """Whether the run kept the weights it began with, and was trained."""
-        return not self.row[metrics.UPDATE] and self.row != self.last
-
     def __str__(self) -> str:
         said, last = metrics.headline(self.row), metrics.headline(self.last).split()[-1]
         more = "" if self.row == self.last else f"; the last: {last}"
@@ -72,28 +67,25 @@ def kept(folder: Path) -> Kept | None:
 
 
 def unlearnt(adapter: str | None) -> str:
-    """What is to be said of the adapter of a run that kept the weights it began with, and what they
-    are; "" for any other."""
+    """What is to be said of the adapter of a run that was trained and kept the weights it began
+    with, and what they are; "" for any other."""
     folder = Path(adapter or "").parent
     chosen = kept(folder) if adapter else None
-    if chosen is None or not chosen.in_vain:
+    if chosen is None or chosen.row[metrics.UPDATE] or chosen.row == chosen.last:
         return ""
     start = (read(folder / "config.yaml").get("lora") or {}).get("init") or "the base model"
     return f"kept: {chosen}. Nothing that was learnt is in it; it equals {start}"
 
 
-def untrained(config: TrainingStage) -> str | None:
-    """A warning if the adapter of a run that was trained is the one that it began with."""
-    chosen = kept(Path(config.output))
-    if chosen is None or not chosen.in_vain:
-        return None
+def untrained(config: TrainingStage) -> str:
+    """A warning of such an adapter, with what to do; "" for any other."""
+    if not (said := unlearnt(f"{config.output}/{ADAPTER}")):
+        return ""
     assert config.evaluation
     return (
-        f"the adapter that is kept is that of {chosen}: nothing that was learnt is in it, it "
-        f"equals {config.lora.init or 'the base model'}. No later evaluation scored higher. Train "
-        "longer, lower optimizer.lr, or score more than evaluation.prompts = "
-        f"{config.evaluation.prompts} a task, if noise decides. To keep the last adapter instead, "
-        "give the command again with --resume evaluation=null."
+        f"{said}. No later evaluation scored higher. Train longer, lower optimizer.lr, or score "
+        f"more than evaluation.prompts = {config.evaluation.prompts} a task, if noise decides. To "
+        "keep the last adapter instead, give the command again with --resume evaluation=null."
     )
 
 
