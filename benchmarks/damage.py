@@ -33,7 +33,7 @@ Harm = Callable[[Path], None]
 LAST, BEFORE = "update_000005", "update_000004"  # the checkpoints that a run of training keeps
 REFUSED = 2  # exit status
 # What a run writes after its last update: it is not there yet when a run is killed before.
-FINAL = ("metrics.png", "before_after.png", "watch.html", "adapter/README.md")
+FINAL = ("metrics.png", "before_after.png", "report.html", "adapter/README.md")
 
 
 # Harms -------------------------------------------------------------------------------------------

@@ -89,7 +89,7 @@ def phase_of(event: str, path: str, folder: Path, moved: set[str]) -> str:
         return "images and rows"
     if names[-1] in ("done.json", "config.yaml", "report.md", ".lock", ".lock.json"):
         return "between stages"
-    if names[-1] in ("metrics.jsonl", "status.json", "warnings.jsonl") or "samples" in names:
+    if names[-1] in ("metrics.jsonl", "warnings.jsonl") or "samples" in names:
         return "log and samples"
     return "last files"
 

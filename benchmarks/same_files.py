@@ -18,9 +18,8 @@ EXCEPTIONS = {
     "metrics.jsonl": f"without {', '.join(sorted(TIMES))}: how fast the machine was",
     "manifest.json, done.json": "without its own digest, and those of such metrics.jsonl and "
     "manifests in its folder",
-    "status.json": "without began, heard, seconds: the time of day, and how fast the machine was",
     "README.md": "without the command that it cites: the run was continued with --resume",
-    "watch.html": "without dates, durations and warnings: for the same reasons as these",
+    "report.html": "without dates, speed and warnings: for the same reasons as these",
     "warnings.jsonl": "each warning of the uninterrupted run is there; updates that were repeated "
     "warn again, and a resumed run says so",
     "rows.*.jsonl": "the rows of all processes together, in any order: a continued evaluation "
@@ -63,9 +62,6 @@ def _difference(a: Path, b: Path) -> str:
 def _plain(path: Path) -> bytes:
     """The bytes of a file without its exceptions."""
     content = path.read_bytes()
-    if path.name == "status.json":
-        row = json.loads(content)
-        return json.dumps({k: v for k, v in row.items() if k not in TIMED}).encode()
     if path.name in ("manifest.json", "done.json"):
         row = json.loads(content)
         for name in row["files"]:
@@ -74,18 +70,15 @@ def _plain(path: Path) -> bytes:
         return json.dumps({k: v for k, v in row.items() if k != "sha256"}).encode()
     if path.name == "README.md":
         return re.sub(rb"\n +(?:flowalign|accelerate launch) [^\n]*", b"", content)
-    if path.name == "watch.html":
+    if path.name == "report.html":
         return re.sub(rb"|".join(CLOCKS), b"", content, flags=re.DOTALL)
     return content
 
 
 INSIDE = ("metrics.jsonl", "manifest.json")
-TIMED = ("began", "heard", "seconds")
-DURATION = rb"[\d.]+ (?:s|min|h)(?: \d+ min)?"
 CLOCKS = (
     rb"\d{4}-\d\d-\d\d \d\d:\d\d(?::\d\d)?",
-    rb"(?:, )?after " + DURATION,
-    rb"<div><dt>(?:an update takes|images per second)</dt>.*?</div>",
+    rb"<div><dt>images per second</dt>.*?</div>",
     rb"<h2>Warnings</h2>.*?</table></div>\n?",
 )
 

@@ -51,8 +51,7 @@ from flowalign.types import EvalRow
 def write_files(config: EvalStage, results: Results) -> str:
     """Write all files into config.output; returns the tables as Markdown, without the details."""
     folder, versions = Path(config.output), environment()
-    content = to_json(document(config, results, versions))  # JSON has no NaN
-    texts = {"results.json": json.dumps(content, allow_nan=False, indent=1)}
+    content, texts = document(config, results, versions), {}
     short, drawn = "No benchmark has a reward: images only.\n", []
     if results.benchmarks:
         on = f"{(n := len(results.judged))} model{'s' * (n > 1)} on {config.model.id}"
@@ -62,6 +61,7 @@ def write_files(config: EvalStage, results: Results) -> str:
         said = [f"{name}: {text}." for name, text in equal.items()]
         sentences = [*said, *conditions(config, results, versions)]
         scores = tables(results, config.compare)
+        content |= {"remarks": said, "tables": [table.plain() for table in scores]}
         heads = [f"{escaped(text, length=1000)}\n" for text in said]
         short = "\n".join([*heads, *map(markdown, scores)])
         tallies = [f"- {escaped(tally(*change))}\n" for change in compared(results, config.compare)]
@@ -79,6 +79,8 @@ def write_files(config: EvalStage, results: Results) -> str:
             legend = f"{results.shared.capitalize()} in every row; below each image its score."
             listed = blocks(results, dict.fromkeys(equal, "kept: update 0"))
             comparison(folder / "grid.png", [*listed], title=f"{title}. {legend}")
+    # JSON has no NaN
+    texts["results.json"] = json.dumps(to_json(content), allow_nan=False, indent=1)
     for name, text in texts.items():
         with replacing(folder / name) as part:
             part.write_text(text, encoding="utf-8")

@@ -178,6 +178,13 @@ class Table:
         """How many images (for differences: pairs) the numbers of a column come from."""
         return counts(row[column] for row in self.rows.values())
 
+    def plain(self) -> dict[str, Any]:
+        """For results.json: caption, rows of texts with the heads first, and notes."""
+        heads = ["", *(f"{column}{self.arrow(column)}" for column in self.columns)]
+        rows = [[label, *(self.text(label, c) for c in self.columns)] for label in self.rows]
+        rows = [heads, *rows, ["n", *map(self.n, self.columns)]]
+        return {"caption": self.caption, "rows": rows, "notes": list(self.notes)}
+
     def best(self, column: str) -> set[str]:
         """The rows with the best printed number (several if equal); empty for differences."""
         sign = -1 if column in LOWER_IS_BETTER else 1

@@ -417,7 +417,7 @@ class Run:
         if self.args.graph and not long:
             value = self.replayed(z, eps, sigma, ids)
         else:
-            torch._foreach_zero_([p.grad for p in self.weights if p.grad is not None])
+            self.model.zero_grad(set_to_none=False)
             with torch.compiler.set_stance("force_eager" if long else "default"):
                 value = self.backward(z, eps, sigma, ids, length)  # one compiled shape is enough
         nn.utils.clip_grad_norm_(self.weights, 1.0)
