@@ -390,6 +390,7 @@ def test_damage_to_a_checkpoint_is_named_and_mended(base: Path) -> None:
     for name in older if ALL else older[:2]:
         before = name.replace(LAST, BEFORE)
         if (out / before).read_bytes() != (out / name).read_bytes():
+
             def swap(folder: Path, name: str = name, before: str = before) -> None:
                 shutil.copyfile(folder / OUT / before, folder / OUT / name)
 
@@ -463,6 +464,7 @@ def test_what_a_kill_leaves_of_an_evaluation_is_made_again(base: Path) -> None:
         damaged.tried(f"{name} {harm}", of_file(name, harm))
     texts = names_below(whole / "texts", whole)
     for name, harm in harms(texts, KILLED, keep=max(1, len(texts) // 2)):
+
         def damage(folder: Path, name: str = name, harm: str = harm) -> None:
             HARMS[harm](folder / name)
             shutil.rmtree(folder / OUT)  # else nobody would read the cache
