@@ -45,6 +45,7 @@ ALL = os.environ.get("ATTACKS") == "all"
 KILLS = 10**6 if ALL else 6  # of a scenario
 IN_A_ROW = 3  # kills of one run, at most
 OUT = "out"  # the run's folder, below the one that it is started in
+STRUCK = "struck"  # a file beside it: a kill took place
 WORDS = ("red", "blue", "green", "grey")
 TRAINED = [f'a {colour} sign that says "{text}"' for colour in WORDS for text in "ABCD"]
 HELD_OUT = [f'a {colour} cup that says "{text}"' for colour in WORDS for text in "EF"]
@@ -121,6 +122,7 @@ def victim(folder: str, order: str, *argv: str) -> int:
 
     def strike() -> None:
         assert kill
+        Path(out.parent, STRUCK).touch()
         for file in sorted(out.parent.glob("pid.*"), key=lambda file: file.name == mine.name):
             if file.name == mine.name or not kill.alone:
                 with suppress(ProcessLookupError):
@@ -223,8 +225,8 @@ class Scenario:
     ) -> subprocess.CompletedProcess[str]:
         """Its command in a folder; again: to continue."""
         folder.mkdir(parents=True, exist_ok=True)
-        for old in folder.glob("pid.*"):
-            old.unlink()
+        for old in (*folder.glob("pid.*"), folder / STRUCK):
+            old.unlink(missing_ok=True)
         resume = ["--resume"] if again and self.kind in ("grpo", "opd", "sft") else []
         command = "eval" if self.kind == "eval" else "train"
         order = json.dumps(vars(kill)) if kill else ""
@@ -292,7 +294,7 @@ def test_a_killed_run_ends_as_the_undisturbed_one(base: Path, kind: str, process
         folder = scenario.whole.parent / f"killed_{len(kills)}"
         for again, kill in enumerate([*row, None]):
             done = scenario.run(folder, again > 0, kill)
-            if done.returncode != -signal.SIGKILL:
+            if not (folder / STRUCK).exists():
                 break
             killed += 1
         found = [done.stderr[-500:]] if done.returncode else scenario.differences(folder)
