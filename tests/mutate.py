@@ -59,7 +59,7 @@ MUTATIONS = [Mutation(*row) for row in [
     ("NFT: scale of the error", "teachers/nft.py", "image_mean(error**2) / scale",
      "image_mean(error**2) * scale", "nft"),
     ("AWM: ghuber", "teachers/awm.py", "** power - TINY**power) / power",
-     "** power + TINY**power) * power", "awm"),
+     "** power + TINY**power) * power", "matching awm"),
     ("NFT, AWM: old policy", "teachers/forward.py", "rise * (steps - after)",
      "rise * (steps + after)", "nft matching"),
     ("NFT, AWM: drift from the base", "teachers/forward.py", "policy + weight * drift",

@@ -57,7 +57,7 @@ SCORED = "test_attacks.scored"  # raised by the rewards: (whether on held-out pr
 REMOVAL = ("os.remove", "os.rmdir", "shutil.rmtree")
 EVENTS = {"open", "os.rename", "os.mkdir", "os.truncate", SCORED, *REMOVAL}
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
-NUMBER = re.compile(r"[0-9a-f]{12}(?=\.part)|\d+")
+NUMBER = re.compile(r"[0-9a-f]{12}(?=\.(?:part|old))|\d+")
 
 
 def redness(images: Any, prompts: Sequence[str], metadata: Any) -> Scores:
@@ -526,20 +526,13 @@ def again(rounds: int, *argv: str) -> int:
 
 TIMES = {"seconds/rollout", "seconds/score", "seconds/update", "seconds/image_drift",
          "images_per_second"}  # fmt: skip
-DURATION = rb"[\d.]+ (?:s|min|h)(?: \d+ min)?"
-CLOCKS = (
-    rb"\d{4}-\d\d-\d\d \d\d:\d\d(?::\d\d)?",
-    rb"(?:, )?after " + DURATION,
-    rb"<div><dt>(?:an update takes|images per second)</dt>.*?</div>",
-    rb"<h2>Warnings</h2>.*?</table></div>\n?",
-)
 EXCEPTIONS = {
     "metrics.jsonl": f"without {', '.join(sorted(TIMES))}: how fast the machine was",
     "manifest.json, done.json": "without its own digest, and those of such metrics.jsonl and "
     "manifests in its folder",
     "status.json": "without began, heard, seconds: the time of day, and how fast the machine was",
     "README.md": "without the command that it cites: the run was continued with --resume",
-    "watch.html": "without dates, durations and warnings: for the same reasons as these",
+    "watch.html": "not compared: it shows what the other files hold, with dates and durations",
     "warnings.jsonl": "each warning of the uninterrupted run is there; updates that were repeated "
     "warn again, and a resumed run says so",
     "rows.*.jsonl": "the rows of all processes together, in any order: a continued evaluation "
@@ -585,9 +578,7 @@ def plain(path: Path) -> object:
         return {k: v for k, v in row.items() if k != "sha256"}
     if path.name == "README.md":
         return re.sub(rb"\n +(?:flowalign|accelerate launch) [^\n]*", b"", content)
-    if path.name == "watch.html":
-        return re.sub(rb"|".join(CLOCKS), b"", content, flags=re.DOTALL)
-    return content
+    return b"" if path.name == "watch.html" else content
 
 
 if __name__ == "__main__":
