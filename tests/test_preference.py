@@ -122,7 +122,8 @@ def test_the_value_is_the_formula(case: Case) -> None:
     scores = build(**case.options)(images, case.prompts, rows)
     assert torch.allclose(scores.parts["raw"], expected, atol=case.tolerance)
     assert torch.equal(scores.value, scores.parts["raw"] / case.scale)
-    half = build(**case.options | {"normalizer": 2.0 * case.scale})(images, case.prompts, rows)
+    options: dict[str, Any] = {**case.options, "normalizer": 2.0 * case.scale}
+    half = build(**options)(images, case.prompts, rows)
     assert torch.allclose(half.value, scores.value / 2) and bool(scores.valid.all())
 
 
