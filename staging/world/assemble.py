@@ -1,8 +1,8 @@
-"""Put the parts of a pretraining together: `python assemble.py FLOW VAE OUT [--earlier FLOW --share S]`.
+"""Put the parts of a pretraining together: `python assemble.py FLOW VAE OUT`.
 
-Writes a diffusers folder (StableDiffusion3Pipeline) in fp16. With --earlier, its weights move towards
-those of an earlier checkpoint by S: a model soup (2203.05482); along this line the scores go from
-often wrong to mostly right.
+Writes a diffusers folder (StableDiffusion3Pipeline) in fp16. With --earlier, its weights move by
+--share towards those of an earlier checkpoint: a model soup (2203.05482); along this line the
+scores go from often wrong to mostly right.
 """
 
 from __future__ import annotations

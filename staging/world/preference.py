@@ -146,7 +146,10 @@ class Drawer:
 
     def chunk(self, split: str, kinds: np.ndarray, seed: list[int]) -> dict[str, Tensor]:
         """The tensors of a Pool: one scene for every row of kinds [N,SPOILT] (places in KINDS)."""
-        rng, generator = np.random.default_rng(seed), torch.Generator().manual_seed(hash(tuple(seed)))
+        rng, generator = (
+            np.random.default_rng(seed),
+            torch.Generator().manual_seed(hash(tuple(seed))),
+        )
         names, layers, grounds, effects, texts = list(KINDS), [], [], [], []
         for wanted in kinds:
             row, scene_seed = self.row(split, rng), int(rng.integers(2**31))

@@ -343,9 +343,7 @@ def noise_levels(size: int, generator: torch.Generator) -> Tensor:
     device = generator.device
     normal = (torch.randn(size, generator=generator, device=device) + 0.3).sigmoid()
     uniform = torch.rand(size, generator=generator, device=device)
-    return torch.where(
-        torch.rand(size, generator=generator, device=device) < 0.2, uniform, normal
-    )
+    return torch.where(torch.rand(size, generator=generator, device=device) < 0.2, uniform, normal)
 
 
 def optimizers(model: Denoiser, lr: float) -> list[torch.optim.Optimizer]:
@@ -385,7 +383,7 @@ class Run:
         clock, args = Clock(seconds, 0.4), self.args
         fresh = args.batch // FRESH
         source = loader(args, args.seed + 7 * self.step + 1, fresh, rates, args.signs)
-        self.ring.seen, self.step, began, total = 0, 0, time.time(), 0.0
+        self.ring.seen, self.step, began = 0, 0, time.time()
         for _ in range(max(1, args.ring // fresh // 2)):
             self.ring.add(next(source))
         print(f"{name}: {self.ring.seen} scenes encoded, {time.time() - began:.0f} s", flush=True)
@@ -542,7 +540,9 @@ def main() -> None:
     parser.add_argument("--log", type=int, default=100, help="steps between lines")
     parser.add_argument("--workers", type=int, default=0, help="processes that draw captions")
     parser.add_argument("--compile", action="store_true")
-    parser.add_argument("--graph", action="store_true", help="replay a CUDA graph (never tried yet)")
+    parser.add_argument(
+        "--graph", action="store_true", help="replay a CUDA graph (never tried yet)"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args()

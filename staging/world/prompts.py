@@ -3,8 +3,8 @@ both that the preference task asks for.
 
 `python prompts.py FOLDER` writes the shipped files. What the prompts of `*_val` and `*_test`
 and GenEval's own prompts ask for (`facts`), in whatever words, is never drawn in pretraining nor
-trained on; nor are the words of their signs. A prompt has several wordings (`WORDINGS`): each task has its own, and no
-teacher ever sees "here is".
+trained on; nor are the words of their signs. A prompt has several wordings (`WORDINGS`): each task
+has its own, and no teacher ever sees "here is".
 """
 
 from __future__ import annotations
@@ -220,7 +220,9 @@ def files(split: str) -> dict[str, list[Metadata]]:
     others = objects_file(split, entries - share, seed + 10) + signs_file(split, share, seed + 10)
     order = np.random.default_rng(seed).permutation(len(others))
     rows = {"geneval": objects, "ocr": signs, "preference": [others[i] for i in order]}
-    return {task: [entry(row, task, split == "test") for row in found] for task, found in rows.items()}
+    return {
+        task: [entry(row, task, split == "test") for row in found] for task, found in rows.items()
+    }
 
 
 def main() -> None:
