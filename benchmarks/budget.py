@@ -22,10 +22,9 @@ import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from teacher_methods import evaluated, passes
-
 from flowalign.commands import run
-from flowalign.config import TrainingStage, load
+from flowalign.config import ForwardStage, GrpoStage, TrainingStage, load
+from flowalign.training.solvers import forwards
 
 TASKS = ("geneval", "ocr")
 ALL = ["lora={rank: 32, alpha: 64}", "rollout.prompts=16", "train.updates=40"]
@@ -85,6 +84,28 @@ def settings(task: str, name: str, seed: int, out: Path) -> TrainingStage:
         *ALL,
     ]
     return load(f"configs/tiny/teacher_{task}_nft.yaml", [*given, *changes], stage=TrainingStage)
+
+
+def passes(config: TrainingStage) -> float:
+    """Forward passes an image of an update: those of sampling, and for each trained state 3 and one
+    for each label without gradient."""
+    rollout = config.rollout
+    sampling = forwards(rollout.solver, rollout.steps)
+    if isinstance(config, GrpoStage):
+        return sampling + rollout.width * (3 + (config.grpo.kl_weight > 0))
+    assert isinstance(config, ForwardStage)
+    labels = float(config.forward.kl_weight > 0) + ("average" in config.policies)
+    if "old" in config.policies:  # in the first optimizer step it may still be the student
+        share = 1 / config.optimizer.updates_per_rollout
+        labels += 1 if config.policies["old"].decay > 0 else 1 - share
+    return sampling + config.forward.states * (3 + labels)
+
+
+def evaluated(folder: Path) -> tuple[list[int], list[float]]:
+    """Rollouts and held-out scores of a run."""
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    found = [(row["update"], row["eval/headline"]) for row in rows if "eval/headline" in row]
+    return [update for update, _ in found], [score for _, score in found]
 
 
 def cost(config: TrainingStage) -> float:

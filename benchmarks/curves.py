@@ -17,8 +17,7 @@ import statistics
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from budget import cost
-from teacher_methods import evaluated
+from budget import cost, evaluated
 
 from flowalign.config import TrainingStage, load
 

@@ -14,6 +14,7 @@ import argparse
 import json
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -61,30 +62,28 @@ def load_results(path: str | Path) -> dict[str, Any]:
     another version."""
     path = Path(path)
     try:
-        manifest.check_manifest(path.parent, [path.name])
-    except manifest.Foreign:
-        pass
-    except manifest.Damaged as error:
-        raise Incomparable(
-            f"{path}: {error}. Run the evaluation again: what it has stored is not made again."
-        ) from None
-    try:
-        document = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise Incomparable(f"{path}: not a readable results.json ({error}).") from error
-    # earlier files of version 1 lack some keys; whatever is missing counts as None
-    version = document.get("version") if isinstance(document, dict) else None
-    if version != VERSION:
-        raise Incomparable(
-            f"{path}: results of version {version!r}, and this flowalign reads {VERSION}. Run the "
-            "evaluation again with this version, or compare with the one that wrote it."
-        )
-    try:
+        with suppress(manifest.Foreign):
+            manifest.check_manifest(path.parent, [path.name])
+        document = json.loads(path.read_text(encoding="utf-8"))
+        # earlier files of version 1 lack some keys; whatever is missing counts as None
+        version = document.get("version") if isinstance(document, dict) else None
+        if version != VERSION:
+            raise Incomparable(
+                f"{path}: results of version {version!r}, and this flowalign reads {VERSION}. Run "
+                "the evaluation again with this version, or compare with the one that wrote it."
+            )
         models = _Document.model_validate(document).models.values()
+    except manifest.Damaged as error:
+        text = "Run the evaluation again: what it has stored is not made again."
+        raise Incomparable(f"{path}: {error}. {text}") from None
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
         raise Incomparable(f"{path}: {where[:200]}: {first['msg']}.") from None
+    except Incomparable:
+        raise
+    except (OSError, ValueError, RecursionError) as error:
+        raise Incomparable(f"{path}: not a readable results.json ({error}).") from error
     if any(not model.images.keys() >= document["benchmarks"].keys() for model in models):
         raise Incomparable(f"{path}: a model lacks the rows of a benchmark.")
     return document
@@ -106,9 +105,18 @@ def differences(
 ) -> list[str]:
     """Why two models' results do not compare; [] if they do."""
     models = first["models"][names[0]], second["models"][names[1]]
-    a, b = (model["settings"] for model in models)
-    unequal = {key: (x, y) for key, x, y in _unequal(a, b) if key != "seed" or None not in (x, y)}
-    problems = ["{}: {!r} and {!r}".format(key, *unequal[key]) for key in SAMPLER if key in unequal]
+    problems = []
+    unequal = {key: pair for key, *pair in _unequal(*(model["settings"] for model in models))}
+    for key in SAMPLER:
+        if key not in unequal or (key == "seed" and None in unequal[key]):
+            continue
+        text = "{}: {!r} and {!r}".format(key, *unequal[key])
+        for name, here, there in zip(names, unequal[key], unequal[key][::-1], strict=True):
+            if here is None:
+                text += (
+                    f". If another program's images were sampled so: models.{name}.{key}={there}"
+                )
+        problems.append(text)
     shared = sorted(set(first["benchmarks"]) & set(second["benchmarks"]))
     if not shared:
         listed = [sorted(document["benchmarks"]) for document in (first, second)]
@@ -133,19 +141,6 @@ def _unequal(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[tuple[str, Any,
     return [(k, x, y) for k, x, y in pairs if x != y and not (k == "code" and None in (x, y))]
 
 
-def _undeclared(
-    first: Mapping[str, Any], second: Mapping[str, Any], names: tuple[str, str]
-) -> list[str]:
-    """Keys of the sampler that one of two models does not say, with the values of the other."""
-    pair = [d["models"][name]["settings"] for d, name in zip((first, second), names, strict=True)]
-    return [
-        f"models.{name}.{key}={there[key]}"
-        for name, here, there in ((names[0], *pair), (names[1], *reversed(pair)))
-        for key in SAMPLER
-        if here.get(key) is None and there.get(key) is not None and key != "seed"
-    ]
-
-
 def key_of(row: Mapping[str, Any]) -> tuple[int, int, str, str]:
     """What makes two images comparable: index, copy, prompt, metadata."""
     # the first files have no `copy`: there was one image per prompt
@@ -158,21 +153,14 @@ def compare(
     """{benchmark: second minus first} of those in common; Incomparable with the `differences`."""
     if problems := differences(first, second, names):
         listed = "\n  - ".join(["these results do not compare:", *problems])
-        text = f"{listed}\nEvaluate both with one config."
-        if keys := _undeclared(first, second, names):
-            text += f" If another program's images were sampled so, say it: {' '.join(keys)}."
-        raise Incomparable(text)
-    result = {}
+        raise Incomparable(f"{listed}\nEvaluate both with one config.")
+    models, result = (first["models"][names[0]], second["models"][names[1]]), {}
     for name, about in first["benchmarks"].items():
         if name in second["benchmarks"]:
-            column = Column(name, about.get("headline"))
-            a, b = (
-                list(map(stats.from_json, document["models"][model]["images"][name]))
-                for document, model in zip((first, second), names, strict=True)
-            )
+            a, b = (list(map(stats.from_json, model["images"][name])) for model in models)
             count = min(len(a), len(b))  # the shared ones, which come first
-            a, b = a[:count], b[:count]
-            result[name] = stats.difference(column, a, b)
+            column = Column(name, about.get("headline"))
+            result[name] = stats.difference(column, a[:count], b[:count])
     return result
 
 
@@ -200,20 +188,17 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("first")
     parser.add_argument("second")
-    parser.add_argument("--models", nargs="+", metavar="MODEL", default=[None, None])
+    parser.add_argument("--models", nargs=2, metavar="MODEL", default=[None, None])
     args = parser.parse_args(argv)
-    if len(args.models) != 2:
-        raise Incomparable("--models: want two names, one for each file.")
+    paths = args.first, args.second
     documents = load_results(args.first), load_results(args.second)
-    names = (
-        model_of(documents[0], args.models[0], args.first),
-        model_of(documents[1], args.models[1], args.second),
-    )
-    result = compare(*documents, names)
-    models = [d["models"][name] for d, name in zip(documents, names, strict=True)]
-    known = all(model["settings"].get("seed") is not None for model in models)
-    print(markdown(result, names, "prompts and noise" if known else "prompts"), end="")
-    if unknown := [k for k in SAMPLER[2:5] if any(m["settings"].get(k) is None for m in models)]:
+    first, second = map(model_of, documents, args.models, paths)
+    result = compare(*documents, (first, second))
+    models = documents[0]["models"][first], documents[1]["models"][second]
+    unknown = [k for k in SAMPLER if any(m["settings"].get(k) is None for m in models)]
+    shared = f"prompts{' and noise' * ('seed' not in unknown)}"
+    print(markdown(result, (first, second), shared), end="")
+    if unknown := [key for key in unknown if key in SAMPLER[2:5]]:
         print(f"note: not known, and so not compared: {', '.join(unknown)}")
     for name in result:
         a, b = (len(model["images"][name]) for model in models)

@@ -94,19 +94,23 @@ def _evaluate(config: EvalStage, accelerator: Accelerator) -> None:
     stores = open_stores(config, sets, weights, digests, accelerator)
     exports = [
         Export(Path(config.output), model, images, stores[model, images.name])
-        for model in config.models
-        for images in sets
+        for model, images in product(config.models, sets)
         if images.layout
     ]
-    admit(stores.values(), exports, accelerator)  # the last check: from here on, it writes
+    admit([*stores.values(), *exports])  # the last check: from here on, it writes
+    if accelerator.is_main_process:
+        for store in stores.values():
+            store.prepare()
+    accelerator.wait_for_everyone()
     judged = score_models(backbone, config, sets, reference, accelerator, stores)
     if accelerator.is_main_process:
         # of each image set one judge, so that fidelity counts every image once
         shared = [images.judges[0].name for images in sets if images.judges]
-        distances = {}
-        if reference:
-            for model, scored in judged.items():
-                distances[model] = reference.distance([scored[name] for name in shared])
+        distances = {
+            model: reference.distance([scored[name] for name in shared])
+            for model, scored in judged.items()
+            if reference
+        }
         benchmarks = [judge for images in sets for judge in images.judges]
         panels = drift_panels(config, backbone, sets, judged)
         seeds = {config.settings_of(model)["seed"] for model in config.models}
@@ -154,20 +158,16 @@ def using(backbone: Backbone | None, config: EvalStage, name: str) -> AbstractCo
     return backbone.adapter(None if config.models[name] is None else _adapter(name))
 
 
-def admit(stores: Iterable[Store], exports: Sequence[Export], accelerator: Accelerator) -> None:
-    """Prepare the stores for writing; ConfigError if a folder holds images of another run."""
-    stores, problems = list(stores), dict[str, str]()
-    for folder in (*stores, *exports):
+def admit(folders: Iterable[Store | Export]) -> None:
+    """ConfigError if one of them holds images of another run."""
+    problems = dict[str, str]()
+    for folder in folders:
         try:
             folder.check()
         except StoreError as error:  # what is equal in several folders is said of the first
             problems.setdefault(str(error).replace(str(folder.folder), ""), f"output: {error}")
     if listed := sorted(set(gather_object([*problems.values()]))):  # whichever process saw it
         raise ConfigError(listed)
-    if accelerator.is_main_process:
-        for store in stores:
-            store.prepare()
-    accelerator.wait_for_everyone()
 
 
 def score_models(
@@ -234,16 +234,16 @@ def drift_panels(
 ) -> list[Panel]:
     """Drift of every model but the base on every image set, as far as pictures were kept; none
     without `alarm`, and without the base model among the models."""
-    panels: list[Panel] = []
     base = next((name for name, adapter in config.adapters.items() if adapter is None), None)
+    panels: list[Panel] = []
     if config.alarm is None or base is None or backbone is None:
         return panels
     for images in sets:
-        if not images.judges or not judged[base][images.judges[0].name].pictures:
+        first = images.judges[0].name if images.judges else ""
+        if not first or not judged[base][first].pictures:
             continue
-        first, copies = images.judges[0].name, images.copies
-        pictured = judged[base][first].pictured(copies)  # the same for all models
-        numbers = [prompt for prompt in pictured for _ in range(copies)]
+        pictured = judged[base][first].pictured(images.copies)  # the same for all models
+        numbers = [prompt for prompt in pictured for _ in range(images.copies)]
         batch = images.prompts.select(numbers)
         by_judge = {judge.name: judge.reward for judge in images.judges}
         statistics = ImageStatistics.of(backbone.family, by_judge)
@@ -265,12 +265,11 @@ def warn_of_drift(config: EvalStage, panels: Sequence[Panel]) -> None:
     """A warning for each statistic beyond alarm.warn; EvaluationError if one is beyond stop."""
     too_far = []
     for panel in panels:
-        title, drifts = panel.title, panel.check.by_size
-        for text in Alarm().drift(drifts, panel.warn, title):
-            log.warning(text)
         assert config.alarm  # else there are no panels
-        far = [drift for drift in drifts if drift.beyond(config.alarm.stop)]
-        too_far += [f"{title}: {drift}" for drift in far]
+        drifts = panel.check.by_size
+        for text in Alarm().drift(drifts, panel.warn, panel.title):
+            log.warning(text)
+        too_far += [f"{panel.title}: {d}" for d in drifts if d.beyond(config.alarm.stop)]
     if too_far:
         raise EvaluationError(
             f"images drift from the base, beyond alarm.stop: {'; '.join(too_far)}. The report is "

@@ -27,8 +27,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from flowalign.eval.store import Store, StoreError, another_run, read_record, write_record
-from flowalign.eval.store import differences as what_differs
+from flowalign.eval.store import Store, StoreError, check_record, write_record
 from flowalign.rewards.geneval import GenEval
 from flowalign.system.files import replacing
 from flowalign.training.report.pictures import png
@@ -159,19 +158,14 @@ class Export:
         self.images, self.store = images, store
         self.content = {"layout": images.layout, **store.settings}
 
-    def check(self) -> None:
-        """StoreError if the folder holds other images, or more or fewer prompts."""
-        recorded = read_record(self.folder, self.record)
-        if recorded is None or recorded == self.content:
-            return
-        before, now = len(recorded.get("prompts", ())), len(self.content["prompts"])
-        counts = f"there were {before} prompts there, and are {now} here"
-        raise another_run(self.folder, what_differs(recorded, self.content) or [counts])
+    def check(self) -> bool:
+        """Whether the folder is there; StoreError if it holds other images, or more or fewer."""
+        return check_record(self.folder, self.record, self.content, whole=True) is not None
 
     def write(self) -> None:
-        """Write the folder from the store, unless it exists; StoreError if an image is missing."""
+        """Write the folder, unless it is there; StoreError if the store lacks an image."""
         assert self.images.layout
-        if read_record(self.folder, self.record) is None:
+        if not self.check():
             write_record(self.record, self.content)
             images = map(self._load, range(len(self.images.prompts)))  # lazy: read one by one
             write_layout(self.images.layout, self.folder, self.images.prompts, images)

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import groupby, islice
 from pathlib import Path
-from typing import Any
-
-from torch import Tensor
+from typing import Any, NamedTuple
 
 from flowalign.config import EvalStage, to_yaml
 from flowalign.eval.compare import VERSION
@@ -35,7 +33,6 @@ from flowalign.rewards import describe
 from flowalign.system import manifest
 from flowalign.system.escape import escaped
 from flowalign.system.files import replacing, to_json
-from flowalign.system.images import pixels_of
 from flowalign.training.data import spread, spread_text
 from flowalign.training.report import page
 from flowalign.training.report.pictures import (
@@ -54,31 +51,25 @@ from flowalign.types import EvalRow
 def write_files(config: EvalStage, results: Results) -> str:
     """Write all files into config.output; returns the tables as Markdown, without the details."""
     folder, versions = Path(config.output), environment()
-    content = to_json(document(config, results, versions))  # JSON has no NaN
-    texts = {"results.json": json.dumps(content, allow_nan=False, indent=1)}
+    content, texts = document(config, results, versions), {}
     short, drawn = "No benchmark has a reward: images only.\n", []
     if results.benchmarks:
-        title = config.report.title
         on = f"{(n := len(results.judged))} model{'s' * (n > 1)} on {config.model.id}"
-        title = title or f"flowalign eval: {on if config.adapters else ', '.join(config.given)}"
-        scores, sentences = tables(results, config.compare), conditions(config, results, versions)
+        title = on if config.adapters else ", ".join(config.given)
+        title = config.report.title or f"flowalign eval: {title}"
         equal = {name: text for name, a in config.adapters.items() if (text := unlearnt(a))}
         said = [f"{name}: {text}." for name, text in equal.items()]
-        sentences = [*said, *sentences]
+        sentences = [*said, *conditions(config, results, versions)]
+        scores = tables(results, config.compare)
+        content |= {"remarks": said, "tables": [table.plain() for table in scores]}
         heads = [f"{escaped(text, length=1000)}\n" for text in said]
-        short, long = "\n".join([*heads, *map(markdown, scores)]), details(results.rows)
-        measured = escaped(" ".join(sentences), length=10_000)
+        short = "\n".join([*heads, *map(markdown, scores)])
         tallies = [f"- {escaped(tally(*change))}\n" for change in compared(results, config.compare)]
-        long = f"{long}\nWhat changed:\n\n{''.join(tallies)}" if tallies else long
-        texts["table.md"] = f"{short}\nEvery metric:\n\n{long}\n{measured}\n"
-        texts["report.html"] = render(
-            results,
-            scores,
-            config.compare,
-            title=title,
-            conditions=sentences,
-            config=to_yaml(config),
-        )
+        changed = f"\nWhat changed:\n\n{''.join(tallies)}" if tallies else ""
+        long, measured = details(results.rows), escaped(" ".join(sentences), length=10_000)
+        texts["table.md"] = f"{short}\nEvery metric:\n\n{long}{changed}\n{measured}\n"
+        about = {"title": title, "conditions": sentences, "config": to_yaml(config)}
+        texts["report.html"] = render(results, scores, config.compare, **about)
         for b in results.benchmarks:
             if b.headline == "correct" and all("tag" in row for row in b.prompts.metadata):
                 for model, judged in results.judged.items():
@@ -86,8 +77,10 @@ def write_files(config: EvalStage, results: Results) -> str:
         if config.report.images:
             drawn.append("grid.png")
             legend = f"{results.shared.capitalize()} in every row; below each image its score."
-            marks = dict.fromkeys(equal, "kept: update 0")
-            comparison(folder / "grid.png", blocks(results, marks), title=f"{title}. {legend}")
+            listed = blocks(results, dict.fromkeys(equal, "kept: update 0"))
+            comparison(folder / "grid.png", [*listed], title=f"{title}. {legend}")
+    # JSON has no NaN
+    texts["results.json"] = json.dumps(to_json(content), allow_nan=False, indent=1)
     for name, text in texts.items():
         with replacing(folder / name) as part:
             part.write_text(text, encoding="utf-8")
@@ -157,7 +150,7 @@ def conditions(config: EvalStage, results: Results, versions: Mapping[str, str])
     s, m, f = config.sampling, config.model, config.fidelity
     own = [f", {scale:g} for {name}" for name, scale in config.guidance.items()]
     # benchmarks that share images also share prompts, which are counted once
-    sets = {benchmark.source or benchmark.name: benchmark for benchmark in results.benchmarks}
+    sets = {benchmark.image_set: benchmark for benchmark in results.benchmarks}
     counts = []
     for name, benchmark in sets.items():
         prompts, copies = benchmark.prompts.prompts, benchmark.copies
@@ -203,40 +196,26 @@ def conditions(config: EvalStage, results: Results, versions: Mapping[str, str])
 # grid.png -----------------------------------------------------------------------------------------
 
 
-def blocks(results: Results, marks: Mapping[str, str]) -> list[Block]:
+def blocks(results: Results, marks: Mapping[str, str]) -> Iterator[Block]:
     """grid.png: a block per image set, with the first image of some of the report's prompts.
     marks: what else is said of a model."""
-    sets: dict[str, list[Benchmark]] = {}
-    for benchmark in results.benchmarks:
-        sets.setdefault(benchmark.source or benchmark.name, []).append(benchmark)
-    return [_block(name, judges, results, marks) for name, judges in sets.items()]
-
-
-def _block(
-    name: str, judges: Sequence[Benchmark], results: Results, marks: Mapping[str, str]
-) -> Block:
-    first, copies = judges[0], judges[0].copies
-    pictured = next(iter(results.judged.values()))[first.name].pictured(copies)
-    chosen = spread(len(pictured), COLUMNS)
-    indices = [pictured[i] for i in chosen]
-    title = f"{name}: {spread_text(indices, len(first.prompts))}"
-    if copies > 1:
-        title += f"; the first of {copies} images each"
-    rows = []
-    for model, judged in results.judged.items():
-        pictures, numbers = judged[first.name].pictures, results.scores(model)
-        captions = [
-            "\n".join(
-                score_text(judged[judge.name].rows[index * copies].get(part_of(judge), math.nan))
-                for judge in judges
-            )
-            for index in indices
-        ]
-        notes = [f"{judge.name} {score_text(numbers[judge.name].mean)}" for judge in judges]
-        note = "\n".join([*notes, *filter(None, [marks.get(model)])])
-        images = [pixels_of(pictures[i * copies]) for i in chosen]
-        rows.append(Row(images, captions, model, note))
-    return Block(title, [first.prompts.prompts[index] for index in indices], rows)
+    for name, group in groupby(results.benchmarks, key=lambda benchmark: benchmark.image_set):
+        judges, rows = [*group], []
+        first, copies, pictured = judges[0], judges[0].copies, results.pictured(judges[0])
+        indices = [pictured[i] for i in spread(len(pictured), COLUMNS)]
+        for model, judged in results.judged.items():
+            scores = [
+                [row.get(part_of(j), math.nan) for row in judged[j.name].rows] for j in judges
+            ]
+            captions = ["\n".join(score_text(s[i * copies]) for s in scores) for i in indices]
+            numbers = results.scores(model)
+            notes = [f"{judge.name} {score_text(numbers[judge.name].mean)}" for judge in judges]
+            images = [image for i in indices for image in results.images(model, first, i)[:1]]
+            note = "\n".join([*notes, *filter(None, [marks.get(model)])])
+            rows.append(Row(images, captions, model, note))
+        title = f"{name}: {spread_text(indices, len(first.prompts))}"
+        title += f"; the first of {copies} images each" if copies > 1 else ""
+        yield Block(title, [first.prompts.prompts[index] for index in indices], rows)
 
 
 # report.html --------------------------------------------------------------------------------------
@@ -245,8 +224,7 @@ def _block(
 EXTREMES = 6  # prompts that a model won, and that it lost, with their images
 
 
-@dataclass(frozen=True)
-class Bar:
+class Bar(NamedTuple):
     """A number as a bar: its end and the ends of its error, in percent of the axis."""
 
     model: str
@@ -261,13 +239,13 @@ class Bar:
 class Cell:
     """An image with its score."""
 
-    source: str  # a data URI; "" = not kept, or an earlier benchmark shows the image called `name`
     name: str
     score: str
     level: float | None  # 0 = the benchmark's lowest score, 100 = its highest, None = no score
     hint: str  # every part of the score
     reason: str  # what the score rests on
     failed: bool  # judged wrong; without a verdict: in the lower half of the scores, or no score
+    source: str = ""  # a data URI; "" = the image is not kept, or stands elsewhere in the page
 
 
 @dataclass(frozen=True)
@@ -278,29 +256,29 @@ class Line:
     prompt: str
     tag: str
     disagree: bool  # what the function `disagree` says
-    pictured: bool  # whether its images were kept
     cells: list[list[Cell]]  # for each model one per image
+    pictured: bool = False  # whether its images are shown
+
+
+class Change(NamedTuple):
+    """What changed on a benchmark from one model to another."""
+
+    title: str  # how many prompts were won and lost
+    models: tuple[str, str]
+    sides: list[list[tuple[str, Line]]]  # (difference, prompt), the largest first: gains, losses
 
 
 def render(
-    results: Results,
-    tables: Sequence[Table],
-    compare: Mapping[str, Sequence[str]],
-    *,
-    title: str,
-    conditions: Sequence[str],
-    config: str,
+    results: Results, tables: Sequence[Table], compare: Mapping[str, Sequence[str]], **about: Any
 ) -> str:
-    """The page. conditions: how the numbers were measured, one sentence each; config: YAML."""
-    grids = {benchmark.name: lines(results, benchmark) for benchmark in results.benchmarks}
-    pictured = {
-        name: [line.index for line in grid if line.pictured] for name, grid in grids.items()
-    }
+    """The page. about: its title; conditions: how the numbers were measured, one sentence each;
+    config: YAML."""
+    shown = set[str]()
+    listed = grids(results, shown)
+    pictured = {benchmark.name: results.pictured(benchmark) for benchmark in results.benchmarks}
     return page.render(
         "report.html.j2",
-        title=title,
-        conditions=conditions,
-        config=config,
+        **about,
         shared=results.shared,
         tables=tables,
         models=list(results.judged),
@@ -309,9 +287,9 @@ def render(
             for benchmark in results.benchmarks
             for title, chart in bars(results, benchmark).items()
         },
-        changes=changes(results, compare, grids) if any(pictured.values()) else [],
-        grids=grids if any(pictured.values()) else {},
-        rules={name: spread_text(rows, len(grids[name])) for name, rows in pictured.items()},
+        changes=changes(results, compare, listed, shown) if shown else [],
+        grids=listed if shown else {},
+        rules={name: spread_text(rows, len(listed[name])) for name, rows in pictured.items()},
         copies={benchmark.name: benchmark.copies for benchmark in results.benchmarks},
         longest=LONGEST,
         drifts=results.drifts,
@@ -320,100 +298,99 @@ def render(
 
 def bars(results: Results, benchmark: Benchmark) -> dict[str, dict[str, list[Bar]]]:
     """{by what: {metric: one bar per model}}: the benchmark's `breakdowns`."""
-    charts: dict[str, dict[str, dict[str, EvalRow]]] = {}
-    for model, numbers in results.rows.items():
-        for title, rows in breakdowns(benchmark, numbers).items():
-            for row in rows:
-                charts.setdefault(title, {}).setdefault(row.metric, {})[model] = row
-    drawn = [row for chart in charts.values() for rows in chart.values() for row in rows.values()]
-    axis = max([1.0, *(row.mean for row in drawn if row.n)])  # shares end at 1
-
-    def bar(model: str, row: EvalRow) -> Bar:
+    listed = [
+        (model, title, row)
+        for model, numbers in results.rows.items()
+        for title, rows in breakdowns(benchmark, numbers).items()
+        for row in rows
+    ]
+    axis = max([1.0, *(row.mean for *_, row in listed if row.n)])  # shares end at 1
+    charts: dict[str, dict[str, list[Bar]]] = {}
+    for model, title, row in listed:
         mean, error = (0.0 if math.isnan(x) else x / axis * 100 for x in (row.mean, row.stderr))
         low, high = max(0.0, mean - error), min(100.0, mean + error)
-        return Bar(model, shown(row, 3), row.n, max(0.0, mean), low, max(low, high))
-
-    return {
-        title: {metric: [bar(*item) for item in rows.items()] for metric, rows in chart.items()}
-        for title, chart in charts.items()
-    }
+        bar = Bar(model, shown(row, 3), row.n, max(0.0, mean), low, max(low, high))
+        charts.setdefault(title, {}).setdefault(row.metric, []).append(bar)
+    return charts
 
 
-@dataclass(frozen=True)
-class Change:
-    """What changed on a benchmark from one model to another."""
+def grids(results: Results, shown: set[str]) -> dict[str, list[Line]]:
+    """{benchmark: its prompts}, those of the report with their images. shown: as in
+    `with_images`."""
+    listed = {}
+    for benchmark in results.benchmarks:
+        pictured = results.pictured(benchmark)
+        listed[benchmark.name] = [
+            line.index in pictured
+            and with_images(results, benchmark, line, results.judged, shown)
+            or line
+            for line in lines(results, benchmark)
+        ]
+    return listed
 
-    title: str  # how many prompts were won and lost
-    models: tuple[str, str]
-    sides: list[list[tuple[str, Line]]]  # (difference, prompt), the largest first: gains, losses
+
+def lines(results: Results, benchmark: Benchmark) -> list[Line]:
+    """Every prompt, with its scores by every model."""
+    part, copies = part_of(benchmark), benchmark.copies
+    judged = {model: of[benchmark.name].rows for model, of in results.judged.items()}
+    scores = [row.get(part, math.nan) for rows in judged.values() for row in rows]
+    finite = list(filter(math.isfinite, scores))
+    low, high = min(finite, default=0.0), max(finite, default=0.0)
+    result = []
+    for index, means in enumerate(zip(*(results.means(benchmark, m) for m in judged), strict=True)):
+        images = range(index * copies, (index + 1) * copies)
+        cells = [
+            [_cell(f"{benchmark.image_set}/{model}/{i}", rows[i], part, low, high) for i in images]
+            for model, rows in judged.items()
+        ]
+        row = next(iter(judged.values()))[images[0]]
+        tag = str(row["metadata"].get("tag", ""))
+        result.append(Line(index, row["prompt"], tag, disagree(means, high - low), cells))
+    return result
+
+
+def with_images(
+    results: Results, benchmark: Benchmark, line: Line, models: Iterable[str], shown: set[str]
+) -> Line | None:
+    """A prompt with the images of these models; None if one was not kept. shown: the images in the
+    page, which holds each once; another time it is only named."""
+    by_model, rows = dict(zip(results.judged, line.cells, strict=True)), []
+    for model in models:
+        cells = by_model[model]
+        if all(cell.name in shown for cell in cells):
+            sources = [""] * len(cells)
+        else:
+            images = results.images(model, benchmark, line.index)
+            sources = [f"data:image/webp;base64,{webp(image)}" for image in images]
+        if not sources:
+            return None
+        rows.append([replace(cell, source=s) for cell, s in zip(cells, sources, strict=True)])
+    shown.update(cell.name for cells in rows for cell in cells)
+    return replace(line, cells=rows, pictured=True)
 
 
 def changes(
-    results: Results, compare: Mapping[str, Sequence[str]], grids: Mapping[str, Sequence[Line]]
+    results: Results,
+    compare: Mapping[str, Sequence[str]],
+    grids: Mapping[str, Sequence[Line]],
+    shown: set[str],
 ) -> list[Change]:
-    """The prompts that changed most of those whose images were kept. grids: `lines` by
-    benchmark."""
-    listed, embedded = [], set[str]()
-    places = {model: place for place, model in enumerate(results.judged)}
-
-    def between(benchmark: Benchmark, index: int, models: tuple[str, str]) -> Line | None:
-        """A prompt with the images of two models; None if one was not kept."""
-        line, images, source = grids[benchmark.name][index], {}, benchmark.source or benchmark.name
-        cells = [line.cells[places[model]] for model in models]
-        for model, row in zip(models, cells, strict=True):
-            store = results.stores.get((model, source))
-            for copy, cell in enumerate(row):
-                if not line.pictured and cell.name not in embedded:
-                    if store is None or (image := store.load((index, copy))) is None:
-                        return None
-                    images[cell.name] = _data_uri(image)
-        embedded.update(images)
-        cells = [[replace(c, source=images.get(c.name, "")) for c in row] for row in cells]
-        return replace(line, cells=cells, pictured=True)
-
+    """The prompts that changed most, of those whose images were kept. shown: as in
+    `with_images`."""
+    listed = []
     for model, other, benchmark, gaps in compared(results, compare):
         pair, sides = (other, model), []
         for sign in (1, -1):
             order = [i for i, gap in enumerate(gaps) if gap * sign > 0]
             order.sort(key=lambda i: -abs(gaps[i]))
-            found = ((f"{gaps[i]:+.3g}", between(benchmark, i, pair)) for i in order)
-            sides.append([*islice(((gap, line) for gap, line in found if line), EXTREMES)])
+            found = (
+                (f"{gaps[i]:+.3g}", line)
+                for i in order
+                if (line := with_images(results, benchmark, grids[benchmark.name][i], pair, shown))
+            )
+            sides.append([*islice(found, EXTREMES)])
         listed.append(Change(tally(model, other, benchmark, gaps), pair, sides))
     return listed
-
-
-def lines(results: Results, benchmark: Benchmark) -> list[Line]:
-    """Every prompt, with its scores, and with its images by every model where they were kept.
-
-    An image that an earlier benchmark also judged is only named, so that the page holds it once.
-    """
-    judged = {model: of[benchmark.name] for model, of in results.judged.items()}
-    copies, part, source = benchmark.copies, part_of(benchmark), benchmark.source or benchmark.name
-    sharing = [b.name for b in results.benchmarks if (b.source or b.name) == source]
-    first = next(iter(judged.values()))
-    # the same for all models
-    pictures = {index: i for i, index in enumerate(first.pictured(copies))}
-    scores = {model: [row.get(part, math.nan) for row in j.rows] for model, j in judged.items()}
-    all_scores = [score for values in scores.values() for score in values if math.isfinite(score)]
-    low, high = min(all_scores, default=0.0), max(all_scores, default=0.0)
-    by_model = [results.means(benchmark, model) for model in judged]
-    result = []
-    for index in range(len(first.rows) // copies):
-        cells = []
-        for model, images in judged.items():
-            row_cells, images_of_prompt = [], range(index * copies, (index + 1) * copies)
-            for copy, i in enumerate(images_of_prompt):
-                # the first of the benchmarks that share images shows them
-                holds = index in pictures and benchmark.name == sharing[0]
-                picture = images.pictures[pictures[index] * copies + copy] if holds else None
-                name, score = f"{source}/{model}/{i}", scores[model][i]
-                row_cells.append(_cell(images.rows[i], picture, name, score, low, high))
-            cells.append(row_cells)
-        row = first.rows[index * copies]
-        tag = str(row["metadata"].get("tag", ""))
-        differ = disagree([means[index] for means in by_model], high - low)
-        result.append(Line(index, row["prompt"], tag, differ, index in pictures, cells))
-    return result
 
 
 def disagree(scores: Sequence[float], spread: float) -> bool:
@@ -422,20 +399,14 @@ def disagree(scores: Sequence[float], spread: float) -> bool:
     They do if the scores differ by more than half of the spread of all scores (any right and
     wrong do, where there is one image), or if some models have none (NaN).
     """
-    valid = [score for score in scores if math.isfinite(score)]
+    valid = list(filter(math.isfinite, scores))
     if len(valid) < len(scores):
         return bool(valid)
     return max(scores) - min(scores) > spread / 2
 
 
-def _data_uri(image: Tensor) -> str:
-    return f"data:image/webp;base64,{webp(image)}"
-
-
-def _cell(
-    row: Mapping[str, Any], picture: bytes | None, name: str, score: float, low: float, high: float
-) -> Cell:
-    verdict = row.get("correct", math.nan)
+def _cell(name: str, row: Mapping[str, Any], part: str, low: float, high: float) -> Cell:
+    score, verdict = row.get(part, math.nan), row.get("correct", math.nan)
     if math.isnan(score):
         level = None
     elif high > low:
@@ -443,7 +414,5 @@ def _cell(
     else:  # all scores are equal: only a verdict can tell whether they are bad
         level = 0.0 if verdict == 0 else 100.0
     failed = level is None or (verdict == 0 if math.isfinite(verdict) else level < 50)
-    source = _data_uri(pixels_of(picture)) if picture is not None else ""
-    text = "failed" if math.isnan(score) else f"{score:.2f}"
     hint = ", ".join(f"{key} {value:.3g}" for key, value in row.items() if key not in FIELDS)
-    return Cell(source, name, text, level, hint, str(row.get("reason") or ""), failed)
+    return Cell(name, score_text(score), level, hint, str(row.get("reason") or ""), failed)

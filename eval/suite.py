@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
-from itertools import groupby
+from itertools import groupby, product
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +56,11 @@ class Benchmark:
     reward: Reward
     copies: int = 1  # images per prompt
     source: str | None = None  # the name of the images, if other benchmarks score them too
+
+    @property
+    def image_set(self) -> str:
+        """The name of the images that it judges."""
+        return self.source or self.name
 
     @property
     def headline(self) -> str | None:
@@ -255,28 +260,28 @@ def judge_set(
     """
     world, rank = (accelerator.num_processes, accelerator.process_index) if accelerator else (1, 0)
     pictured = set(spread(len(images.prompts), keep))
-    shares = {
-        prompts: [(prompt, copy) for prompt in prompts for copy in range(images.copies)]
-        for prompts in _share(images, settings.batch_size, world, rank)
-    }
+    shares = _share(images, settings.batch_size, world, rank)
     order = [key for keys in shares.values() for key in keys]
-    scoring = _Scoring(images.judges, store, seconds, order)
-    batches = []
+    scoring, batches = _Scoring(images.judges, store, seconds, order), []
     for prompts, keys in shares.items():
+        unscored = scoring.unscored(keys)
         shown = {key for key in keys if features or key[0] in pictured}
-        batches.append(_Batch(prompts, keys, scoring.unscored(keys), shown))
-    sampled = [batch for batch in batches if _is_sampled(batch, store)]
+        needed = absent = shown.union(*unscored.values())
+        if store:
+            kept = needed.union(filter(store.saves, keys))
+            absent = {key for key in kept if not store.has(key)}
+        batches.append(_Batch(prompts, keys, unscored, needed, absent))
     owner = backbone or accelerator
     assert owner, "without a model, the accelerator says the device"
     extra = missing_steps(len(batches), backbone.sharded) if backbone else 0  # before any forward
     pictures, vectors = list[bytes](), list[Tensor]()
-    for batch in batches:
-        if backbone and sampled and sampled[0] is batch:
+    for number, batch in enumerate(batches):
+        if backbone and batch.absent:
             # all batches at once, so that the encoders come to the device a single time
-            backbone.text.prepare([images.prompts.select(b.prompts).prompts for b in sampled])
-            sampled.pop(0)
+            left = [b.prompts for b in batches[number:] if b.absent]
+            backbone.text.prepare([images.prompts.select(prompts).prompts for prompts in left])
         pixels = _pixels(backbone, owner.device, images, settings, batch, store)
-        scoring.submit(batch, pixels)
+        scoring.submit(batch.unscored, pixels)
         pictures += [png(pixels[key]) for key in batch.keys if key[0] in pictured]
         if features:
             vectors.append(_vectors(torch.stack([pixels[key] for key in batch.keys]), features))
@@ -295,8 +300,8 @@ def judge_set(
     return [Judged(r, pictures, joined, count) for r, count in zip(rows, had, strict=True)]
 
 
-def _share(images: ImageSet, size: int, world: int, rank: int) -> list[range]:
-    """The batches of a process: all images of a few prompts, at most `size` where that is possible.
+def _share(images: ImageSet, size: int, world: int, rank: int) -> dict[range, list[Key]]:
+    """The batches of a process {prompts: all their images}: at most `size` where that is possible.
 
     The batches are the same for any number of processes, and so is their arithmetic.
     """
@@ -304,7 +309,8 @@ def _share(images: ImageSet, size: int, world: int, rank: int) -> list[range]:
     step = max(1, size // images.copies)  # more copies than `size` still are one batch
     batches = [range(start, min(start + step, total)) for start in range(0, total, step)]
     # of more processes than batches, some have none
-    return batches[rank * len(batches) // world : (rank + 1) * len(batches) // world]
+    own = batches[rank * len(batches) // world : (rank + 1) * len(batches) // world]
+    return {batch: [*product(batch, range(images.copies))] for batch in own}
 
 
 @dataclass(frozen=True)
@@ -314,19 +320,8 @@ class _Batch:
     prompts: range
     keys: list[Key]
     unscored: dict[str, list[Key]]  # by judge
-    shown: set[Key]  # to be shown or turned into features
-
-    @property
-    def needed(self) -> set[Key]:
-        """The images to be scored, shown or turned into features."""
-        return self.shown.union(*self.unscored.values())
-
-
-def _is_sampled(batch: _Batch, store: Store | None) -> bool:
-    if store is None:
-        return bool(batch.needed)  # empty if the images are not judged, shown or measured
-    wanted = [key for key in batch.keys if key in batch.needed or store.saves(key)]
-    return not all(map(store.has, wanted))
+    needed: set[Key]  # to be scored, shown or turned into features
+    absent: set[Key]  # of these and of those to be saved, what has no file
 
 
 def _pixels(
@@ -340,24 +335,20 @@ def _pixels(
     """The needed images [3,H,W] of a batch, on the device, each at 8 bits a channel: so
     scores from memory and from a file are the same. What the store saves is written."""
     pixels: dict[Key, Tensor] = {}
-    for key in batch.needed:
-        if store and (image := store.load(key)) is not None:
-            # a GPU may round k / 255 differently from the CPU that read the file
-            pixels[key] = eight_bits(image.to(device))
-    missing = batch.needed - pixels.keys()
-    if store:  # images not needed now, but to be saved
-        missing |= {key for key in batch.keys if store.saves(key) and not store.has(key)}
-    if not missing:
-        return pixels
-    assert backbone, f"the store of {images.name} lacks images"
-    # all of the batch: the same arithmetic as in an uninterrupted run
-    prompts = images.prompts.select(batch.prompts)
-    sampled = generate(backbone, prompts, settings, batch.prompts, images.copies)
-    for key, image in zip(batch.keys, eight_bits(sampled), strict=True):
-        if key in missing:
-            pixels[key] = image
-            if store:
-                store.save(key, image)
+    if batch.absent:
+        assert backbone, f"the store of {images.name} lacks images"
+        # all of the batch: the same arithmetic as in an uninterrupted run
+        prompts = images.prompts.select(batch.prompts)
+        sampled = generate(backbone, prompts, settings, batch.prompts, images.copies)
+        made = zip(batch.keys, eight_bits(sampled), strict=True)
+        pixels = {key: image for key, image in made if key in batch.absent}
+    for key, image in pixels.items():
+        if store:
+            store.save(key, image)
+    for key in batch.needed - pixels.keys():
+        assert store and (image := store.load(key)) is not None
+        # a GPU may round k / 255 differently from the CPU that read the file
+        pixels[key] = eight_bits(image.to(device))
     return pixels
 
 
@@ -403,13 +394,13 @@ class _Scoring:
                 missing[judge.name] = list(keys)
         return missing
 
-    def submit(self, batch: _Batch, pixels: Mapping[Key, Tensor]) -> None:
+    def submit(self, unscored: Mapping[str, list[Key]], pixels: Mapping[Key, Tensor]) -> None:
         """Start to score a batch when the one before is done."""
-        if not any(batch.unscored.values()):
+        if not any(unscored.values()):
             return
         self._collect()  # first: behind a slow reward images would fill the memory
         for judge in self.judges:
-            groups = [batch.unscored[judge.name]]
+            groups = [unscored[judge.name]]
             if as_reward(judge.reward).groupwise:  # a set may list a prompt twice
                 groups = [[*keys] for _, keys in groupby(*groups, key=lambda key: key[0])]
             for keys in filter(None, groups):

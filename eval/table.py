@@ -14,6 +14,7 @@ from itertools import chain, product
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from flowalign.eval.fidelity import Distance
 from flowalign.eval.stats import (
@@ -33,6 +34,7 @@ from flowalign.eval.suite import Benchmark, Judged
 from flowalign.rewards import as_reward, describe
 from flowalign.system import escape
 from flowalign.system.escape import escaped
+from flowalign.system.images import pixels_of
 from flowalign.training.report.page import Panel
 from flowalign.types import EvalRow
 
@@ -58,6 +60,22 @@ class Results:
             model: [row for b in self.benchmarks for row in rows_of(b, judged[b.name].rows)]
             for model, judged in self.judged.items()
         }
+
+    def pictured(self, benchmark: Benchmark) -> list[int]:
+        """The prompts of the report, whose images are at hand: those of all models alike."""
+        return next(iter(self.judged.values()))[benchmark.name].pictured(benchmark.copies)
+
+    def images(self, model: str, benchmark: Benchmark, index: int) -> list[Tensor]:
+        """A model's images of a prompt; [] if one of them was not kept."""
+        copies, pictured = benchmark.copies, self.pictured(benchmark)
+        if index in pictured:
+            first = pictured.index(index) * copies
+            files = self.judged[model][benchmark.name].pictures[first : first + copies]
+            return list(map(pixels_of, files))
+        store = self.stores.get((model, benchmark.image_set))
+        found = [store.load((index, copy)) for copy in range(copies)] if store else []
+        kept = [image for image in found if image is not None]
+        return kept if len(kept) == copies else []
 
     def means(self, benchmark: Benchmark, model: str) -> list[float]:
         """Of each prompt the mean score of its images; NaN = none of them has a score."""
@@ -159,6 +177,13 @@ class Table:
     def n(self, column: str) -> str:
         """How many images (for differences: pairs) the numbers of a column come from."""
         return counts(row[column] for row in self.rows.values())
+
+    def plain(self) -> dict[str, Any]:
+        """For results.json: caption, rows of texts with the heads first, and notes."""
+        heads = ["", *(f"{column}{self.arrow(column)}" for column in self.columns)]
+        rows = [[label, *(self.text(label, c) for c in self.columns)] for label in self.rows]
+        rows = [heads, *rows, ["n", *map(self.n, self.columns)]]
+        return {"caption": self.caption, "rows": rows, "notes": list(self.notes)}
 
     def best(self, column: str) -> set[str]:
         """The rows with the best printed number (several if equal); empty for differences."""

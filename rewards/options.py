@@ -12,6 +12,8 @@ from __future__ import annotations
 import difflib
 import inspect
 import json
+import os
+import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
@@ -47,12 +49,32 @@ def check_model(name: str) -> str:
     return name
 
 
+def read_token(variable: str) -> str | None:
+    """The token in an environment variable; None if unset or empty. Raises ValueError."""
+    token = os.environ.get(variable, "").strip() or None
+    if token is not None and not re.fullmatch(r"[!-~]+", token):
+        raise ValueError(f"{variable} holds spaces or other characters that no HTTP header can.")
+    return token
+
+
+def _check_variable(name: str) -> str:
+    # A config names the server, too: a stranger's could have any secret sent to any place.
+    if not re.fullmatch(r"FLOWALIGN_\w+", name, re.ASCII):
+        raise ValueError("a config may only have variables sent that begin with FLOWALIGN_")
+    if read_token(name) is None:
+        raise ValueError("that variable is not set here, or empty")
+    return name
+
+
 Count = Annotated[int, Field(ge=1)]
 Number = Annotated[float, Field(allow_inf_nan=False)]
 Divisor = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Device = Annotated[str | torch.device | None, PlainValidator(_check_device)]
 OpenClip = Annotated[str, Field(min_length=1)]  # open_clip's name of a model, such as ViT-L-14
 TextCache = Annotated[int, Field(ge=0)]
+TokenEnv = Annotated[str, AfterValidator(_check_variable)] | None
+Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Retries = Annotated[int, Field(ge=0)]
 Pretrained = Annotated[str, AfterValidator(check_model)]  # the folder of a model, or a Hub id
 
 

@@ -6,14 +6,12 @@ docs/rewards/vlm.md has the commands that start one.
 
 from __future__ import annotations
 
-import base64
 import functools
 import json
 import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from io import BytesIO
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -25,11 +23,10 @@ from torch import Tensor
 
 from flowalign.rewards import load
 from flowalign.rewards.base import RewardBase
-from flowalign.rewards.options import Count, Divisor
-from flowalign.rewards.service.wire import Retries, Seconds, TokenEnv, read_token
+from flowalign.rewards.options import Count, Divisor, Retries, Seconds, TokenEnv, read_token
 from flowalign.system.escape import shown
 from flowalign.system.http import Client, check_url
-from flowalign.system.images import to_uint8
+from flowalign.system.images import png_base64, to_uint8
 from flowalign.types import Metadata, Scores
 
 MAX_BYTES = 2**20  # of an answer
@@ -194,12 +191,11 @@ class VLM(RewardBase):
 
 def image_url(image: Tensor, size: int | None) -> str:
     """An image [3,H,W] in [0,1] as the data URL of a PNG, resized to size x size if given."""
-    picture, file = Image.fromarray(to_uint8(image)), BytesIO()
+    picture = Image.fromarray(to_uint8(image))
     if size is not None and picture.size != (size, size):
         # bicubic to 512 x 512, whatever the aspect: as flow_grpo/rewards.py does
         picture = picture.resize((size, size), Image.Resampling.BICUBIC)
-    picture.save(file, "PNG")  # lossless
-    return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode("ascii")
+    return "data:image/png;base64," + png_base64(picture)
 
 
 def _template(template: str | Template, pattern: str | None, scale: float | None) -> Template:

@@ -91,14 +91,13 @@ quick_start() { # README and docs/quickstart.md
     step flowalign train --config configs/tiny/student_flow_opd.yaml $SHORT
     step flowalign train --config configs/tiny/student_flow_opd.yaml $SHORT train.updates=3 --resume
     step flowalign watch outputs/tiny/student_flow_opd
+    leaves outputs/tiny/student_flow_opd/report.html
     step python -m flowalign.eval --config configs/tiny/eval.yaml models.student=outputs/tiny/student_flow_opd/adapter $FEW
     leaves outputs/tiny/eval/{table.md,results.json,report.html,images}
-    step flowalign push outputs/tiny/student_flow_opd --repo me/student --results outputs/tiny/eval/results.json --dry-run
     step python -m flowalign.eval --config configs/tiny/eval.yaml models.ocr=tiny/ocr $FEW
     step python -m flowalign.eval --config configs/tiny/eval.yaml output=outputs/tiny/eval_base $FEW
     step python -m flowalign.eval compare outputs/tiny/eval_base/results.json outputs/tiny/eval/results.json --models base ocr
     step flowalign eval --config configs/tiny/eval.yaml models.teacher=outputs/tiny/teacher_ocr_nft/adapter $FEW
-    step flowalign push outputs/tiny/teacher_ocr_nft --repo me/tiny-ocr --results outputs/tiny/eval/results.json --dry-run
     step accelerate launch --config_file configs/accelerate/ddp_2cpu.yaml -m flowalign.eval --config configs/tiny/eval.yaml $FEW
     step flowalign demo stages.student.train.updates=1 stages.student.rollout.prompts=4 "stages.table.set=[${FEW// /, }]"
     leaves outputs/demo/table/report.html
@@ -127,7 +126,6 @@ train: {updates: 2}
 YAML
     step flowalign doctor --config mine/teacher.yaml
     step flowalign train --config mine/teacher.yaml
-    step flowalign push runs/teacher_red --repo me/red --dry-run
     step flowalign merge tiny/preference runs/teacher_red/adapter --out runs/merged
     cp mine/train.txt signs.txt && cp mine/test.txt photos.txt
     block yaml 1 README.md | sed -e 's|model: .*|model: {id: tiny, height: 64, width: 64, max_sequence_length: 16}|' \
@@ -175,7 +173,6 @@ mistakes() { # each is refused before anything is written
     mistake flowalign sample 'a star' --size 100
     mistake flowalign doctor --reward geneval treshold=1
     mistake flowalign serve-reward pickscor
-    mistake flowalign push mine --repo me/red
     mistake flowalign watch runs/nobody
     mistake flowalign init --stage grpo --reward orc --out mine/init.yaml
     mistake flowalign data check data/nothing.txt

@@ -1,12 +1,10 @@
-"""A Hugging Face Hub over HTTP that holds its repositories in memory: what it is sent, it serves.
+"""A Hugging Face Hub over HTTP that holds its repositories in memory.
 
-As much of the Hub's protocol as huggingface_hub's client needs to make a repository, to commit to
-it and to download from it.
+As much of the Hub's protocol as huggingface_hub's client needs to download from it.
 """
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import json
 import re
@@ -117,44 +115,8 @@ class Handler(BaseHTTPRequestHandler):
         else:
             self._json({}, 404)
 
-    def do_POST(self) -> None:
-        path = unquote(urlsplit(self.path).path)
-        self.hub.asked.append(f"POST {path}")
-        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        if path == "/api/validate-yaml":
-            return self._json({"errors": [], "warnings": []})
-        if not self._known():
-            return self._json({"error": "Invalid username or password."}, 401)
-        if path == "/api/repos/create":
-            return self._create(json.loads(body))
-        match = re.fullmatch(r"/api/models/(\w+/[\w.-]+)/(preupload|branch|commit)/(.+)", path)
-        assert match, path
-        repo = self.hub.repositories[match[1]]
-        if match[2] == "preupload":
-            plain = {"uploadMode": "regular", "shouldIgnore": False, "oid": None}
-            names = [{"path": file["path"], **plain} for file in json.loads(body)["files"]]
-            return self._json({"files": names})
-        if match[2] == "branch":
-            repo.revisions.setdefault(match[3], dict(repo.revisions["main"]))
-            return self._json({})
-        for line in map(json.loads, body.splitlines()):
-            if line["key"] == "file":
-                content = base64.b64decode(line["value"]["content"])
-                repo.revisions[match[3]][line["value"]["path"]] = content
-        oid = sha(repo.revisions[match[3]])
-        self._json({"commitUrl": f"{self.hub.url}/{match[1]}/commit/{oid}", "commitOid": oid})
-
     def _known(self) -> bool:
         return self.headers.get("Authorization") == f"Bearer {TOKEN}"
-
-    def _create(self, asked: dict[str, Any]) -> None:
-        if asked["organization"] not in (None, "me"):
-            return self._json({"error": "You don't have the rights to create a model"}, 403)
-        name = f"me/{asked['name']}"
-        there = name in self.hub.repositories
-        private = asked.get("private") or asked.get("visibility") == "private"
-        self.hub.repositories.setdefault(name, Repository(private=bool(private)))
-        self._json({"url": f"{self.hub.url}/{name}", "name": name}, 409 if there else 200)
 
     def _files(self, name: str, revision: str) -> dict[str, bytes] | None:
         """What is there for who asks; None where an error was sent."""
@@ -198,7 +160,7 @@ class Handler(BaseHTTPRequestHandler):
 
 def go_online(hub: Hub, monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
     """Let huggingface_hub's client in this process talk to that Hub only, with an empty cache and
-    nobody logged in; pushes and downloads go over HTTP."""
+    nobody logged in."""
     monkeypatch.setattr(constants, "ENDPOINT", hub.url)
     template = hub.url + "/{repo_id}/resolve/{revision}/{filename}"
     monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)

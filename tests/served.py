@@ -14,9 +14,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from fastapi import FastAPI
 from torch import Tensor
 
-from flowalign.rewards.service.server import Settings, server
+from flowalign.rewards.service.server import app, server
+from flowalign.rewards.service.wire import Limits
 from flowalign.types import Reward, Scores
 
 ROOT = Path(__file__).parent.parent
@@ -92,11 +94,18 @@ class Mortal:
 
 
 @contextmanager
-def serving(reward: Reward, **settings) -> Iterator[str]:
-    """The URL of a server of this reward, in a thread, on a port that was free."""
+def serving(reward: Reward, token: str | None = None, **limits) -> Iterator[str]:
+    """The URL of a server of this reward."""
+    with running(app(reward, token, Limits(**limits))) as url:
+        yield url
+
+
+@contextmanager
+def running(application: FastAPI) -> Iterator[str]:
+    """The URL of a server of this application, in a thread, on a port that was free."""
     listener = socket.socket(proto=socket.IPPROTO_TCP)  # asyncio sets TCP_NODELAY on such only
     listener.bind(("127.0.0.1", 0))
-    web = server(reward, Settings("tested", **settings))
+    web = server(application)
     thread = threading.Thread(target=web.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
     while not web.started:

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from transformers import CLIPConfig, CLIPImageProcessor, CLIPModel
 
 from flowalign.backbone.tiny import PREFERENCE
-from flowalign.types import Reward
 
 MEAN = np.array([0.48145466, 0.4578275, 0.40821073])  # of OpenAI's CLIP, as its README prints them
 STD = np.array([0.26862954, 0.26130258, 0.27577711])
@@ -75,21 +74,6 @@ def shake(model: nn.Module) -> None:
     """Weights far enough from their start that what goes in changes what comes out."""
     for parameter in model.parameters():
         parameter.add_(torch.randn_like(parameter) * 0.2)
-
-
-def assert_batch_and_order_do_not_matter(
-    whole: Reward, by_two: Reward, images: Tensor, prompts: list[str]
-) -> None:
-    """by_two: the same reward with batch_size=2."""
-    rows: list[dict] = [{}] * len(prompts)
-    expected = whole(images, prompts, rows)
-    back = torch.arange(len(prompts) - 1, -1, -1)
-    turned = by_two(images[back], prompts[::-1], rows)
-    assert torch.allclose(turned.value[back], expected.value, atol=1e-5)
-    alone = by_two(images[1:2], prompts[1:2], rows[:1])
-    assert torch.allclose(alone.value, expected.value[1:2], atol=1e-5)
-    assert expected.value.std() > 1e-4  # it does depend on the images
-    assert len(whole(images[:0], [], []).value) == 0
 
 
 class _Attack:

@@ -51,7 +51,7 @@ def test_it_trains_and_resumes_to_the_same_bits(random_model: str, tmp_path: Pat
     ]
     assert weights[0] == weights[1]
     assert "toy" in (tmp_path / "run" / "adapter" / "README.md").read_text()
-    assert (tmp_path / "run" / "watch.html").stat().st_size > 10_000  # the report of the run
+    assert "4 of 4" in (tmp_path / "run" / "report.html").read_text()
 
 
 @pytest.mark.slow

@@ -38,8 +38,9 @@ def run(command: list[str], folder: Path, *site: Path) -> subprocess.CompletedPr
 
 
 def test_a_wrong_command_gets_a_suggestion(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["trian"]) == 2
-    assert "'train'" in capsys.readouterr().err
+    for wrong, hint in (("trian", "'train'"), ("push", "hf upload")):
+        assert cli.main([wrong]) == 2
+        assert hint in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -52,7 +53,7 @@ def test_a_wrong_command_gets_a_suggestion(capsys: pytest.CaptureFixture[str]) -
         "merge a b --out=$A/x", "merge $A/a b --out x",
         "data generate ocr --count 4 --out=$A/x.txt",
         "data fetch geneval --out=$A", "data check $A/x.txt", "init --stage grpo --out=$A/x.yaml",
-        "init --stage merge --loras $A/a b", "watch $A/x", "push $A/x --repo a/b",
+        "init --stage merge --loras $A/a b", "watch $A/x",
         "doctor --config $A/x.yaml", "doctor --reward similarity images=$A/x",
     ],
 )  # fmt: skip

@@ -17,7 +17,7 @@ from torch.nn.functional import normalize
 from transformers import CLIPImageProcessor, Dinov2Config, Dinov2Model
 
 from flowalign import rewards
-from flowalign.eval.run import main
+from flowalign.commands.evaluate import main
 from flowalign.rewards.clip import Clip, image_encoder
 from flowalign.rewards.preference import Diversity, Similarity, vendi
 from flowalign.system.images import read_image, stacked, to_uint8

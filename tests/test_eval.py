@@ -15,11 +15,11 @@ from PIL import Image
 from flowalign.backbone import Backbone, text
 from flowalign.backbone.placement import Placement
 from flowalign.backbone.text import TextEncoder
+from flowalign.commands.evaluate import main
 from flowalign.config import SamplingConfig
 from flowalign.eval import suite
 from flowalign.eval.fidelity import distance, frechet
 from flowalign.eval.geneval import summarize
-from flowalign.eval.run import main
 from flowalign.eval.stats import NO_ERROR, average, difference, lost, rows_of
 from flowalign.eval.store import Store
 from flowalign.eval.suite import Benchmark, ImageSet, Judged
@@ -74,14 +74,6 @@ def test_overall_is_the_unweighted_mean_of_the_tags_as_the_official_summary_has_
     verdicts = [{**i, "tag": i["metadata"]["tag"]} for i in images]
     assert rows["overall"].mean == summarize(verdicts)["overall"]
     assert list(rows) == ["reward", "correct", "overall", "a", "b"]
-
-
-def test_the_error_is_the_standard_error_and_that_of_overall_comes_from_the_tags():
-    rows = named(rows_of(GENEVAL, judged("aaaabb", [1, 1, 1, 0, 0, 1])))
-    assert rows["a"].stderr == pytest.approx(math.sqrt(0.75 * 0.25 * 4 / 3 / 4))
-    assert rows["b"].stderr == pytest.approx(0.5)
-    both = math.sqrt(rows["a"].stderr ** 2 + rows["b"].stderr ** 2) / 2
-    assert rows["overall"].stderr == pytest.approx(both)
 
 
 def test_an_invalid_image_is_left_out_and_not_scored_zero():
@@ -148,14 +140,6 @@ def test_the_difference_of_overall_is_that_of_the_two_overalls():
     assert row.metric == "overall" and row.mean == pytest.approx(b - a)
     with pytest.raises(ValueError, match="argument 2 is"):
         difference(GENEVAL, before[:2], after)
-
-
-def test_the_average_weighs_every_benchmark_alike_and_takes_its_error_from_theirs():
-    rows = [EvalRow("a", "x", 0.2, 0.03, 100), EvalRow("b", "x", 0.6, 0.04, 10)]
-    assert (average(rows).mean, average(rows).n) == (pytest.approx(0.4), 110)
-    assert average(rows).stderr == pytest.approx(0.025)  # hypot(.03, .04) / 2
-    unknown = average([*rows, EvalRow("c", "x", NAN, NAN, 0)])
-    assert math.isnan(unknown.mean) and math.isnan(unknown.stderr)  # not a mean over fewer
 
 
 def each(features: torch.Tensor) -> list[str]:

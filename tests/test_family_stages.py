@@ -16,8 +16,8 @@ from flowalign.backbone import ModelError, family_of, loading
 from flowalign.backbone.adapters import read_lora
 from flowalign.backbone.flux import Flux
 from flowalign.backbone.structure import cut_prompts
+from flowalign.commands import evaluate as evaluation
 from flowalign.config import ModelConfig, TrainingStage
-from flowalign.eval import run as evaluation
 from flowalign.teachers.merge import merge
 from flowalign.training.loop import Loop
 

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from small_models import assert_batch_and_order_do_not_matter, cropped, pictures
 from torch import Tensor
 from torch.nn.functional import gelu, layer_norm
 from transformers import BertTokenizer
@@ -148,9 +147,8 @@ def ids_of(prompt: str) -> list[int]:
     return [2, *words[:33], 3]
 
 
-@pytest.fixture(scope="module")
-def options(tmp_path_factory: pytest.TempPathFactory) -> dict:
-    folder = tmp_path_factory.mktemp("imagereward")
+def saved(folder: Path) -> dict:
+    """The options of a small one in a folder."""
     torch.save(official(), folder / "ImageReward.pt")
     (folder / "vocab.txt").write_text("\n".join(WORDS))
     BertTokenizer.from_pretrained(folder).save_pretrained(folder / "bert")
@@ -162,25 +160,9 @@ def options(tmp_path_factory: pytest.TempPathFactory) -> dict:
     }
 
 
-def test_the_value_is_the_official_arithmetic(options: dict):
-    images, files = pictures(6, 40, 48)
-    reference, pixels = Reference(official()), cropped(files, SIDE)
-    expected = [reference.score(pixels[i], ids_of(prompt)) for i, prompt in enumerate(PROMPTS)]
-    scores = build("imagereward", **options)(images, PROMPTS, [{}] * 6)
-    assert scores.parts["raw"].tolist() == pytest.approx(expected, abs=2e-4)
-    assert torch.equal(scores.value, scores.parts["raw"])
-    half = build("imagereward", **options, normalizer=2.0)(images, PROMPTS, [{}] * 6)
-    assert torch.allclose(half.value, scores.value / 2)
-    turned = [reference.score(pixels[0], ids_of(prompt)) for prompt in PROMPTS]
-    assert torch.tensor(turned).std() > 0.02  # the prompt counts, and below the image
-    assert torch.tensor([reference.score(p, ids_of("one")) for p in pixels]).std() > 0.02
-
-
-def test_batch_size_order_and_offloading_do_not_matter(options: dict):
-    images, _ = pictures(6, 40, 48)
-    by_two = build("imagereward", **options, batch_size=2, offload=True)
-    whole = build("imagereward", **options)
-    assert_batch_and_order_do_not_matter(whole, by_two, images, PROMPTS)
+@pytest.fixture(scope="module")
+def options(tmp_path_factory: pytest.TempPathFactory) -> dict:
+    return saved(tmp_path_factory.mktemp("imagereward"))
 
 
 def test_the_published_sizes_are_those_of_the_published_names():

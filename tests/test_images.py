@@ -147,10 +147,6 @@ def no_prompt(folder: Path) -> Path:
     return folder
 
 
-def cut(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:60])
-
-
 def as_jpeg(folder: Path) -> None:
     path = folder / "00001/samples/00001.png"
     noise = torch.randint(256, (32, 32, 3), dtype=torch.uint8).numpy()
@@ -165,22 +161,15 @@ BAD = {
     "another kind of file": (in_file("images.csv", "a,b"), "no such folder, .json or .jsonl"),
     "no JSON": (in_file("images.json", "{"), "images.json"),
     "JSON of another kind": (in_file("images.json", '["a", "b"]'), "no object of prompts"),
-    "a number for an image": (in_file("images.json", '{"a dog": 3}'), "no image of 'a dog'"),
     "a number among images": (in_file("images.json", '{"a dog": ["a.png", 3]}'), "images.json"),
     "no image in JSON": (in_file("images.json", '{"a dog": []}'), "no image of 'a dog'"),
-    "no line of JSONL": (in_file("images.jsonl", "a dog"), "images.jsonl, line 1"),
     "a line without images": (in_file("images.jsonl", '{"prompt": "a", "x": 1}'), "'prompt', 'x'"),
-    "a line without a prompt": (in_file("images.jsonl", '{"text": "a"}'), "line 1 has the keys"),
     "not UTF-8": (in_file("images.json", "\xff", encoding="latin-1"), "images.json"),
     "a file that is not there": (
         in_file("images.jsonl", table((WORDS[0], DOGS), (WORDS[1], ["x.png", "y.png"]))), "x.png"
     ),
     "one image where two are expected": (
         in_file("images.jsonl", table((WORDS[0], DOGS), (WORDS[1], CAT[0]))), "1 image of 'two"
-    ),
-    "three images where two are expected": (
-        in_file("images.jsonl", table((WORDS[0], DOGS), (WORDS[1], CAT), (WORDS[1], CAT[0]))),
-        "3 images of 'two cats",
     ),
     "a prompt twice in JSON": (
         in_file("images.json", f'{{"a dog": {json.dumps(DOGS)}, "a dog": "x.png"}}'), "no image"
@@ -189,12 +178,6 @@ BAD = {
     "a prompt with a slip": (
         in_file("images.jsonl", table((WORDS[0], DOGS), ("a cta", CAT))), "none of them: 'a cta'"
     ),
-    "only the last prompts": (
-        in_file("images.jsonl", table((WORDS[1], CAT))), "benchmarks.0.prompts=FILE"
-    ),
-    "a file and a prompt that are missing": (
-        in_file("images.jsonl", table((WORDS[0], ["x.png", *DOGS]))), "x.png"
-    ),
     "a repeated prompt once": (
         in_file("images.jsonl", table((WORDS[0], DOGS[:2]), (WORDS[1], CAT))), "2 images of 'a dog'"
     ),
@@ -202,23 +185,11 @@ BAD = {
     "a number that is missing": (in_folder(lambda f: (f / "00001").rename(f / "00007")), "gaps"),
     "a number twice": (in_folder(lambda f: shutil.copytree(f / "00001", f / "1")), "gaps"),
     "no metadata": (in_folder(lambda f: (f / "00001/metadata.jsonl").unlink()), "metadata.jsonl"),
-    "metadata without a prompt": (
-        in_folder(lambda f: (f / "00001/metadata.jsonl").write_text('{"tag": "a"}')), "line 1"
-    ),
     "no samples": (in_folder(lambda f: shutil.rmtree(f / "00001/samples")), "holds nothing"),
-    "an image that is missing": (
-        in_folder(lambda f: (f / "00001/samples/00000.png").unlink()), "gaps"
-    ),
     "the last image of a prompt": (
         in_folder(lambda f: (f / "00001/samples/00001.png").unlink()), "1 image of 'two cats"
     ),
-    "a PNG that is cut off": (
-        in_folder(lambda f: cut(f / "00001/samples/00001.png")), "00001.png is no image"
-    ),
     "a JPEG that is cut off": (in_folder(as_jpeg), "00001.png is no image"),
-    "an empty PNG": (
-        in_folder(lambda f: (f / "00001/samples/00001.png").write_bytes(b"")), "is no image"
-    ),
     "text": (
         in_folder(lambda f: (f / "00001/samples/00001.png").write_text("a dog")), "is no image"
     ),
@@ -293,7 +264,7 @@ def test_prompts_and_judges_that_give_no_score_are_refused_in_a_sentence(
 
 
 @pytest.mark.usefixtures("never")
-@pytest.mark.parametrize("name", ["no source", "mixed sizes", "fewer prompts"])
+@pytest.mark.parametrize("name", ["mixed sizes", "fewer prompts"])
 def test_the_doctor_refuses_bad_images_too(name: str, tmp_path: Path, capsys):
     make, said = BAD[name]
     file = config(tmp_path, make(tmp_path / "theirs"))

@@ -13,10 +13,10 @@ import torch
 from fakes import Rows
 from torch import Tensor
 
+from flowalign.commands.evaluate import main
 from flowalign.config import ConfigError, EvalStage, SamplingConfig, parse
 from flowalign.eval import suite
 from flowalign.eval.images import find_images
-from flowalign.eval.run import main
 from flowalign.eval.suite import Benchmark, ImageSet
 from flowalign.system.images import pixels_of
 from flowalign.system.signals import Interrupted
@@ -107,20 +107,6 @@ def test_a_judge_that_comes_later_scores_the_images_that_are_kept(
     asked.clear()
     assert evaluate(BOTH, "keep_images=true") == 0
     assert sampled == [] and list(asked) == ["b"]  # the first one's rows are there, too
-    assert rows(tmp_path / "out") == fresh
-
-
-def test_an_interrupted_judge_goes_on_and_nothing_is_scored_twice(
-    evaluate: Callable[..., int], tmp_path: Path, asked: dict[str, list[str]],
-    monkeypatch: pytest.MonkeyPatch, fresh: dict[str, list],
-):  # fmt: skip
-    monkeypatch.setattr(Colour, "stop", staticmethod(lambda c: c == "b" and len(asked["r"]) > 4))
-    assert evaluate(BOTH) == 130
-    monkeypatch.setattr(Colour, "stop", staticmethod(lambda channel: False))
-    assert evaluate(BOTH) == 0
-    assert {channel: sorted(prompts) for channel, prompts in asked.items()} == {
-        "r": sorted(PROMPTS * 2), "b": sorted(PROMPTS * 2)
-    }  # fmt: skip
     assert rows(tmp_path / "out") == fresh
 
 

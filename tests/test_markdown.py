@@ -14,8 +14,8 @@ from generated import examples, holds, texts
 from hypothesis import strategies as st
 from test_hostile_files import harmless
 
+from flowalign.commands.evaluate import main
 from flowalign.eval import table
-from flowalign.eval.run import main
 from flowalign.eval.stats import rows_of
 from flowalign.system.escape import block, code, escaped, shown
 from flowalign.training.report.pictures import grid

@@ -1,8 +1,6 @@
 """Merging adds whole weight updates, exactly where it can, and refuses what does not fit."""
 
-import json
 import shutil
-import time
 from functools import partial
 from pathlib import Path
 
@@ -20,7 +18,7 @@ from flowalign.commands.doctor import advise
 from flowalign.commands.doctor.count import ranks_of
 from flowalign.config import Stage, parse
 from flowalign.teachers.merge import Factors, merge, merge_layer
-from flowalign.training.report.status import SILENCE, STATUS
+from flowalign.training.run import lock
 
 SHAPES = [(4, 4.0, 1), (6, 12.0, 2)]  # rank, alpha, seed
 
@@ -280,12 +278,9 @@ def test_an_adapter_whose_run_goes_on_is_merged_with_a_warning(
 ) -> None:
     adapter = tmp_path / "run" / "adapter"
     shutil.copytree(teachers[0], adapter)
-    now = time.time()
-    for number, (state, heard, warned) in enumerate(
-        [("running", now, True), ("running", now - SILENCE - 9, False), ("finished", now, False)]
-    ):
-        status = {"state": state, "heard": heard, "update": 3, "total": 9}
-        (adapter.parent / STATUS).write_text(json.dumps(status))
-        assert main(["merge", str(adapter), "--out", str(tmp_path / f"out{number}")]) == 0
-        error = capsys.readouterr().err
-        assert ("update 3 of 9" in error) == warned and (str(adapter) in error) == warned
+    with lock.holding(adapter.parent):
+        assert main(["merge", str(adapter), "--out", str(tmp_path / "first")]) == 0
+    assert str(adapter) in capsys.readouterr().err
+    (adapter.parent / lock.LOCK).touch()  # of a run that was killed
+    assert main(["merge", str(adapter), "--out", str(tmp_path / "second")]) == 0
+    assert str(adapter) not in capsys.readouterr().err

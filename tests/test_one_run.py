@@ -11,8 +11,8 @@ import pytest
 import yaml
 
 from flowalign.commands import train
+from flowalign.commands.evaluate import main as evaluate
 from flowalign.config import ConfigError, to_yaml
-from flowalign.eval.run import main as evaluate
 from flowalign.training.run import lock
 from flowalign.training.run.lock import LOCK
 

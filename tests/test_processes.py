@@ -8,7 +8,7 @@ import fakes
 import pytest
 from torch import distributed
 
-from flowalign.eval.run import main
+from flowalign.commands.evaluate import main
 
 pytestmark = pytest.mark.usefixtures("read_from_files")
 

@@ -17,7 +17,6 @@ import psutil
 import pytest
 
 from flowalign.config import to_yaml
-from flowalign.training.report.status import read_status
 from flowalign.training.run import ranks
 
 
@@ -110,10 +109,7 @@ def test_a_dead_rank_ends_the_other_where_no_launcher_watches(
     path = config(tmp_path, random_model, "kill", rank=rank)
     codes, said = ends(path)
     assert sorted(codes) == [-signal.SIGKILL, 1], said
-    line = said_once(said, *([0, 1] if rank else []))  # rank 0 serves the store
-    if rank:  # rank 0 writes it
-        status = read_status(tmp_path / "run")
-        assert status and status.state == "stopped" and line == f"stopped: {status.reason}"
+    said_once(said, *([0, 1] if rank else []))  # rank 0 serves the store
 
 
 @pytest.mark.slow

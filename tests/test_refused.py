@@ -11,9 +11,9 @@ import fakes
 import pytest
 from safetensors.torch import load_file, save_file
 
+from flowalign.commands.evaluate import main
 from flowalign.config import ADAPTER
 from flowalign.eval import suite
-from flowalign.eval.run import main
 
 pytestmark = pytest.mark.slow
 CUP = {"tag": "single_object", "include": [{"class": "cup", "count": 1}]}

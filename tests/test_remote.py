@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import socket
 import threading
 import time
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import fakes
+import numpy as np
 import pytest
 import served
 import torch
+from fastapi import FastAPI
+from PIL import Image
 
 from flowalign.backbone import Backbone
 from flowalign.commands import doctor, train
 from flowalign.config import to_yaml
 from flowalign.rewards import build, build_on, check, describe, score
-from flowalign.rewards.service import wire
 from flowalign.rewards.service.client import Remote
-from flowalign.rewards.service.wire import Limits
 from flowalign.system import http
 from flowalign.system.images import to_float
 from flowalign.types import Scores
@@ -80,6 +84,43 @@ def test_results_record_what_the_server_says_of_its_reward_and_not_where_it_is()
     assert gone["name"] == "remote" and "ConnectError" in gone["describe"]
 
 
+@contextmanager
+def unirl(results: list[dict], errors: list[dict]) -> Iterator[str]:
+    """What UniRL's service says that serves two rewards, where only these results are asked for."""
+    application = FastAPI()
+    application.get("/rewards")(lambda: {"rewards": ["clip", "wise"]})
+
+    @application.post("/score")
+    def score(body: dict[str, Any]) -> dict[str, Any]:
+        (request,) = body["requests"]
+        turn = request["history"][-1]
+        image = Image.open(BytesIO(base64.b64decode(turn["image_b64"])))
+        assert np.array_equal(np.asarray(image).transpose(2, 0, 1), PIXELS[int(turn["text"])])
+        assert request["required_rewards"] == ["wise"] and request["metadata"] == {"x": 1}
+        return {"results": [results[int(turn["text"])]], "errors": [errors[int(turn["text"])]]}
+
+    with served.running(application) as url:
+        yield url
+
+
+def test_a_reward_of_unirl_is_asked_in_its_own_words():
+    """Its first number is the value; a row without one, or with null, is invalid and not 0."""
+    rows = [{"wise": {"wiscore": 0.5, "Realism": 2.0}}, {}, {"wise": {"wiscore": None}}, {}]
+    errors = [{}, {"wise": "TimeoutError('late')"}, {}, {"clip": "of another"}]
+    with unirl(rows, errors) as url:
+        reward = Remote(url, reward="wise", batch_size=1)
+        reward.connect()
+        assert describe(reward)["served"] == {"name": "wise"}
+        scores = score(reward, IMAGES[:4], list("0123"), [{"x": 1}] * 4)
+        for wrong in (Remote(url), Remote(url, reward="hpsv3")):
+            with pytest.raises(ConnectionError, match="clip, wise"):
+                wrong.connect()
+            assert not score(wrong, IMAGES[:4], list("0123"), [{"x": 1}] * 4).valid.any()
+    assert scores.valid.tolist() == [True, False, False, False] and scores.value[0] == 0.5
+    assert scores.parts["Realism"][0] == 2 and scores.parts["wiscore"][0] == 0.5
+    assert scores.reasons[1] == "TimeoutError('late')" and scores.reasons.keys() == {1, 2, 3}
+
+
 def test_a_normalizer_divides_and_keeps_the_raw_value():
     here = served.exact(IMAGES, PROMPTS, METADATA)
     with served.serving(served.exact) as url:
@@ -99,11 +140,11 @@ def test_rows_that_fail_there_are_masked_here_with_their_reasons():
 
 
 def test_one_row_at_fault_does_not_cost_its_neighbours():
-    """Prompts too long for the server, pixels and metadata that cannot travel, in one request."""
+    """A prompt too long for the server, pixels and metadata that cannot travel, in one request."""
     images, prompts, metadata = IMAGES.clone(), list(PROMPTS), list(METADATA)
-    prompts[2], metadata[7] = "x" * 2000, {"bonus": {1, 2}}
+    prompts[2], metadata[7] = "x" * 4000, {"bonus": {1, 2}}
     images[4, 0, 0, 0] = float("nan")
-    with served.serving(served.exact, limits=Limits(json=1500, images=6)) as url:
+    with served.serving(served.exact, bytes=3000) as url:
         scores = score(Remote(url, batch_size=10), images, prompts, metadata)
     assert [row for row in range(10) if not scores.valid[row]] == [2, 4, 7]
     assert "413" in scores.reasons[2]
@@ -123,20 +164,6 @@ def test_what_will_not_pass_is_not_tried_again_and_says_why(monkeypatch):
         assert bool(
             Remote(url, token_env="FLOWALIGN_MY_TOKEN")(IMAGES, PROMPTS, METADATA).valid.all()
         )
-
-
-def test_sides_of_different_versions_refuse_each_other():
-    with served.serving(served.exact) as url:
-        original = wire.encode_request
-
-        def older(*rows: Any) -> bytes:
-            return original(*rows).replace(b'"version": 2', b'"version": 1')
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(wire, "encode_request", older)
-            scores = score(Remote(url), IMAGES, PROMPTS, METADATA)
-        assert not scores.valid.any() and "400" in scores.reasons[0]
-        assert "version" in scores.reasons[0]
 
 
 def test_nobody_there_is_a_connection_error_that_masks_the_batch():
@@ -201,6 +228,8 @@ def test_a_dead_server_of_several_is_only_warned_of(caplog: pytest.LogCaptureFix
     gone = closed_port()
     with served.serving(served.exact) as url:
         build_on(None, "remote", {"urls": [gone, url], "backoff": 0.01})
+        with served.serving(served.corner) as other, pytest.raises(ConnectionError, match="served"):
+            build_on(None, "remote", {"urls": [url, other]})  # of another reward
     assert any(gone in record.getMessage() for record in caplog.records)
 
 

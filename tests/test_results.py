@@ -16,7 +16,7 @@ from flowalign.commands import cli, sample, train
 from flowalign.config import RecipeStage, parse, to_yaml
 from flowalign.eval import report
 from flowalign.training.report import results
-from flowalign.training.report.status import WARNINGS
+from flowalign.training.run.resume import WARNINGS
 
 
 def places(text: str) -> dict[str, Path]:
@@ -31,8 +31,10 @@ def places(text: str) -> dict[str, Path]:
             assert Path(page) in found.values()
             continue
         words = shlex.split(step)
-        assert words[0] == "flowalign" and words[1] in cli.COMMANDS
-        if words[1] == "sample":
+        if words[:2] == ["hf", "upload"]:
+            assert Path(words[3]) in found.values()
+        else:
+            assert words[:2] == ["flowalign", "sample"]
             assert Path(sample.parser().parse_args(words[2:]).lora) in found.values()
     return found
 
@@ -40,8 +42,8 @@ def places(text: str) -> dict[str, Path]:
 @pytest.mark.slow
 def test_a_run_names_what_it_left(finished_run: fakes.FinishedRun) -> None:
     found = places(finished_run.output)
-    names = {"page": "watch.html", "adapter": "adapter", "checkpoint": "checkpoints/update_000002"}
-    for what, name in names.items():
+    names = {"report": "report.html", "checkpoint": "checkpoints/update_000002"}
+    for what, name in {**names, "adapter": "adapter"}.items():
         assert found[what] == finished_run.folder / name
     assert {"metrics", "curves", "samples"} <= found.keys()
 
@@ -56,7 +58,7 @@ def test_a_recipe_an_evaluation_and_a_merge_name_theirs(
     found, out = places(finished_recipe.output), finished_recipe.folder
     assert found["merge: adapter"] == out / "merge" / "adapter"
     assert found["table: report"] == out / "table" / "report.html"
-    assert found["page"] == out / "watch.html"
+    assert found["report"] == out / "report.html"
     assert cli.main(["train", "--config", str(out / "config.yaml")]) == 0  # what it kept is whole
     assert "finished before" in capsys.readouterr().out
     table = fakes.evaluation(random_model, tmp_path, ["a"], output=str(tmp_path / "eval"))

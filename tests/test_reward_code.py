@@ -15,9 +15,9 @@ import served
 
 from flowalign import rewards
 from flowalign.commands import recipe, train
+from flowalign.commands.evaluate import main as evaluate
 from flowalign.config import EvalStage, load, to_yaml
 from flowalign.eval.compare import Incomparable, compare, load_results
-from flowalign.eval.run import main as evaluate
 from flowalign.rewards import REWARDS, build_on, code_of, describe, source
 from flowalign.system import manifest
 from flowalign.training.run import resume

@@ -9,9 +9,9 @@ import torch
 from test_loop import ratio_errors
 
 from flowalign import config
+from flowalign.commands import evaluate as evaluation
 from flowalign.commands.doctor.count import predict
 from flowalign.config import ConfigError
-from flowalign.eval import run as evaluation
 from flowalign.system.images import pixels_of
 from flowalign.training.data import PromptSampler
 from flowalign.training.loop import Loop

@@ -18,7 +18,6 @@ import pytest
 from flowalign.commands import train
 from flowalign.config import to_yaml
 from flowalign.system.signals import CODES, ECHO, UNFINISHED, Clock, Interrupted, Requests
-from flowalign.training.report.status import read_status
 from flowalign.training.run.checkpoint import Checkpoints
 
 NUMBERS = sorted(CODES)
@@ -158,11 +157,10 @@ def wait_for(folder: Path, process: forked.Forked, processes: int) -> list[int]:
 
 
 def assert_saved(folder: Path, said: str, reason: str) -> Path:
-    """The only checkpoint, which the command names; the log and the status agree."""
+    """The only checkpoint, which the command names with the reason; the log agrees."""
     (saved,) = Checkpoints(folder / "run", 3).all()
     assert f"wrote checkpoint {saved}" in said and "Traceback" not in said
-    status = read_status(folder / "run")
-    assert status and (status.state, status.reason) == ("interrupted", reason)
+    assert reason in said
     done = int(saved.name.removeprefix("update_"))
     rows = map(json.loads, (folder / "run" / "metrics.jsonl").read_text().splitlines())
     assert [row["update"] for row in rows] == list(range(1, done + 1))

@@ -17,10 +17,10 @@ from fakes import Rows
 from torch import Tensor
 
 from flowalign.backbone import Backbone
+from flowalign.commands.evaluate import main
 from flowalign.config import SamplingConfig
 from flowalign.eval import suite
 from flowalign.eval.compare import Incomparable, load_results
-from flowalign.eval.run import main
 from flowalign.eval.store import Store
 from flowalign.eval.suite import Benchmark, ImageSet
 from flowalign.system.images import pixels_of
@@ -102,7 +102,7 @@ def test_a_groupwise_reward_sees_all_images_of_a_prompt_at_once(backbone: Backbo
     whole = judge(backbone, mark, 4, store=kept)
     assert groups == [[prompt] * 3 for prompt in PROMPTS]
     (rows,) = kept.score_folders["x"].glob("rows.*")
-    rows.write_text("".join(rows.read_text().splitlines(keepends=True)[:-1]))  # one of E's is lost
+    rows.write_text("\n".join(rows.read_text().splitlines()[:-1]))  # one of E's is lost
     again = judge(backbone, mark, 4, store=store(tmp_path / "s"))
     assert groups[5:] == [['a "E"'] * 3] and again.rows == whole.rows
 
@@ -156,16 +156,18 @@ def test_a_damaged_image_is_sampled_again_with_its_batch(
 
 
 @pytest.mark.parametrize(
-    ("how", "asked"), [("flipped", 2), ("cut", 3), ("deleted", 5), ("garbage", 0)]
+    ("how", "asked"), [("cut", 3), ("deleted", 5), ("garbage", 0), ("earlier", 0)]
 )
-def test_a_damaged_row_is_scored_again(
+def test_a_row_that_is_not_whole_is_scored_again(
     backbone: Backbone, tmp_path: Path, sampled: list[str], how: str, asked: int
 ):
     first = judge(backbone, benchmark(), store=store(tmp_path))
     (rows,) = tmp_path.glob("*/rows.0.jsonl")
-    if how == "garbage":
-        lines = b'{"index": 0}\n[[[[\nnull\n' + b"[" * 100_000 + b"\n\xff\n"
-        rows.write_bytes(lines + rows.read_bytes())
+    if how == "earlier":  # of a version that wrote a digest a row
+        lines = map(json.loads, filter(None, rows.read_text().splitlines()))
+        rows.write_text("".join(f"{json.dumps({'sha256': 'x', 'row': r})}\n" for r in lines))
+    elif how == "garbage":
+        rows.write_bytes(b'{"index": 0}\n[[[[\nnull\n\xff\n' + rows.read_bytes())
     else:
         damage(rows, how)
     sampled.clear()
@@ -224,9 +226,9 @@ def test_a_batch_that_was_cut_off_is_scored_as_a_whole_so_that_the_bits_are_the_
     mark = benchmark(reward=build("pickscore", model="tiny", device="cpu"))
     whole = judge(backbone, mark, 5, store=store(tmp_path / "s"))
     (rows,) = (tmp_path / "s").glob("scores_*/rows.0.jsonl")
-    lines = rows.read_text().splitlines(keepends=True)
+    lines = rows.read_text().splitlines()[1:]
     for left in range(5):
-        rows.write_text("".join(lines[:left]))
+        rows.write_text("\n".join(lines[:left]))
         again = judge(backbone, mark, 5, store=store(tmp_path / "s"))
         assert [row["value"] for row in again.rows] == [row["value"] for row in whole.rows]
 
@@ -401,4 +403,4 @@ def test_damaged_records_are_refused(config: Path, name: str, capsys: pytest.Cap
             load_results(path)
     else:
         assert main(["--config", str(config)]) == 2
-        assert "settings.json" in capsys.readouterr().err
+        assert f"delete {path.parent}" in capsys.readouterr().err

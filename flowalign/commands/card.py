@@ -6,6 +6,7 @@ The text is card.md.j2, the YAML above it huggingface_hub's ModelCardData with t
 from __future__ import annotations
 
 import json
+import logging
 import re
 import shlex
 from collections.abc import Mapping, Sequence
@@ -15,8 +16,8 @@ from typing import Any
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from flowalign import __version__, rewards
-from flowalign.backbone.adapters import adapter_folder, is_hub_id, read_lora
-from flowalign.config import EvalStage, Stage, TrainingStage, parse, to_yaml
+from flowalign.backbone.adapters import is_hub_id, read_lora
+from flowalign.config import Stage, TrainingStage, to_yaml
 from flowalign.system.escape import block, code, escaped, shown, table
 from flowalign.training import metrics
 from flowalign.training.preflight import span
@@ -29,64 +30,42 @@ PROGRAMS = {
     "cli.py": "flowalign",  # python -m flowalign.commands.cli
     "train.py": "accelerate launch train.py",
 }
-CONFIG = "config.yaml"  # of the run: next to the card on the Hub, one folder up before
 REPORT = "report.md"  # of a merge: what was done, in its first line, and the error of each layer
-SCORES = "## Scores"
-SECTION = re.compile(rf"\n{SCORES}.*?(?=\n## |\Z)", re.DOTALL)
+# Tokens of the Hub and of OpenAI, passwords in URLs, and keys that are named so and have a value.
+SECRET = re.compile(
+    r"\bhf_\w{20,}|\bsk-[\w-]{20,}|://[^/\s:@]+:[^/\s@]+@"
+    r"|(?i:\b\w*(?:api_key|apikey|token|password|secret)['\"]?\s*[:=]\s*"
+    r"(?!null\b|(?:''|\"\")(?![\w'\"]))\S+)"
+)
 
-
-class NoScores(ValueError):
-    """Results that hold no scores of this adapter: what was seen, what to do."""
+log = logging.getLogger("flowalign")
 
 
 def write_card(folder: Path, config: Stage, argv: Sequence[str]) -> None:
-    """Write folder/adapter/README.md for the run in a folder. argv: its command, program first."""
-    card(folder, config, command(argv)).save(folder / "adapter" / "README.md")
-
-
-def command(argv: Sequence[str]) -> str | None:
-    """The command line of the run; None if another program made it, such as a notebook's kernel."""
-    program = PROGRAMS.get(Path(argv[0]).name)
-    return f"{program} {shlex.join(argv[1:])}" if program else None
-
-
-def card(folder: Path, config: Stage, made_by: str | None = None) -> ModelCard:
-    """The card of the run in a folder: its adapter, and the scores of its log. A merge has no
-    scores. made_by: the run's command."""
-    base, tasks, scored = config.model.id, [], []
-    adapter, starts = read_lora(folder / "adapter"), config.inputs.get("lora.init")
-    title, scores = SCORES, "(none: a merge takes none)"
+    """Write folder/adapter/README.md for the run in a folder: its adapter, and the scores of its
+    log; a merge has none. argv: its command, program first; that of another program, such as a
+    notebook's kernel, is not told."""
+    base, adapter = config.model.id, read_lora(folder / "adapter")
+    title, scores, scored = "Scores", "(none: a merge takes none)", []
     if isinstance(config, TrainingStage):
-        tasks = [task.name for task in config.tasks]
-        rows, chosen = results.evaluations(folder), results.kept(folder)
-        sets = {task.name: task.validation or task.prompts for task in config.tasks}
-        sets |= {benchmark.name: benchmark.prompts for benchmark in config.watched}
-        for key, value in chosen.row.items() if chosen else ():
-            benchmark, _, metric = key.removeprefix(metrics.EVAL).rpartition("/")
-            if key.startswith(metrics.EVAL) and benchmark in sets:
-                scored.append(_result(benchmark, sets[benchmark], metric, value))
-        title = f"{SCORES} on held-out prompts while training"
-        scores = score_table(rows, chosen and chosen.row, "`lora.init`" if starts else "base")
-        if chosen and config.evaluation:
-            model, sampling = config.model, config.evaluation_sampling
-            scores += (
-                f" {sampling.steps} Euler steps, guidance {sampling.guidance:g}, seed "
-                f"{sampling.seed}, {model.listed_sizes}, {model.dtype}, at most "
-                f"{config.evaluation.prompts} prompts a task."
-            )
+        title = "Scores on held-out prompts while training"
+        scores, scored = _scores(folder, config)
     fields: dict[str, Any] = licence(base)
     if is_hub_id(base):  # the Hub would link a folder's name to somebody else's model
         fields |= {"base_model": base, "base_model_relation": "adapter"}
-    data = ModelCardData(
-        **fields,
-        library_name="diffusers",
-        pipeline_tag="text-to-image",
-        tags=["lora", "text-to-image", "flow-matching", "flowalign"],
-        model_name=folder.name,
-        eval_results=scored or None,
-    )
-    return ModelCard.from_template(
-        data,
+    program = PROGRAMS.get(Path(argv[0]).name)
+    command = f"{program} {shlex.join(argv[1:])}" if program else ""
+    # a line break in it would end its block
+    command = command if command.isprintable() else shown(command, 2000)
+    page = ModelCard.from_template(
+        ModelCardData(
+            **fields,
+            library_name="diffusers",
+            pipeline_tag="text-to-image",
+            tags=["lora", "text-to-image", "flow-matching", "flowalign"],
+            model_name=folder.name,
+            eval_results=scored or None,
+        ),
         template_path=str(Path(__file__).with_name("card.md.j2")),
         name=escaped(folder.name),
         version=__version__,
@@ -94,20 +73,61 @@ def card(folder: Path, config: Stage, made_by: str | None = None) -> ModelCard:
         base_code=code(base),
         base_text=json.dumps(base, ensure_ascii=False),
         stage=config.stage,
-        tasks=", ".join(map(escaped, tasks)),
+        tasks=", ".join(escaped(task.name) for task in getattr(config, "tasks", ())),
         source_text=json.dumps(str(folder / "adapter"), ensure_ascii=False),
         lora=adapter,
         rank=span(adapter.ranks),
         scale=span(adapter.scales),
         scores_title=title,
-        scores=scores,
-        origins=origins(folder, config),
-        # a line break in it would end its block
-        command=made_by if not made_by or made_by.isprintable() else shown(made_by, 2000),
-        overruled=starts,
-        file=f"../{CONFIG}",
-        config=block(to_yaml(config), "yaml"),
+        scores=_public(scores, folder),
+        origins=_public(origins(folder, config), folder),
+        command=_public(command, folder),
+        overruled=config.inputs.get("lora.init"),
+        config=_public(block(to_yaml(config), "yaml"), folder),
     )
+    page.save(folder / "adapter" / "README.md")
+
+
+def _public(text: str, folder: Path) -> str:
+    """A part of a card, which everyone may read one day; left out if it holds what looks like a
+    token or a password."""
+    if not SECRET.search(text):
+        return text
+    text = "the model card leaves out what holds something like a token or a password"
+    log.warning("%s: %s. Rewards can read theirs from the environment.", folder, text)
+    return "(left out: it holds something like a token or a password)"
+
+
+def _scores(folder: Path, config: TrainingStage) -> tuple[str, list[EvalResult]]:
+    """The held-out scores of a run: as Markdown, and those of its adapter for the Hub."""
+    rows, chosen = results.evaluations(folder), results.kept(folder)
+    start = "`lora.init`" if config.lora.init else "base"
+    text, scored = score_table(rows, chosen and chosen.row, start), []
+    if chosen and config.evaluation:
+        model, sampling = config.model, config.evaluation_sampling
+        text += (
+            f" {sampling.steps} Euler steps, guidance {sampling.guidance:g}, seed {sampling.seed}, "
+            f"{model.listed_sizes}, {model.dtype}, at most {config.evaluation.prompts} prompts a "
+            "task."
+        )
+    sets = {task.name: task.validation or task.prompts for task in config.tasks}
+    sets |= {benchmark.name: benchmark.prompts for benchmark in config.watched}
+    for key, value in chosen.row.items() if chosen else ():
+        benchmark, _, metric = key.removeprefix(metrics.EVAL).rpartition("/")
+        if key.startswith(metrics.EVAL) and benchmark in sets:
+            prompts = sets[benchmark]
+            # the name of a file, not its path on this machine
+            prompts = prompts if prompts.startswith("tiny/") else Path(prompts).name
+            result = EvalResult(
+                task_type="text-to-image",
+                dataset_type=prompts,
+                dataset_name=benchmark,
+                metric_type=metric,
+                metric_name=metric,
+                metric_value=round(value, 6),
+            )
+            scored.append(result)
+    return text, scored
 
 
 def licence(base: str) -> dict[str, str]:
@@ -171,21 +191,6 @@ def judge(name: str, options: Mapping[str, Any]) -> str:
     return code(name) + (f" ({'; '.join(notes)})" if notes else "")
 
 
-# Scores of the run -------------------------------------------------------------------------------
-
-
-def _result(benchmark: str, prompts: str, metric: str, value: float) -> EvalResult:
-    return EvalResult(
-        task_type="text-to-image",
-        # the name of a file, not its path on this machine
-        dataset_type=prompts if prompts.startswith("tiny/") else Path(prompts).name,
-        dataset_name=benchmark,
-        metric_type=metric,
-        metric_name=metric,
-        metric_value=round(value, 6),
-    )
-
-
 def score_table(
     rows: Sequence[Mapping[str, Any]], own: Mapping[str, Any] | None, start: str
 ) -> str:
@@ -207,49 +212,3 @@ def score_table(
         "was chosen by its headline on these very prompts."
     )
     return "\n".join([*table(["metric", title, "this adapter", "last"], lines), "", note])
-
-
-# Scores of a later evaluation --------------------------------------------------------------------
-
-
-def add_results(card: ModelCard, document: Mapping[str, Any], path: Path, adapter: Path) -> str:
-    """Replace the scores of a card by the scores of an evaluation; returns its config as YAML.
-
-    document, path: a results.json as read, and where it lies. Raises NoScores if none of its models
-    is `adapter`, by the digest that the evaluation's images tell, else by its folder. The table.md
-    of the evaluation must lie beside them.
-    """
-    name = _name_of(document, path, adapter)
-    config = parse(document.get("config"), stage=EvalStage)
-    prompts = {benchmark.name: benchmark.prompts for benchmark in config.benchmarks}
-    card.data["eval_results"] = [
-        _result(row["benchmark"], prompts[row["benchmark"]], row["metric"], row["mean"])
-        for row in document["models"][name]["rows"]
-        if row["mean"] is not None
-    ]
-    card.data["model_name"] = card.data.get("model_name") or adapter.parent.name
-    scores = (path.parent / "table.md").read_text(encoding="utf-8")
-    measured = f"This adapter is {code(name)}. Measured by `flowalign eval --config eval.yaml`."
-    section = f"\n{SCORES}\n\n{measured}\n\n{scores}"
-    text, count = SECTION.subn(lambda _: section, card.text, count=1)
-    card.text = text if count else text + section
-    return to_yaml(config)
-
-
-def _name_of(document: Mapping[str, Any], path: Path, adapter: Path) -> str:
-    digest, others = read_lora(adapter).digest, []
-    for name, model in document["models"].items():
-        source = model.get("adapter")
-        if source is None:
-            continue
-        # of the adapter that sampled the images, as their folders say (eval/store.py)
-        files = (path.parent / "images" / name).glob("*/settings.json")
-        digests = {json.loads(f.read_text(encoding="utf-8")).get("adapter") for f in files}
-        same_place = not digests and adapter_folder(source).resolve() == adapter.resolve()
-        if digests == {digest} or same_place:
-            return name
-        others.append(f"{name} ({source})")
-    raise NoScores(
-        f"{path} has no scores of the adapter in {adapter}: it has {', '.join(others) or 'none'}. "
-        "If that was trained on since, evaluate it again."
-    )

@@ -7,13 +7,13 @@ import difflib
 import platform
 import re
 import sys
-import time
 from collections.abc import Sequence
 from os.path import expanduser
 from pathlib import Path
 
 from flowalign import __version__
 from flowalign.system import exit, packages
+from flowalign.system.files import expanded
 
 COMMANDS = {
     "init": ("flowalign.commands.init:main", "Write a config, with the meaning of its keys."),
@@ -21,7 +21,7 @@ COMMANDS = {
         "flowalign.commands.train:main",
         "Train from a config, as `accelerate launch train.py`.",
     ),
-    "watch": ("flowalign.commands.watch:main", "One page that shows a run while it goes on."),
+    "watch": ("flowalign.commands.cli:watch", "Write the page that shows a run, as it is now."),
     "eval": ("flowalign.commands.evaluate:main", "Score models on held-out prompts."),
     "sample": (
         "flowalign.commands.sample:main",
@@ -29,7 +29,6 @@ COMMANDS = {
     ),
     "merge": ("flowalign.commands.cli:merge", "Merge LoRA adapters of one base into one."),
     "data": ("flowalign.commands.prompts.cli:main", "Prompt sets: generate, fetch, list, check."),
-    "push": ("flowalign.commands.push:main", "Upload an adapter to the Hugging Face Hub."),
     "doctor": ("flowalign.commands.doctor:main", "Examine a config or a reward before a run."),
     "serve-reward": (
         "flowalign.rewards.service.server:main",
@@ -41,6 +40,7 @@ COMMANDS = {
     ),
 }
 """Name -> (module:function from arguments to exit status, what it does)."""
+REMOVED = {"push": "Upload an adapter with `hf upload OWNER/NAME RUN/adapter`."}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -61,6 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if name not in COMMANDS:
         close = difflib.get_close_matches(name, COMMANDS, n=1)
         hint = f" Did you mean {close[0]!r}?" if close else ""
+        hint = f" {REMOVED[name]}" if name in REMOVED else hint
         text = f"no command {name!r}.{hint} Possible: {', '.join(COMMANDS)}."
         print(f"flowalign: {text}", file=sys.stderr)
         return 2
@@ -75,6 +76,19 @@ def version() -> str:
     libraries = ", ".join(f"{name} {packages.version(name)}" for name in ("torch", "diffusers"))
     place, python = Path(__file__).parents[1], platform.python_version()
     return f"flowalign {__version__} ({place}), {libraries}, Python {python}"
+
+
+@exit.refusing("watch")
+def watch(argv: Sequence[str]) -> int:
+    """Write the page that shows a run or a recipe as it is now, RUN/report.html. A run writes it by
+    itself at each evaluation and at its end."""
+    parser = argparse.ArgumentParser("flowalign watch", description=watch.__doc__)
+    parser.add_argument("run", type=Path, help="the output folder of a run or a recipe")
+    run = parser.parse_args(argv).run
+    from flowalign.training.report import page
+
+    print(f"{page.write(expanded(run))}: open it in a browser")
+    return 0
 
 
 @exit.refusing("merge")
@@ -99,15 +113,13 @@ def merge(argv: Sequence[str]) -> int:
     from flowalign.backbone.adapters import adapter_folder
     from flowalign.teachers import merge as merging
     from flowalign.training.report import results
-    from flowalign.training.report.status import read_status
+    from flowalign.training.run import lock
 
     for source in args["adapters"]:
-        status = read_status(adapter_folder(source, newest=True).parent)
-        if status and status.state == "running" and not status.silent(time.time()):
+        if lock.is_held(adapter_folder(source, newest=True).parent):
             print(
-                f"flowalign merge: warning: the run of {source} goes on (update {status.update} of "
-                f"{status.total}): this is the best adapter up to now. Merge again when the run "
-                "has ended.",
+                f"flowalign merge: warning: the run of {source} goes on: this is the best adapter "
+                "up to now. Merge again when the run has ended.",
                 file=sys.stderr,
             )
     report = merging.merge(args.pop("adapters"), out := args.pop("out"), **args)

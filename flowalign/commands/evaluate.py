@@ -1,4 +1,10 @@
-"""`flowalign eval`: from a config, or from a model and the names of benchmarks."""
+"""`flowalign eval`: from a config, or from a model and the names of benchmarks.
+
+It writes into the config's `output`: results.json, table.md, report.html (one page with tables and
+images), images/ (with the scores of every image: `flowalign.eval.store`), grid.png (some images of
+every model) and layouts/ where a benchmark asks for it. The same command continues a run that was
+killed.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +13,28 @@ import math
 import os
 import re
 import sys
-from argparse import Namespace
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from flowalign.eval import run
+from flowalign.config import ConfigError, EvalStage, load, parse, read
+from flowalign.config.safe_yaml import dump_yaml
+from flowalign.config.section import did_you_mean
+from flowalign.system.escape import table
+from flowalign.system.files import replacing
+from flowalign.training.run import lock
+from flowalign.training.sources import commands
 
 CONFIGURED = "--config"  # or --config=FILE
+
+
+def configured() -> argparse.ArgumentParser:
+    """The command line of an evaluation from a config."""
+    parser = argparse.ArgumentParser("flowalign eval", description="Score models from a config.")
+    parser.add_argument(CONFIGURED, required=True, help="a YAML file: configs/tiny/eval.yaml")
+    parser.add_argument("--variant", help="a YAML file of keys by stage: other hardware")
+    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="change the config")
+    return parser
 
 
 def parser() -> argparse.ArgumentParser:
@@ -39,43 +59,61 @@ def parser() -> argparse.ArgumentParser:
     return parser
 
 
-def main(argv: Sequence[str]) -> int:
-    """Exit status as that of `flowalign.eval.run.main`."""
-    if argv[:1] == ["compare"] or any(word.partition("=")[0] == CONFIGURED for word in argv):
-        return run.main(argv)
+def main(argv: Sequence[str] | None = None) -> int:
+    """An evaluation, or `list`, or `compare A B`.
+
+    Exit status: 0 done, 1 too many images have no score, 2 refused; interrupted, 130 by Ctrl-C, 143
+    by SIGTERM, 75 by SIGUSR1.
+    """
+    argv = sys.argv[1:] if argv is None else argv
     if argv[:1] == ["list"]:
         return show(argv[1:])
-    args = parser().parse_args(argv)  # before the imports, which take seconds: --help, mistakes
-    from flowalign.config import ConfigError, EvalStage, parse
-    from flowalign.config.safe_yaml import dump_yaml
-    from flowalign.eval.evaluation import run_command
-    from flowalign.system.files import replacing
+    if argv[:1] == ["compare"]:
+        from flowalign.eval.compare import main as compare
 
-    file = args.out / "eval.yaml"
+        return compare(argv[1:])
+    given = any(word.partition("=")[0] == CONFIGURED for word in argv)
+    # before the other imports, which take seconds: --help, mistakes
+    args = (configured() if given else parser()).parse_args(argv)
+    first = int(os.environ.get("RANK") or 0) == 0
     try:
-        data = settings(args)
-        config = parse(data, args.overrides, source="the command line", stage=EvalStage)
+        if given:
+            file = args.config
+            config = load(file, args.overrides, stage=EvalStage, variant=args.variant)
+            if first:
+                lock.check_free(config.output)
+        else:
+            file, data = str(args.out / "eval.yaml"), settings(args)
+            config = parse(data, args.overrides, source="the command line", stage=EvalStage)
     except (ConfigError, ValueError) as error:
-        print(f"flowalign eval: {error}", file=sys.stderr)
+        print(error if given else f"flowalign eval: {error}", file=sys.stderr)
         return 2
-    status = run_command(config, str(file))
-    if status != 2 and int(os.environ.get("RANK") or 0) == 0:  # where nothing else is written
-        with replacing(file) as part:
+    from flowalign.eval.evaluation import run_command
+
+    status = run_command(config, file)
+    if not given and status != 2 and first:  # after a refusal nothing else is written
+        with replacing(args.out / "eval.yaml") as part:
             part.write_text(dump_yaml(config.model_dump(mode="json", exclude_unset=True)))
     return status
 
 
-def settings(args: Namespace) -> dict[str, Any]:
+def settings(args: argparse.Namespace) -> dict[str, Any]:
     """The raw config: the evaluation of the model's family, its benchmarks by name. Raises
     ValueError for a name that it has not."""
-    from flowalign.commands.init import Draft, named_sources
-    from flowalign.config.section import did_you_mean
+    from flowalign.backbone.loading import card_of
+    from flowalign.commands.init import SD35, family_folder, named_sources
     from flowalign.eval.images import find_images
-    from flowalign.training.sources import commands
+    from flowalign.training.preflight import FEW
 
-    unused = {"reward": [], "options": [], "prompts": [], "validation": []}
-    asked = Namespace(stage="eval", model=args.model, teachers=args.lora, out=args.out, **unused)
-    data: dict[str, Any] = {**Draft(asked).data(), "output": str(args.out)}
+    data = read((family_folder(args.model) or SD35) / "eval.yaml")
+    data |= {"output": str(args.out), "model": data["model"] | {"id": args.model}}
+    if (card := card_of(args.model)) and card[0] <= FEW:  # distilled: its card decides
+        sampling = data["sampling"].items()
+        data["sampling"] = {key: v for key, v in sampling if key not in ("steps", "guidance")}
+    data["models"] = {"base": None, **(adapters := named_sources(args.lora))}
+    if len(adapters) > 1:
+        *others, last = adapters
+        data["compare"] = {last: others}
     shipped = {benchmark["name"]: benchmark for benchmark in data["benchmarks"]}
     known = shipped | more_benchmarks(args.model)
     if unknown := [name for name in args.benchmarks or () if name not in known]:
@@ -122,7 +160,6 @@ def _asks_for(benchmark: Mapping[str, Any], prompts: Collection[str]) -> bool | 
 def more_benchmarks(model: str) -> dict[str, dict[str, Any]]:
     """Those that no eval.yaml has, since their judges are large or their texts long."""
     from flowalign.commands.init import CONFIGS, SD35
-    from flowalign.config import read
 
     folder = CONFIGS / "tiny" if model == "tiny" else SD35
     listed = read(folder / "_benchmarks.yaml")["benchmarks"]
@@ -136,10 +173,7 @@ def show(argv: Sequence[str]) -> int:
     model = parser.parse_args(argv).model
     from flowalign import rewards
     from flowalign.commands.init import SD35, family_folder
-    from flowalign.config import read
-    from flowalign.system.escape import table
     from flowalign.training.data import PromptError, load_prompts
-    from flowalign.training.sources import commands
 
     rows = []
     folder = family_folder(model)

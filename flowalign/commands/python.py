@@ -18,7 +18,6 @@ from torch import Tensor
 from flowalign import rewards as registry
 from flowalign.commands import run
 from flowalign.commands.init import SD35, family_folder
-from flowalign.commands.watch import read_tables
 from flowalign.config import EvalStage, Job, Stage, load, parse, read
 from flowalign.eval.evaluation import evaluate as run_evaluation
 from flowalign.system.files import expanded, read_lines, replacing
@@ -78,9 +77,8 @@ class Run:
         return read_image(grid if grid.is_file() else self.folder / "metrics.png")
 
     def _repr_html_(self) -> str:
-        file = self.folder / "table.md"
-        parts = read_tables(file.read_text(encoding="utf-8")) if file.is_file() else []
-        return "".join(page.table(p) for p in parts if not isinstance(p, str)) or str(self.folder)
+        tables = self.results.get("tables", []) if (self.folder / "results.json").is_file() else []
+        return "".join(page.table(table["rows"]) for table in tables) or str(self.folder)
 
 
 def score(images: Any, prompts: Prompts, reward: Any, **options: Any) -> Scored:

@@ -38,7 +38,8 @@ from flowalign.system import files, manifest
 from flowalign.system.manifest import Damaged
 from flowalign.teachers import merge as merging
 from flowalign.training.preflight import Launch, scale_problems, world_problems
-from flowalign.training.report.status import Heartbeat
+from flowalign.training.report import page
+from flowalign.training.report.progress import recorded
 from flowalign.training.run import lock, processes
 from flowalign.training.run.ranks import phase
 from flowalign.training.run.resume import changed_rewards, rewards_code
@@ -67,9 +68,9 @@ def run(
     """Run what is not finished; returns the output folder. home: where `use` files are looked for.
 
     train and evaluate run one stage each; train resumes where there are checkpoints. record: keep
-    the recipe and its status in the folder. any_world: checkpoints may be of another number of
-    processes. Raises ConfigError, before any stage runs, with everything that is wrong in any of
-    them.
+    the recipe, its warnings and its page in the folder. any_world: checkpoints may be of another
+    number of processes. Raises ConfigError, before any stage runs, with everything that is wrong in
+    any of them.
     """
     stages, problems = _read_stages(config, home)
     state = processes.state(*stages.values())  # one group of processes serves all stages
@@ -86,13 +87,13 @@ def run(
                 part.write_text(to_yaml(config.model_copy(update={"stages": complete})))
         for output in ([folder] if record else [s.output for s in stages.values()]) if main else ():
             files.remove_leftovers(output)
-        with Heartbeat(folder, main and record, total=len(stages)) as heartbeat:
+        with recorded(folder, main and record):
             for number, (name, stage) in enumerate(stages.items(), 1):
-                heartbeat.say(update=number - 1, text=name)
                 head = f"[{number}/{len(stages)}] {name} ({stage.stage})"
                 _run_stage(stage, head, main, train, evaluate)
+                if main and record:
+                    page.write(folder)
                 state.wait_for_everyone()
-            heartbeat.say(update=len(stages))
     return folder
 
 

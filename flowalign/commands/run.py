@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from flowalign.backbone import ModelError
-from flowalign.commands import recipe, watch
+from flowalign.commands import recipe
 from flowalign.commands.build import wire
 from flowalign.commands.card import write_card
 from flowalign.config import ConfigError, Job, TrainingStage, to_yaml
@@ -25,8 +25,7 @@ from flowalign.training import preflight
 from flowalign.training.algorithm import TrainingError
 from flowalign.training.data import marks
 from flowalign.training.preflight import Launch, against_card, check_world, overruled, span
-from flowalign.training.report import results
-from flowalign.training.report.pictures import metrics_plot
+from flowalign.training.report import page, results
 from flowalign.training.report.progress import OnMetrics
 from flowalign.training.run import lock, processes
 from flowalign.training.run.ranks import phase
@@ -70,10 +69,7 @@ def run_job(
         return train(stage, resume=True, any_world=any_world, clock=clock, on_update=on_update)
 
     record = config is given
-    folder = recipe.run(config, home, train_stage, evaluate, record=record, any_world=any_world)
-    if record and processes.state().is_main_process:
-        watch.write(folder)  # the recipe's report
-    return folder
+    return recipe.run(config, home, train_stage, evaluate, record=record, any_world=any_world)
 
 
 def train(
@@ -127,8 +123,6 @@ def train(
             with phase("pictures and model card"):
                 if main:
                     finish(config)
-        if main:
-            watch.write(folder)  # the run's report
         processes.finish(loop.accelerator)
     return folder / "adapter"
 
@@ -154,11 +148,11 @@ def deterministic(on: bool) -> Iterator[None]:
 
 
 def finish(config: TrainingStage) -> None:
-    """After the last update: a warning if it was in vain, the metrics plot and the model card."""
+    """After the last update: a warning if it was in vain, the model card and the run's page."""
     folder = Path(config.output)
     if warning := results.untrained(config):
-        log.warning(warning)
+        log.warning("%s", warning)
     if results.kept(folder) is None:  # of an earlier adapter, before `evaluation=null`
         (folder / "before_after.png").unlink(missing_ok=True)
-    metrics_plot(folder / "metrics.jsonl", folder / "metrics.png", title=folder.name)
     write_card(folder, config, sys.argv)
+    page.write(folder, config)

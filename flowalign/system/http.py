@@ -1,16 +1,13 @@
-"""The one HTTP client: httpx, with one retry policy (tenacity).
+"""The one HTTP client: httpx, with one retry policy.
 
 The rewards `remote` and `vlm` and `flowalign data fetch` use it. Lost connections, timeouts and the
 statuses 408, 429 and 5xx are tried again, after waits that double, with a jitter of a quarter, and
 that are at least the server's Retry-After and at most LONGEST_WAIT. Other statuses are final.
-
-The bytes of an answer, the seconds of an attempt and the number of redirects are limited, and
-nothing is inflated. What servers say is shown printable and cut.
+Bytes, seconds and redirects are limited, nothing is inflated, and what servers say is shown cut.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
 import logging
 import math
@@ -18,14 +15,15 @@ import random
 import ssl
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from functools import cache
+from itertools import cycle
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import httpx
-import tenacity
 
 from flowalign.system.escape import shown
 
@@ -33,8 +31,6 @@ log = logging.getLogger(__name__)
 
 LONGEST_WAIT = 60.0  # seconds between two attempts
 UNREACHABLE = (ConnectionError, TimeoutError)  # no answer, for no fault of the request
-REDIRECTS = 5  # of one request
-_ERROR_BYTES = 64 * 2**10  # that are read of an answer without status 200
 _FINAL = (401, 403, 404)  # wrong token, URL or model name: every other request would fail too
 _jitter = random.Random()  # a run's numbers must not depend on what the network did
 
@@ -43,59 +39,43 @@ Result = TypeVar("Result")
 
 
 class Refused(ValueError):
-    """An answer that says that the request is at fault. status: its HTTP status."""
-
-    def __init__(self, status: int, text: str) -> None:
-        super().__init__(text)
-        self.status = status
+    """An answer that says that the request is at fault."""
 
 
+class _Again(Exception):
+    """A failed attempt that may succeed later. after: its Retry-After; a date counts as none."""
+
+    def __init__(self, cause: Exception, after: str = "") -> None:
+        self.cause, self.after = cause, float(after) if after.isascii() and after.isdigit() else 0.0
+
+
+@dataclass(kw_only=True)
 class Client:
-    """Connections to a service, for one batch of requests.
+    """Connections to a service, for one batch of requests. failed: URLs that were tried in vain."""
 
-    timeout: seconds without a sign of life; connect_timeout: for a connection, by default the same.
-    total: seconds for an answer, however lively; by default twice the timeout.
-    deadline: seconds from now until all requests end. retries: further attempts at a request.
-    backoff: seconds before the second attempt. max_bytes: of an answer.
-    token: sent as `Authorization: Bearer`, to no other host, and cut out of every error text.
-    proxies: use those of the environment? redirects: follow up to REDIRECTS of them, but never from
-        https to http?
-    """
+    timeout: float  # seconds without a sign of life
+    connect_timeout: float = math.inf  # seconds for a connection, if less
+    total: float | None = None  # seconds for an answer, however lively; None = twice the timeout
+    deadline: float = math.inf  # seconds from now until all requests end
+    retries: int = 3  # further attempts at a request
+    backoff: float = 0.5  # seconds before the second attempt
+    max_bytes: int = 16 * 2**20  # of an answer
+    # sent as `Authorization: Bearer`, to no other host, and cut out of every error text
+    token: str | None = field(default=None, repr=False)
+    proxies: bool = True  # use those of the environment?
+    redirects: bool = False  # follow up to five of them, but never from https to http?
 
-    def __init__(
-        self,
-        *,
-        timeout: float,
-        connect_timeout: float | None = None,
-        total: float | None = None,
-        deadline: float = math.inf,
-        retries: int = 3,
-        backoff: float = 0.5,
-        max_bytes: int = 16 * 2**20,
-        token: str | None = None,
-        headers: Mapping[str, str] | None = None,
-        proxies: bool = True,
-        redirects: bool = False,
-    ) -> None:
-        self.timeout, self.connect_timeout = timeout, connect_timeout or timeout
-        self.total = total or 2 * timeout
-        self.until = time.monotonic() + deadline
-        self.retries, self.backoff, self.max_bytes, self.token = retries, backoff, max_bytes, token
-        self.stopped = threading.Event()
-        self.warned: set[str] = set()  # addresses
-        self.failed: set[str] = set()  # URLs that were tried in vain
+    def __post_init__(self) -> None:
+        self.until, self.stopped = time.monotonic() + self.deadline, threading.Event()
+        self.failed: set[str] = set()
         self.last: Exception | str = "the time for all requests is over"
+        headers = {"Accept-Encoding": "identity"}
         self._client = httpx.Client(
-            headers={
-                "Accept-Encoding": "identity",
-                **(headers or {}),
-                **({"Authorization": f"Bearer {token}"} if token else {}),
-            },
+            headers=headers | ({"Authorization": f"Bearer {self.token}"} if self.token else {}),
             verify=_certificates(),
-            trust_env=proxies,
-            follow_redirects=redirects,
-            max_redirects=REDIRECTS,
-            event_hooks={"request": [self._check_scheme]},
+            trust_env=self.proxies,
+            follow_redirects=self.redirects,
+            max_redirects=5,
         )
 
     def __enter__(self) -> Client:
@@ -107,46 +87,24 @@ class Client:
     def request(self, method: str, *urls: str, **content: Any) -> bytes:
         """The body of the answer to a request. Each further attempt takes the next of the URLs.
 
-        content: httpx's `content` or `json`. Raises Refused if the request is at fault, and
-        ConnectionError or TimeoutError if there is no answer.
+        content: httpx's `content`, `json` or `headers`. Raises Refused if the request is at fault,
+        and ConnectionError or TimeoutError if there is no answer.
         """
-        retrying = tenacity.Retrying(
-            retry=tenacity.retry_if_exception_type(_Again),
-            stop=tenacity.stop_after_attempt(1 + self.retries)
-            | tenacity.stop_before_delay(self.until - time.monotonic())
-            | tenacity.stop_when_event_set(self.stopped),
-            wait=lambda state: self._wait(state, len(urls)),
-            before_sleep=self._warn,
-            sleep=tenacity.sleep_using_event(self.stopped),  # `map` ends the waits of all threads
-            reraise=True,
-        )
-        try:
-            return retrying(self._attempt, method, itertools.cycle(urls), content)
-        except _Again as again:
-            raise again.cause from again
-
-    def _wait(self, state: tenacity.RetryCallState, servers: int) -> float:
-        """Seconds before the next attempt; none while there are servers that were not tried."""
-        again = state.outcome and state.outcome.exception()
-        if not isinstance(again, _Again) or state.attempt_number < servers:
-            return 0.0
-        doublings = min(state.attempt_number - servers, 20)  # no overflow
-        jitter = _jitter.uniform(0.75, 1.25)  # so that many clients do not come back at once
-        seconds = min(self.backoff * 2.0**doublings, LONGEST_WAIT) * jitter
-        return max(seconds, min(again.after, LONGEST_WAIT))
-
-    def _warn(self, state: tenacity.RetryCallState) -> None:
-        """Remember a URL that failed; log the first failed attempt at an address, unless its server
-        asks for time."""
-        again = state.outcome and state.outcome.exception()
-        if not isinstance(again, _Again):
-            return
-        self.failed.add(again.url)
-        if not again.after:
-            address = urlsplit(again.url).netloc
-            if address not in self.warned:
-                log.warning("%s; trying again", again.cause)
-            self.warned.add(address)
+        for attempt, url in enumerate(cycle(urls), start=1):
+            try:
+                return self._attempt(method, url, content)
+            except _Again as again:
+                if url not in self.failed and not again.after and attempt <= self.retries:
+                    log.warning("%s; trying again", again.cause)
+                self.failed.add(url)
+                wait = 0.0  # while there are servers that were not tried
+                if (doublings := attempt - len(urls)) >= 0:
+                    wait = min(self.backoff * 2.0 ** min(doublings, 20), LONGEST_WAIT)
+                    wait = max(wait * _jitter.uniform(0.75, 1.25), min(again.after, LONGEST_WAIT))
+                over = attempt > self.retries or time.monotonic() + wait >= self.until
+                if over or self.stopped.wait(wait):  # `map` ends the waits of all threads
+                    raise again.cause from again
+        raise ValueError("no URL is given")
 
     def map(
         self, call: Callable[[Item], Result], items: Sequence[Item], concurrency: int
@@ -162,20 +120,16 @@ class Client:
         def guarded(item: Item) -> Result | Exception:
             nonlocal in_a_row
             try:
-                self._check_running()
-                result = call(item)
-            except UNREACHABLE as error:
-                with lock:
-                    in_a_row += 1
-                    if not self.stopped.is_set():
-                        self.last = error
-                    if in_a_row >= concurrency:
-                        self.stopped.set()
-                return error
-            except Exception as error:  # of this item alone
-                return error
+                self._left()
+                result: Result | Exception = call(item)
+            except Exception as error:
+                result = error
             with lock:
-                in_a_row = 0
+                in_a_row = in_a_row + 1 if isinstance(result, UNREACHABLE) else 0
+                if isinstance(result, UNREACHABLE) and not self.stopped.is_set():
+                    self.last = result
+                if in_a_row >= concurrency:
+                    self.stopped.set()
             return result
 
         pool = ThreadPoolExecutor(concurrency)
@@ -193,73 +147,57 @@ class Client:
         """The beginning of a text on one line, without the token, which a server may repeat."""
         return shown(text.replace(self.token, "***") if self.token else text)
 
-    def _check_running(self) -> None:
-        if time.monotonic() >= self.until:
+    def _left(self) -> float:
+        """Seconds until all requests end. Raises ConnectionError if none may be made any more."""
+        left = self.until - time.monotonic()
+        if left <= 0:
             self.stopped.set()
         if self.stopped.is_set():
             raise ConnectionError(f"not asked any more: {self.last}")
+        return left
 
-    def _attempt(self, method: str, urls: Iterator[str], content: Any) -> bytes:
+    def _attempt(self, method: str, url: str, content: Any) -> bytes:
         """Raises _Again for what may pass, and what `request` raises for what will not."""
-        self._check_running()
-        url = next(urls)
-        left = max(0.01, self.until - time.monotonic())
+        left = self._left()
         seconds = min(self.timeout, left)
         timeout = httpx.Timeout(seconds, connect=min(seconds, self.connect_timeout))
-        end = time.monotonic() + min(self.total, left)
+        end = time.monotonic() + min(self.total or 2 * self.timeout, left)
         try:
-            with self._client.stream(
-                method, url, timeout=timeout, extensions={"first": url}, **content
-            ) as response:
-                body = self._read(response, end)
-        except httpx.RequestError as error:
+            with self._client.stream(method, url, timeout=timeout, **content) as response:
+                body = self._read(url, response, end)
+        except httpx.TimeoutException as error:
             kind = type(error).__name__
-            if isinstance(error, httpx.TimeoutException):
-                cause: Exception = TimeoutError(f"{url} gave no answer in time ({kind})")
-            else:
-                cause = ConnectionError(f"{url}: {kind}: {self.clean(str(error))}")
-            raise _Again(url, cause) from error
+            raise _Again(TimeoutError(f"{url} gave no answer in time ({kind})")) from error
+        except httpx.RequestError as error:
+            text = f"{url}: {type(error).__name__}: {self.clean(str(error))}"
+            raise _Again(ConnectionError(text)) from error
         except httpx.InvalidURL as error:  # of a redirect
-            raise Refused(200, f"{url} leads astray: {self.clean(str(error))}") from error
+            raise Refused(f"{url} leads astray: {self.clean(str(error))}") from error
         status = response.status_code
         if status == 200:
             return body
         text = f"{url} answered {status}: {self.clean(_message(body))}"
         if status in (408, 429) or status >= 500:
             cause = TimeoutError(text) if status in (408, 504) else ConnectionError(text)
-            raise _Again(url, cause, response.headers.get("retry-after", ""))
-        if status in _FINAL:
-            raise ConnectionError(text)
-        raise Refused(status, text)
+            raise _Again(cause, response.headers.get("retry-after", ""))
+        raise ConnectionError(text) if status in _FINAL else Refused(text)
 
-    def _check_scheme(self, request: httpx.Request) -> None:
-        """Redirects must not leave https."""
-        first = request.extensions.get("first", "")
-        if first.startswith("https:") and request.url.scheme != "https":
-            there = self.clean(str(request.url))
-            raise Refused(200, f"{first} leads to {there}, which is not https.")
-
-    def _read(self, response: httpx.Response, end: float) -> bytes:
-        """The body of an answer as it was sent, or the beginning of an error's."""
-        good, body = response.status_code == 200, bytearray()
+    def _read(self, url: str, response: httpx.Response, end: float) -> bytes:
+        """The body of an answer as it was sent."""
+        for hop in (*response.history, response):
+            if url.startswith("https:") and hop.url.scheme != "https":
+                there = self.clean(str(hop.url))
+                raise Refused(f"{url} leads to {there}, which is not https.")
+        body = bytearray()
         for piece in response.iter_raw():
             body += piece
-            if good and len(body) > self.max_bytes:
-                raise Refused(200, f"{response.url} sends more than {self.max_bytes} bytes.")
-            if not good and len(body) > _ERROR_BYTES:
-                break
+            if len(body) > self.max_bytes:
+                if response.status_code != 200:
+                    break  # the beginning of an error will do
+                raise Refused(f"{url} sends more than {self.max_bytes} bytes.")
             if time.monotonic() > end:
                 raise httpx.ReadTimeout("the body takes too long")
         return bytes(body)
-
-
-class _Again(Exception):
-    """A failed attempt that may succeed later. after: its Retry-After; a date counts as none."""
-
-    def __init__(self, url: str, cause: Exception, after: str = "") -> None:
-        super().__init__(str(cause))
-        self.url, self.cause = url, cause
-        self.after = float(after) if after.isascii() and after.isdigit() else 0.0
 
 
 @cache
@@ -270,10 +208,11 @@ def _certificates() -> ssl.SSLContext:
 
 
 def _message(body: bytes) -> str:
-    """What went wrong: `error` of our servers' JSON or OpenAI's, or else the whole text."""
+    """What went wrong: FastAPI's `detail` or OpenAI's `error`, or else the whole text."""
     text = body.decode("utf-8", "replace")
     try:
-        error = json.loads(text)["error"]
+        answer = json.loads(text)
+        error = answer["detail"] if "detail" in answer else answer["error"]
         return str(error["message"] if isinstance(error, dict) else error)
     except (ValueError, LookupError, TypeError, RecursionError):
         return text

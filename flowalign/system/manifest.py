@@ -57,14 +57,9 @@ def write_manifest(
         path = folder / name
         files.flush(path)
         listed[name] = (path.stat().st_size, file_sha256(path))
+    content = {"format": FORMAT, "files": listed, "about": dict(about)}
     with files.replacing(folder / file, durable=True) as part:
-        part.write_text(manifest_text(listed, about))
-
-
-def manifest_text(listed: Mapping[str, tuple[int, str]], about: Mapping[str, Any]) -> str:
-    """The content of a manifest. listed: as in `Manifest`."""
-    content = {"format": FORMAT, "files": dict(listed), "about": dict(about)}
-    return json.dumps({"sha256": json_sha256(content), **content}, indent=1)
+        part.write_text(json.dumps({"sha256": json_sha256(content), **content}, indent=1))
 
 
 def read_manifest(folder: str | Path, *, file: str = MANIFEST) -> Manifest:

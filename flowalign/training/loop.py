@@ -235,10 +235,11 @@ class Loop:
         checkpoint.set_rng(self._rng)  # a reward may have drawn since
         with self.requests.uninterrupted():
             self.save()
+            self.log.page()
         raise TrainingError(
             f"update {self.update}: the images drift from the {alarm.reference}, beyond "
-            f"alarm.stop = {alarm.stop:g}: {text}. Look at {self.folder / 'watch.html'} "
-            "(`flowalign watch`). If this is reward hacking, fix the reward and start a new run; "
+            f"alarm.stop = {alarm.stop:g}: {text}. Look at {self.folder / 'report.html'}. "
+            "If this is reward hacking, fix the reward and start a new run; "
             "if it is what you train for, raise alarm.stop and run again with --resume. "
             f"The last checkpoint is {self.checkpoints.latest() or 'missing'}."
         )

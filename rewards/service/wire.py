@@ -1,223 +1,190 @@
-"""The wire format of the reward service: pure functions between tensors and bytes.
+"""UniRL's reward protocol, `POST /score`: pure functions between tensors and JSON.
 
-A request is one safetensors file of two uint8 tensors. `images` [B,H,W,3] holds RGB pixels.
-`request` [bytes] is UTF-8 JSON: {"version": 2, "prompts": [B texts], "metadata": [B objects]}. (It
-is a tensor and not safetensors' `__metadata__`, which the library reads from files only.)
+A request is {"requests": [{"history": [{"text": prompt, "image_b64": file}], "required_rewards":
+[name], "metadata": {} or null}]}, one per image: a PNG, JPEG or WebP file in base64. The last turn
+of a history counts. Other keys are ignored.
 
-An answer is JSON: {"version": 2, "reward": name, "value": [B numbers or null], "valid": [B
-booleans], "parts": {name: [B numbers or null]}, "reasons": {row: text}}. Numbers that are not
-finite are sent as null and arrive as NaN. Nothing is ever unpickled.
+An answer is {"results": [{name: {name: value, part: number}}], "errors": [{name: reason}]}, one of
+each per request. An invalid image has an error and no result. Our servers add "notes": [{name:
+text}], what a reward says of a valid image. Nothing is ever unpickled.
+Source: Tencent-Hunyuan/UniRL, unirl-reward-service (schemas.py, server.py).
 """
 
 from __future__ import annotations
 
+import base64
 import json
 import math
-import os
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, TypeVar
+from io import BytesIO
+from typing import Annotated, Any, TypeVar
 
 import numpy as np
-import safetensors
 import torch
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
-from pydantic_core import from_json
-from safetensors.numpy import save
+from PIL import Image
+from pydantic import BaseModel, Field, ValidationError
 from torch import Tensor
 
 from flowalign.system.escape import shown
-from flowalign.system.images import to_uint8
+from flowalign.system.images import as_rgb, png_base64, to_uint8
 from flowalign.types import Metadata, Scores
 
-VERSION = 2  # 1 had a tensor per image, raw or PNG
 TOKEN = "FLOWALIGN_REWARD_TOKEN"  # the environment variable that holds the token
-CONTENT_TYPE = "application/x-safetensors"
-# Of the safetensors header. Two tensors take 200 bytes, and the library would parse up to 100 MB.
-_HEADER_BYTES = 16 * 1024
+FORMATS = ("PNG", "JPEG", "WEBP")  # the decoders of others run programs or fill the memory
+_VALUES = 2**17  # of the JSON: each takes up to a hundred bytes of memory
 _REASON = 500  # characters of a reason that are sent
+FLOAT32 = torch.finfo(torch.float32).max
 
-PartName = Annotated[str, Field(pattern=r"^[^\p{C}]{1,100}$")]  # no control characters
-Values = list[float | None]
-
-
-class Document(BaseModel):
-    """Base of what is sent as JSON."""
-
-    model_config = ConfigDict(strict=True)
-    version: Literal[2]
+Name = Annotated[str, Field(pattern=r"^[^\p{C}]{1,100}$")]  # no control characters
 
 
-class Asked(Document, extra="forbid"):
-    """The JSON of a request."""
-
-    prompts: list[str] = Field(min_length=1)
-    metadata: list[dict[str, Any]]
+class Turn(BaseModel):
+    text: str
+    image_b64: str | None = None
 
 
-class Answered(Document):
-    """The JSON of an answer."""
-
-    reward: str = ""
-    value: Values
-    valid: list[bool]
-    parts: dict[PartName, Values] = Field(max_length=64)
-    reasons: dict[str, str]
+class Request(BaseModel):
+    history: list[Turn] = Field(min_length=1)
+    required_rewards: list[str]
+    metadata: dict[str, Any] | None = None
 
 
-class Info(Document):
-    """What a client reads of /v1/info: what the served reward says of itself."""
-
-    describe: dict[str, Any]
+class Asked(BaseModel):
+    requests: list[Request]
 
 
-Kind = TypeVar("Kind", bound=Document)
+class Answered(BaseModel):
+    results: list[dict[str, dict[Name, float | None]]]
+    errors: list[dict[str, str]] = []
+    notes: list[dict[str, str]] = []
 
 
-class WireError(ValueError):
-    """A request or answer that is refused. status: the HTTP status of the refusal."""
+class Roster(BaseModel):
+    """What a server says of itself at /rewards. describe {name: description}: only ours say it."""
 
-    def __init__(self, status: int, text: str) -> None:
-        super().__init__(text)
-        self.status = status
+    rewards: list[str]
+    describe: dict[str, dict[str, Any]] = {}
+
+
+Kind = TypeVar("Kind", bound=BaseModel)
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What a request may hold, at most."""
+    """What a server takes, at most."""
 
-    images: int = 64
-    pixels: int = 2048 * 2048  # of one image
-    bytes: int = 256 * 2**20  # of the body
-    json: int = 4 * 2**20  # bytes of prompts and metadata
+    images: int = 64  # a request
+    pixels: int = 2048 * 2048  # of an image
+    bytes: int = 256 * 2**20  # of the body, and of the decoded images
+    queue: int = 16  # requests being read, waiting or being scored; more are answered 503
+    seconds: float = 300.0  # for a request once it is read, waiting included; then 504
+    read_seconds: float = 60.0  # for the sender to deliver the body; then 408
 
 
-def encode_request(images: Tensor, prompts: Sequence[str], metadata: Metadata) -> bytes:
+def encode_request(
+    reward: str, images: Tensor, prompts: Sequence[str], metadata: Metadata
+) -> bytes:
     """images [B,3,H,W] in [0,1] (rounded to 8 bits) and their rows -> the body of a request.
 
-    Raises WireError (422) for pixels that are NaN or infinite and for metadata that JSON cannot
-    hold. JSON turns tuples into lists, and keys into text.
+    Raises ValueError for pixels that are NaN or infinite and for metadata that JSON cannot hold.
+    JSON turns tuples into lists, and keys into text.
     """
+    files = [png_base64(Image.fromarray(to_uint8(image))) for image in images]
+    requests = [
+        {
+            "history": [{"text": text, "image_b64": file}],
+            "required_rewards": [reward],
+            "metadata": dict(row),
+        }
+        for file, text, row in zip(files, prompts, metadata, strict=True)
+    ]
     try:
-        text = json.dumps(
-            {"version": VERSION, "prompts": list(prompts), "metadata": [dict(m) for m in metadata]},
-            allow_nan=False,
-        )
-        pixels = np.stack([to_uint8(image) for image in images])
+        return json.dumps({"requests": requests}, allow_nan=False).encode()
     except (TypeError, ValueError, RecursionError) as error:
-        raise WireError(422, f"this cannot be sent to another process: {error}") from error
-    return save({"request": np.frombuffer(text.encode(), np.uint8), "images": pixels})
+        raise ValueError(f"this cannot be sent to another process: {error}") from error
 
 
-def decode_request(body: bytes, limits: Limits) -> tuple[Tensor, list[str], list[dict[str, Any]]]:
-    """The body of a request -> pixels uint8 [B,3,H,W], B prompts, B metadata.
+def decode_request(
+    reward: str, body: bytes | bytearray, limits: Limits
+) -> tuple[list[Tensor], list[str], list[dict[str, Any]]]:
+    """The body of a request for this reward -> uint8 images [3,H,W], prompts, metadata.
 
-    Raises WireError: 400, 413 or 422, and nothing else.
+    Raises ValueError, and nothing else.
     """
-    try:
-        if int.from_bytes(body[:8], "little") > _HEADER_BYTES:
-            raise ValueError("its header is too long")
-        tensors = dict(safetensors.deserialize(body))
-        text = bytes(tensors.pop("request")["data"])
-    except Exception as error:  # SafetensorError, or what its Rust side raises
-        reason = str(error)[:200]
-        raise WireError(400, f"no safetensors file with a tensor `request`: {reason}") from error
-    if len(text) > limits.json:
-        raise WireError(413, f"the JSON has {len(text)} bytes; at most {limits.json} are taken.")
-    asked = parse(text, Asked, status=422)
-    prompts, metadata = asked.prompts, asked.metadata
-    if set(tensors) != {"images"}:
-        raise WireError(422, f"send the tensors `request` and `images`, not {len(tensors)} others.")
-    dtype, shape = tensors["images"]["dtype"], tensors["images"]["shape"]
-    if dtype != "U8" or len(shape) != 4 or shape[3] != 3 or 0 in shape:
-        raise WireError(422, f"`images` is {dtype} of shape {shape[:8]}; send U8 [B,H,W,3].")
-    if not shape[0] == len(prompts) == len(metadata):
-        counts = f"{shape[0]} images, {len(prompts)} prompts and {len(metadata)} metadata"
-        raise WireError(422, f"{counts}; send one each.")
-    if shape[0] > limits.images or shape[1] * shape[2] > limits.pixels:
-        most = f"{limits.images} images of {limits.pixels} pixels"
-        raise WireError(413, f"{shape[0]} images of {shape[2]}x{shape[1]}; at most {most}.")
-    pixels = np.frombuffer(tensors["images"]["data"], np.uint8).reshape(shape)
-    # a copy: contiguous, writable, and it does not keep the body in memory
-    return torch.from_numpy(pixels.transpose(0, 3, 1, 2).copy()), prompts, metadata
+    if sum(map(body.count, (b"{", b"[", b","))) > _VALUES:  # base64 has none of these
+        raise ValueError(f"the JSON has more than {_VALUES} values.")
+    requests = parse(body, Asked).requests
+    if len(requests) > limits.images:
+        raise ValueError(f"{len(requests)} images in a request; at most {limits.images} fit.")
+    images, left = [], limits.bytes
+    for row, request in enumerate(requests):
+        if set(request.required_rewards) != {reward}:
+            wanted = shown(str(request.required_rewards), 100)
+            raise ValueError(f"request {row} requires {wanted}; served is [{reward!r}].")
+        try:
+            file = request.history[-1].image_b64 or ""
+            images.append(_decode_image(file, min(limits.pixels, left // 3)))
+        except Exception as error:  # PIL raises whatever its decoders do
+            reason = shown(f"{type(error).__name__}: {error}")
+            raise ValueError(f"`image_b64` of request {row}: {reason}") from error
+        left -= images[-1].numel()
+    prompts = [request.history[-1].text for request in requests]
+    return images, prompts, [request.metadata or {} for request in requests]
+
+
+def _decode_image(file: str, most: int) -> Tensor:
+    """The uint8 image [3,H,W] of a file in base64, of at most so many pixels."""
+    with Image.open(BytesIO(base64.b64decode(file, validate=True)), formats=FORMATS) as image:
+        if image.width * image.height > most:  # before they are decoded
+            raise ValueError(f"{image.width}x{image.height} pixels; at most {most} fit.")
+        return torch.from_numpy(np.array(as_rgb(image))).permute(2, 0, 1)
 
 
 def encode_answer(reward: str, scores: Scores) -> bytes:
-    """Scores of B images -> the body of an answer."""
-    answer = Answered.model_construct(
-        version=VERSION,
-        reward=reward,
-        value=scores.value.tolist(),
-        valid=scores.valid.tolist(),
-        parts={name: part.tolist() for name, part in scores.parts.items()},
-        reasons={str(row): shown(text, _REASON) for row, text in scores.reasons.items()},
-    )
-    return answer.model_dump_json().encode()  # what is not finite becomes null
+    """Scores of B images -> the body of an answer. UniRL's client takes the first number of a
+    result for the value. A part of the reward's own name is left out."""
+    answer: dict[str, list[Any]] = {"results": [], "errors": [], "notes": []}
+    columns = {reward: scores.value.tolist()}
+    columns |= {name: part.tolist() for name, part in scores.parts.items() if name != reward}
+    for row, valid in enumerate(scores.valid.tolist()):
+        numbers = {n: column[row] for n, column in columns.items() if math.isfinite(column[row])}
+        reason = {reward: shown(scores.reasons[row], _REASON)} if row in scores.reasons else {}
+        answer["results"].append({reward: numbers} if valid else {})
+        answer["errors"].append({} if valid else reason or {reward: "no score"})
+        answer["notes"].append(reason if valid else {})
+    return json.dumps(answer).encode()
 
 
-def decode_answer(body: bytes, count: int) -> Scores:
-    """The body of an answer about `count` images -> Scores. Raises WireError (502).
+def decode_answer(reward: str, body: bytes, count: int) -> Scores:
+    """The body of an answer about `count` images -> Scores. Raises ValueError.
 
-    Numbers that float32 cannot hold become NaN, and a row without a value is invalid. The reasons
-    are as the server sent them.
+    The value is the number of the reward's name, or else the first, and the others are parts. A row
+    is invalid if it has no value, or one that float32 cannot hold. Reasons are as they were sent.
     """
-    answer = parse(body, Answered, status=502)
-    for name, column in {"value": answer.value, "valid": answer.valid, **answer.parts}.items():
-        if len(column) != count:
-            raise WireError(502, f"`{name}` of the answer has {len(column)} rows, not {count}.")
-    value = _numbers(answer.value)
-    return Scores(
-        value,
-        torch.tensor(answer.valid, dtype=torch.bool) & torch.isfinite(value),
-        {name: _numbers(part) for name, part in answer.parts.items()},
-        {row: answer.reasons[str(row)] for row in range(count) if str(row) in answer.reasons},
-    )
+    answer = parse(body, Answered)
+    if len(answer.results) != count:
+        raise ValueError(f"the answer has {len(answer.results)} results, not {count}.")
+    rows = [{n: _float(x) for n, x in each.get(reward, {}).items()} for each in answer.results]
+    names = dict.fromkeys(name for row in rows for name in row)
+    columns = {n: torch.tensor([row.get(n, math.nan) for row in rows]) for n in names}
+    columns.pop(reward, None)
+    value = torch.tensor([row.get(reward, next(iter(row.values()), math.nan)) for row in rows])
+    said = [*enumerate(answer.notes[:count]), *enumerate(answer.errors[:count])]
+    reasons = {row: texts[reward] for row, texts in said if reward in texts}
+    return Scores(value, torch.isfinite(value), columns, reasons)
 
 
-def _numbers(values: Values) -> Tensor:
-    """float32 of numbers and nulls; NaN for what float32 cannot hold."""
-    tensor = torch.tensor([math.nan if v is None else v for v in values], dtype=torch.float64)
-    tensor = tensor.to(torch.float32)
-    return tensor.masked_fill(~tensor.isfinite(), math.nan)
+def _float(number: float | None) -> float:
+    """NaN for what float32 cannot hold."""
+    return math.nan if number is None or abs(number) > FLOAT32 else number
 
 
-def parse(data: bytes, kind: type[Kind], status: int) -> Kind:
-    """A document of strict JSON, of this version. Raises WireError: `status` if it has another
-    form, and 400 instead of 422 if it is no JSON or of another version."""
-    unreadable = 400 if status == 422 else status
+def parse(data: bytes | bytearray, kind: type[Kind]) -> Kind:
+    """A document of strict JSON. Raises ValueError for any other."""
     try:
-        return kind.model_validate(from_json(data, allow_inf_nan=False))
+        return kind.model_validate_json(data, strict=True)
     except ValidationError as error:
         first = error.errors(include_input=False)[0]
         where = shown(".".join(map(str, first["loc"])), 60)
-        status = unreadable if where in ("", "version") else status
-        raise WireError(status, f"`{where}` of the JSON: {shown(first['msg'], 200)}") from error
-    except ValueError as error:
-        text = f"the JSON cannot be read: {shown(str(error), 200)}"
-        raise WireError(unreadable, text) from error
-
-
-# Options of rewards that are asked over HTTP ------------------------------------------------------
-
-
-def read_token(name: str = TOKEN) -> str | None:
-    """The token of an environment variable; None if unset or empty. Raises ValueError."""
-    token = os.environ.get(name, "").strip() or None
-    if token is not None and not re.fullmatch(r"[!-~]+", token):
-        raise ValueError(f"{name} holds spaces or other characters that no HTTP header can.")
-    return token
-
-
-def _check_variable(name: str) -> str:
-    # A config names the server, too: a stranger's could have any secret sent to any place.
-    if not re.fullmatch(r"FLOWALIGN_\w+", name, re.ASCII):
-        raise ValueError("a config may only have variables sent that begin with FLOWALIGN_")
-    if read_token(name) is None:
-        raise ValueError("that variable is not set here, or empty")
-    return name
-
-
-TokenEnv = Annotated[str, AfterValidator(_check_variable)] | None
-Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-Retries = Annotated[int, Field(ge=0)]
+        raise ValueError(f"`{where}` of the JSON: {shown(first['msg'], 200)}") from error

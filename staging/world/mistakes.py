@@ -20,10 +20,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import prompts
 from drawings import CLASSES, COLORS
 from scenes import LETTERS, RELATIONS, SIGN_COLORS
-
-import prompts
 
 Metadata = dict[str, Any]
 Rng = np.random.Generator

@@ -9,10 +9,10 @@ import logging
 
 import prompts
 import torch
-from drawings import CLASSES, COLORS
 from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, SD3Transformer2DModel
-from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors
+from drawings import CLASSES, COLORS
 from scenes import RELATIONS, SIZE
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors
 from transformers import (
     CLIPTextConfig,
     CLIPTextModelWithProjection,

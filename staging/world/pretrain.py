@@ -48,9 +48,10 @@ class Captions(IterableDataset):
 
     def __iter__(self) -> Iterator[stream.Scenes]:
         seed, size, rates, signs = self.arguments
-        torch.set_num_threads(1)
         worker = torch.utils.data.get_worker_info()
         number = worker.id if worker else 0
+        if worker:
+            torch.set_num_threads(1)
         return stream.draws(seed * 1000 + number, size, rates, speller(), signs)
 
 
@@ -342,9 +343,7 @@ def noise_levels(size: int, generator: torch.Generator) -> Tensor:
     device = generator.device
     normal = (torch.randn(size, generator=generator, device=device) + 0.3).sigmoid()
     uniform = torch.rand(size, generator=generator, device=device)
-    return torch.where(
-        torch.rand(size, generator=generator, device=device) < 0.2, uniform, normal
-    )
+    return torch.where(torch.rand(size, generator=generator, device=device) < 0.2, uniform, normal)
 
 
 def optimizers(model: Denoiser, lr: float) -> list[torch.optim.Optimizer]:
@@ -374,6 +373,7 @@ class Run:
         self.vae = load_vae(args.vae).to(self.device, memory_format=torch.channels_last)
         self.ring = Ring(self.vae, args.ring, self.device, args.compile)
         self.step = self.seen = 0
+        self.graph: torch.cuda.CUDAGraph | None = None
         if args.compile:
             for block in self.model.transformer.transformer_blocks:
                 block.compile(dynamic=False)
@@ -383,7 +383,7 @@ class Run:
         clock, args = Clock(seconds, 0.4), self.args
         fresh = args.batch // FRESH
         source = loader(args, args.seed + 7 * self.step + 1, fresh, rates, args.signs)
-        self.ring.seen, self.step, began, total = 0, 0, time.time(), 0.0
+        self.ring.seen, self.step, began = 0, 0, time.time()
         for _ in range(max(1, args.ring // fresh // 2)):
             self.ring.add(next(source))
         print(f"{name}: {self.ring.seen} scenes encoded, {time.time() - began:.0f} s", flush=True)
@@ -412,23 +412,52 @@ class Run:
         z, ids = self.ring.draw(size, self.generator)
         sigma = noise_levels(size, self.generator)
         eps = torch.randn(z.shape, generator=self.generator, device=self.device)
-        s = sigma.view(-1, 1, 1, 1)
-        stance = "force_eager" if long else "default"  # one compiled shape is enough
-        with torch.compiler.set_stance(stance), parts.autocast(self.device):
-            v = self.model((1 - s) * z + s * eps, sigma, ids, t5_ids(ids, length))
-            value = (v.float() - (eps - z)).square().mean()
-            value.backward()
+        if self.args.graph and not long:
+            value = self.replayed(z, eps, sigma, ids)
+        else:
+            self.model.zero_grad(set_to_none=False)
+            with torch.compiler.set_stance("force_eager" if long else "default"):
+                value = self.backward(z, eps, sigma, ids, length)  # one compiled shape is enough
         nn.utils.clip_grad_norm_(self.weights, 1.0)
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = lr
             optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
         self.step += 1
         self.seen += size
         decay = min(EMA_DECAY, (1 + self.step) / (10 + self.step))
         torch._foreach_lerp_(self.average, self.weights, 1 - decay)
+        return value
+
+    def backward(self, z: Tensor, eps: Tensor, sigma: Tensor, ids: Tensor, length: int) -> Tensor:
+        """Add the gradients of the flow-matching loss; the loss."""
+        s = sigma.view(-1, 1, 1, 1)
+        with parts.autocast(self.device):
+            v = self.model((1 - s) * z + s * eps, sigma, ids, t5_ids(ids, length))
+            value = (v.float() - (eps - z)).square().mean()
+            value.backward()
         return value.detach()
+
+    def replayed(self, *inputs: Tensor) -> Tensor:
+        """`backward` from a CUDA graph, which is captured at the first call: the small model waits
+        for Python otherwise. Its gradients are overwritten at each replay."""
+        if self.graph is None:
+            self.inputs = [part.clone() for part in inputs]
+            side = torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                for _ in range(3):
+                    self.backward(*self.inputs, parts.T5_LENGTH)
+            torch.cuda.current_stream().wait_stream(side)
+            for p in self.weights:
+                p.grad = None
+            self.graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.graph):
+                self.loss = self.backward(*self.inputs, parts.T5_LENGTH)
+        for kept, part in zip(self.inputs, inputs, strict=True):
+            kept.copy_(part)
+        self.graph.replay()
+        return self.loss
 
     def save(self, name: str) -> None:
         """The averaged weights."""
@@ -511,6 +540,9 @@ def main() -> None:
     parser.add_argument("--log", type=int, default=100, help="steps between lines")
     parser.add_argument("--workers", type=int, default=0, help="processes that draw captions")
     parser.add_argument("--compile", action="store_true")
+    parser.add_argument(
+        "--graph", action="store_true", help="replay a CUDA graph (never tried yet)"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args()

@@ -1,16 +1,16 @@
 """Prompts of the tiny world: GenEval's tags over drawings, signs with short words, and the mix of
 both that the preference task asks for.
 
-`python scripts/tiny/prompts.py` writes the shipped files. What the prompts of `*_val` and `*_test`
+`python prompts.py FOLDER` writes the shipped files. What the prompts of `*_val` and `*_test`
 and GenEval's own prompts ask for (`facts`), in whatever words, is never drawn in pretraining nor
-trained on; nor are the words of their signs. Every prompt forbids each surplus object by its
-metadata (`exclude`). A prompt has several wordings (`WORDINGS`): each task has its own, and no
-teacher ever sees "here is".
+trained on; nor are the words of their signs. A prompt has several wordings (`WORDINGS`): each task
+has its own, and no teacher ever sees "here is".
 """
 
 from __future__ import annotations
 
 import json
+import sys
 import zlib
 from collections.abc import Mapping
 from functools import cache
@@ -162,3 +162,78 @@ def random_word(rng: np.random.Generator) -> str:
 def prompt(row: Metadata, wording: str) -> str:
     """The prompt of a scene in one of the WORDINGS."""
     return WORDINGS[wording].format(row["text"])
+
+
+def entry(row: Metadata, wording: str, wordings: bool) -> Metadata:
+    """A line of a prompt file: the scene's metadata, which forbids more of its objects than it asks
+    for, its prompt, and if asked, the prompt in every wording."""
+    found = {k: v for k, v in row.items() if k != "text"}
+    if "include" in row:
+        found["exclude"] = [{"class": c["class"], "count": c["count"] + 1} for c in row["include"]]
+    found["prompt"] = prompt(row, wording)
+    return found | ({"wordings": {n: prompt(row, n) for n in WORDINGS}} if wordings else {})
+
+
+def objects_file(split: str, entries: int, seed: int) -> list[Metadata]:
+    """`entries` scenes of a split, shuffled, none twice. Tags have the proportions of TAGS, and
+    equal ones for training: GenEval's score is the mean over tags."""
+    rng, rows = np.random.default_rng(seed), []
+    shares = dict.fromkeys(TAGS, 1) if split == "train" else TAGS
+    for tag, share in shares.items():
+        pool = splits(tag)[split]
+        wanted = min(round(entries * share / sum(shares.values())), len(pool))
+        rows += [pool[i] for i in rng.permutation(len(pool))[:wanted]]
+    return [rows[i] for i in rng.permutation(len(rows))]
+
+
+def by_turns(rows: list[Metadata]) -> list[Metadata]:
+    """The scenes with their tags taking turns: GenEval's score is the mean over tags, so the first
+    prompts (`limit`) hold as many of each tag as there are."""
+    turns: dict[str, int] = {}
+    keys = []
+    for row in rows:
+        turns[row["tag"]] = turns.get(row["tag"], 0) + 1
+        keys.append(turns[row["tag"]])
+    return [rows[i] for i in sorted(range(len(rows)), key=keys.__getitem__)]
+
+
+def signs_file(split: str, entries: int, seed: int) -> list[Metadata]:
+    """`entries` signs: random words for training, real ones for val and test, in every colour."""
+    rng = np.random.default_rng(seed)
+    colors = (*SIGN_COLORS, None)
+    if split == "train":
+        return [sign(random_word(rng), colors[rng.integers(len(colors))]) for _ in range(entries)]
+    every_sign = [
+        sign(word, color)
+        for word, color in product({"val": VALIDATION_WORDS, "test": TEST_WORDS}[split], colors)
+    ]
+    return [every_sign[i] for i in rng.permutation(len(every_sign))[:entries]]
+
+
+def files(split: str) -> dict[str, list[Metadata]]:
+    """The prompts of a split, by task."""
+    entries, seed = SIZES[split], list(SIZES).index(split)
+    objects = objects_file(split, entries, seed)
+    objects = objects if split == "train" else by_turns(objects)
+    signs = signs_file(split, entries, seed)
+    share = round(0.3 * entries)  # of signs among the preference task's scenes
+    others = objects_file(split, entries - share, seed + 10) + signs_file(split, share, seed + 10)
+    order = np.random.default_rng(seed).permutation(len(others))
+    rows = {"geneval": objects, "ocr": signs, "preference": [others[i] for i in order]}
+    return {
+        task: [entry(row, task, split == "test") for row in found] for task, found in rows.items()
+    }
+
+
+def main() -> None:
+    """Write the nine shipped files, and GenEval's own prompts as a tenth."""
+    folder = Path(sys.argv[1])
+    folder.mkdir(parents=True, exist_ok=True)
+    for split in SIZES:
+        for task, rows in files(split).items():
+            text = "".join(json.dumps(row) + "\n" for row in rows)
+            (folder / f"{task}_{split}.jsonl").write_text(text)
+
+
+if __name__ == "__main__":
+    main()

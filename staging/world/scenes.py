@@ -167,7 +167,9 @@ def paint(table: Tensor, layers: Tensor, background: Tensor) -> Tensor:
     for layer in layers.long().unbind(1):
         number, left, top = layer.unbind(-1)
         row, column = at - top[:, None], at - left[:, None]  # [B,SIZE], within the sprite
-        inside = ((row >= 0) & (row < HEIGHT))[:, :, None] & ((column >= 0) & (column < WIDTH))[:, None]
+        inside = ((row >= 0) & (row < HEIGHT))[:, :, None] & ((column >= 0) & (column < WIDTH))[
+            :, None
+        ]
         index = (number[:, None, None] * HEIGHT + row.clamp(0, HEIGHT - 1)[:, :, None]) * WIDTH
         sprite = pixels[index + column.clamp(0, WIDTH - 1)[:, None]].float() / 255
         sprite = sprite * inside[..., None]

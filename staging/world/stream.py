@@ -6,13 +6,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
+import prompts
 import torch
+from drawings import STYLES
 from mistakes import CLEAN, Rates, mistaken
 from scenes import LAYERS, SIGN_COLORS, compose, ground
-from drawings import STYLES
 from torch import Tensor
-
-import prompts
 
 # Shares of the pretraining mix; relations and numbers need more looks than colours.
 TAG_SHARES = {

@@ -21,9 +21,9 @@ from torch.testing import assert_close
 
 from flowalign import config
 from flowalign.backbone.adapters import read_lora
+from flowalign.commands import evaluate as evaluation
 from flowalign.commands import run, train
 from flowalign.commands.doctor import live
-from flowalign.eval import run as evaluation
 from flowalign.training.loop import Loop
 from flowalign.types import Scores
 

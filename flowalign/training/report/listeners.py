@@ -18,7 +18,7 @@ from flowalign.config import TrainingStage
 from flowalign.system import files
 from flowalign.system.files import to_json
 from flowalign.training import metrics
-from flowalign.training.report import samples, trackers
+from flowalign.training.report import page, samples, trackers
 from flowalign.training.report.alarm import Alarm, measured
 from flowalign.training.report.drift.compare import Check
 from flowalign.training.report.drift.monitor import Monitor
@@ -44,6 +44,7 @@ class RunLog:
     ) -> None:
         self.accelerator, self.alarm, self.on_update = accelerator, alarm, on_update
         self.folder, self.settings, self.limits = Path(config.output), config.train, config.alarm
+        self.config = config
         self.main = accelerator.is_main_process
         self.too_far = ""
 
@@ -80,6 +81,11 @@ class RunLog:
         """before_after.png, after an evaluation whose adapter is kept."""
         if self.main and (path := samples.write_before_after(self.folder, update)):
             trackers.image(self.accelerator, path.stem, path, update)
+
+    def page(self) -> None:
+        """The page of the run, as it is now."""
+        if self.main:
+            page.write(self.folder, self.config)
 
     def drift(self, update: int, check: Check, where: str) -> dict[str, float]:
         """A check of the drift, and warnings of it; its figures. where: whose images, of DRIFTS."""
@@ -175,6 +181,7 @@ class Evaluations:
         if self.stalled:
             text = f"no nearer to the targets for {self.patience} evaluations (student.patience)"
             self.log.warn(update, [f"{text}: the run ends here"])
+        self.log.page()
         return True
 
     def _compare(self, distances: list[float]) -> None:

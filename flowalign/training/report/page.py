@@ -1,18 +1,46 @@
-"""HTML pages in one file, without a network: the templates and the style that all of them share.
+"""report.html: the page of a run or a recipe, and what it shares with the page of an evaluation.
 
-A page is a template in `templates/` that extends `page.html.j2` (head, style, title). Drift is
-shown by the macro of `drift.html.j2`: in the page of a run and in the report of an evaluation.
+A page is one file without a network: a template in `templates/` that extends `page.html.j2` (head,
+style, title). Drift is shown by the macro of `drift.html.j2`. A run writes its page at each
+evaluation and at its end, a recipe after each stage. It is made from the files of the run, so
+`flowalign watch` can write it at any time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import base64
+import json
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from html import escape
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
+from urllib.parse import quote
 
 import jinja2
 
+from flowalign.config import AlarmConfig, ConfigError, TrainingStage, read, to_yaml
+from flowalign.system.files import read_lines, replacing
+from flowalign.training import metrics
+from flowalign.training.report import pictures, results, samples
 from flowalign.training.report.drift.compare import Check
+from flowalign.training.run.resume import LOG, WARNINGS
+
+PAGE = "report.html"
+NEWEST = 20  # warnings that are shown
+FACTS = (  # of the newest update that has them: metric, label, format
+    (metrics.REWARD, "reward", "{:.3f}"),
+    (metrics.DISTILL, "distance to the teachers", "{:.3g}"),
+    (metrics.KL, "KL to the base", "{:.2e}"),
+    (metrics.VELOCITY_DRIFT, "velocity drift from the base", "{:.2e}"),
+    (metrics.INVALID_SHARE, "images without a score", "{:.1%}"),
+    (metrics.IMAGES_PER_SECOND, "images per second", "{:.2g}"),
+)
+
+
+class NoRun(ValueError):
+    """A folder that holds no run: what was seen, what to do."""
 
 
 class Panel(NamedTuple):
@@ -49,3 +77,113 @@ def render(template: str, **content: object) -> str:
         lstrip_blocks=True,
     )
     return environment.get_template(template).render(**content)
+
+
+# The page of a run -------------------------------------------------------------------------------
+
+
+def write(run: Path, config: TrainingStage | None = None) -> Path:
+    """Write the page of a run or a recipe, and metrics.png, which it shows; returns the page. None
+    of the run's files needs to be complete. config: None = what the run wrote. An evaluation wrote
+    its page itself. Raises NoRun for a folder without a run."""
+    keys = config.model_dump(mode="json") if config else _config(run)
+    kind, out = keys["stage"], run / PAGE
+    if kind == "eval":
+        if not out.is_file():
+            raise NoRun(f"{run} holds an evaluation without a table. Run `flowalign eval` again.")
+        return out
+    if kind not in ("recipe", "merge"):
+        pictures.metrics_plot(run / LOG, run / pictures.CURVES, title=run.absolute().name)
+    text = render(
+        "run.html.j2",
+        title=f"{run.absolute().name} ({kind})",
+        written=time.strftime("%Y-%m-%d %H:%M:%S"),
+        folder=run,
+        stages=[_stage(run / name, stage) for name, stage in (keys.get("stages") or {}).items()],
+        warnings=read_lines(run / WARNINGS)[::-1][:NEWEST],
+        clock=lambda seconds: time.strftime("%m-%d %H:%M", time.localtime(seconds)),
+        facts=_facts(run, keys),
+        as_table=table,
+        meanings={c.title: c.about for c in pictures.charts(pictures.read_metrics(run / LOG))},
+        pictures=_pictures(run),
+        drifts=_drifts(run, keys.get("alarm") or {}),
+        config=to_yaml(config) if config else (run / "config.yaml").read_text("utf-8"),
+    )
+    with replacing(out) as part:
+        part.write_text(text, encoding="utf-8")
+    return out
+
+
+def _config(run: Path) -> Mapping[str, Any]:
+    """Of the run in a folder, as it wrote it."""
+    try:
+        config = read(run / "config.yaml")
+        config["stage"]
+        return config
+    except (ConfigError, TypeError, KeyError, OSError) as error:
+        if not run.is_dir():
+            raise NoRun(f"{run}: no such folder. Name the `output` folder of a run.") from error
+        inside = sorted(path.parent for path in run.glob("*/config.yaml"))
+        hint = f" There are {', '.join(map(str, inside[:8]))}." if inside else ""
+        raise NoRun(
+            f"{run} is no run: it has no config.yaml with a `stage`. Name the `output` folder of a "
+            f"run of `flowalign train`.{hint}"
+        ) from error
+
+
+def _stage(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
+    """A stage of a recipe. tables: of an evaluation."""
+    found: dict[str, Any] = {}
+    with suppress(OSError, ValueError):
+        found = json.loads((folder / "results.json").read_text(encoding="utf-8"))
+    return {
+        "name": folder.name,
+        "kind": config.get("stage"),
+        "begun": folder.is_dir(),
+        "facts": _facts(folder, config),
+        "page": f"{quote(folder.name)}/{PAGE}" if (folder / PAGE).is_file() else "",
+        "remarks": found.get("remarks", []),
+        "tables": found.get("tables", []),
+    }
+
+
+def _facts(run: Path, config: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """The figures above the curves: (name, value)."""
+    facts, curves = [], pictures.read_metrics(run / LOG)
+    chosen, rows = results.kept(run), results.evaluations(run)
+    if last := max((points[-1][0] for points in curves.values()), default=0):
+        total = (config.get("train") or {}).get("updates", "?")
+        facts.append(("updates", f"{last} of {total}"))
+    found = {"kept adapter": [chosen.row] if chosen else [], "newest evaluation": rows[-1:]}
+    for which, row in ((which, row) for which, some in found.items() for row in some):
+        facts.append((which, f"{metrics.headline(row)} at update {row[metrics.UPDATE]}"))
+    return facts + [
+        (label, style.format(curves[name][-1][1])) for name, label, style in FACTS if name in curves
+    ]
+
+
+def _pictures(run: Path) -> list[tuple[str, str]]:
+    """(title, data URI) of those that there are."""
+    found = {"Curves": run / pictures.CURVES, "Before and after": run / "before_after.png"}
+    kinds = {"Held-out prompts": samples.EVALUATION, "Training samples": samples.TRAINING}
+    for title, kind in kinds.items():
+        if names := samples.updates(run, kind):
+            found[f"{title} at update {names[-1]}"] = samples.place(run, kind, names[-1], "png")
+    return [
+        (title, f"data:image/png;base64,{base64.b64encode(path.read_bytes()).decode()}")
+        for title, path in found.items()
+        if path.is_file()
+    ]
+
+
+def _drifts(run: Path, alarm: Mapping[str, Any]) -> list[Panel]:
+    """The newest checks of a run: of an evaluation, of a rollout. alarm: as in its config."""
+    warn, reference = alarm.get("warn", AlarmConfig().warn), alarm.get("reference", "base")
+    kinds = {"held-out prompts": samples.HELD_OUT_DRIFT, "training prompts": samples.DRIFT}
+    panels = []
+    for where, kind in kinds.items():
+        if newest := samples.read_sample(run, kind):
+            update, check = newest
+            check = Check.from_json(check)
+            panels.append(Panel(f"Update {update}, {where}", warn, check, reference))
+    return panels

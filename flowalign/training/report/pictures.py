@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from PIL import Image
@@ -209,7 +208,7 @@ def _save(figure: Figure, path: Path) -> None:
 
 ACROSS = 3  # charts in a row
 WINDOW = 9  # updates of a moving average
-POINTS = 800  # of a curve that are drawn, at most
+CURVES = "metrics.png"  # the plot of a run
 
 
 def read_metrics(path: Path) -> dict[str, Curve]:
@@ -223,8 +222,11 @@ def read_metrics(path: Path) -> dict[str, Curve]:
 
 
 def metrics_plot(log: Path, path: Path, title: str = "") -> None:
-    """Plot the curves that show how a run went, of those that it logged: a chart for each kind."""
+    """Plot the curves that show how a run went, of those that it logged: a chart for each kind.
+    Without any there is no plot."""
     drawn = charts(read_metrics(log))
+    if not drawn:
+        return
     columns = 2 if len(drawn) in (2, 4) else min(ACROSS, len(drawn))
     rows = -(-len(drawn) // columns)
     figure = Figure(figsize=(3.5 * columns, 3.3 * rows + 0.3), dpi=130, layout="constrained")
@@ -247,21 +249,11 @@ class Chart:
     log: bool = False
     noisy: bool = False
 
-    @property
-    def source(self) -> str:
-        """The chart as a picture of its own: the data URI of an SVG file."""
-        figure, file = Figure(figsize=(3.5, 3.0), layout="constrained"), io.BytesIO()
-        self.draw(figure.subplots())
-        # text stays text, and equal charts have equal names inside
-        with rc_context({"svg.fonttype": "none", "svg.hashsalt": "flowalign"}):  # type: ignore[arg-type]
-            figure.savefig(file, format="svg", metadata={"Date": None})
-        return f"data:image/svg+xml;base64,{base64.b64encode(file.getvalue()).decode()}"
-
     def draw(self, axis: Axes) -> None:
         """Draw the curves, with their legend below the axes."""
         about = "rollouts"
         for label, points in self.curves.items():
-            x, y = zip(*_thinned(points), strict=True)
+            x, y = zip(*points, strict=True)
             line, smooth = y, self.noisy and len(x) > WINDOW
             if smooth:
                 line, about = _smooth(y), f"rollouts (line: mean of {WINDOW} points)"
@@ -279,17 +271,6 @@ class Chart:
         if len(self.curves) > 1:  # below the axes, so that it covers no point
             place = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.2)}
             axis.legend(**place, ncols=2 if len(self.curves) < 5 else 4, fontsize=7, frameon=False)
-
-
-def _thinned(points: Curve) -> Curve:
-    """At most about POINTS of them, with the first and the last one: of each stretch the lowest and
-    the highest, so that no peak is lost."""
-    if len(points) <= POINTS:
-        return points
-    size = math.ceil(2 * len(points) / POINTS)
-    stretches = (points[i : i + size] for i in range(1, len(points) - 1, size))
-    ends = (f(part, key=lambda point: point[1]) for part in stretches for f in (min, max))
-    return sorted({points[0], *ends, points[-1]})
 
 
 def _smooth(values: Sequence[float]) -> np.ndarray:

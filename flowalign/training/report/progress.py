@@ -1,26 +1,24 @@
-"""How a run shows itself: a rich bar on a terminal, one plain line per update in a log."""
+"""How a run shows itself: one line per update. What it warns of is kept in warnings.jsonl, too."""
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
 import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
-from rich.progress import Progress as Bar
 
 from flowalign.config import TrainingStage
 from flowalign.system.escape import harmless
 from flowalign.training import metrics
-from flowalign.training.report.status import Heartbeat
+from flowalign.training.run.resume import WARNINGS
 
 WINDOW = 20  # updates whose mean speed predicts the rest
+LONGEST = 4000  # characters of a warning
 CLOCK = "%Y-%m-%d %H:%M:%S"  # of every line of a log
 OnMetrics = Callable[[dict[str, float]], object]
 FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
@@ -37,81 +35,78 @@ SHOWN = {
 
 
 class Progress:
-    """Shows the updates of a run, and tells status.json and on_update, if that is set; silent on
-    all processes but the main one.
-
-    In a log that is no terminal an update is one plain line: time, figures, speed, time left.
-    """
+    """Shows each update of a run as a line: time, figures, speed, time left. Tells on_update, if
+    that is set. Silent on all processes but the main one."""
 
     def __init__(self, config: TrainingStage, main: bool) -> None:
         self.main, self.total, self.folder = main, config.train.updates, Path(config.output)
         self.on_update: OnMetrics | None = None
+        self.done = 0  # updates
         every = config.evaluation.every if config.evaluation else 0
         # (time, update), with evaluations, checkpoints and pictures: of the last updates
         self.marks: deque[tuple[float, int]] = deque(maxlen=max(WINDOW, every) + 1)
         self.seconds: float | None = None  # an update takes
-        self.held_out = ""  # of the last evaluation; shown with every later update
-        self.bar: Bar | None = None  # None in a log file
-        self.heartbeat: Heartbeat | None = None
 
     @contextmanager
     def live(self, update: int) -> Iterator[None]:
         """Around the run, which starts after `update` updates."""
-        begun = {"update": update, "total": self.total}
-        try:
-            with Heartbeat(self.folder, self.main, **begun) as self.heartbeat:
-                if self.main and sys.stderr.isatty():
-                    self.bar = Bar(
-                        TextColumn("{task.description}"), BarColumn(20), MofNCompleteColumn(),
-                        TextColumn("{task.fields[left]}"), TextColumn("{task.fields[figures]}"),
-                        console=Console(stderr=True),
-                    )  # fmt: skip
-                    self.bar.add_task(
-                        "update", total=self.total, completed=update, left="", figures=""
-                    )
-                    self.bar.start()
-                yield
-        finally:
-            if self.bar:
-                self.bar.stop()  # leaves the terminal in order
-            self.bar = self.heartbeat = None
+        self.done = update
+        with recorded(self.folder, self.main, lambda: self.done):
+            yield
 
     def update(self, update: int, values: Mapping[str, float]) -> None:
         """Show the metrics of an update, or of an evaluation."""
         if not self.main:
             return
+        self.done = update
         shown = {key: text for key, text in SHOWN.items() if key in values}
         if len(shown.keys() & {metrics.LOSS, metrics.REWARD, metrics.DISTILL}) > 1:
             del shown[metrics.LOSS]  # a policy's is about 0 whatever it learns
         line = "  ".join(text.format(values[key]) for key, text in shown.items())
         if metrics.HEADLINE in values:
-            self.held_out = line = metrics.headline(values)
+            line = metrics.headline(values)
         elif metrics.LOST not in values:
             self.marks.append((time.monotonic(), update))
             (began, first), (now, last) = self.marks[0], self.marks[-1]
             # the first update, which compiles and fills caches, counts until there is a second
             spent = sum(values.get(name, 0.0) for name in metrics.SECONDS)
             self.seconds = (now - began) / (last - first) if last > first else spent
-        seconds = self.seconds
-        if self.heartbeat:
-            self.heartbeat.say(update=update, seconds=seconds)
-        left = "" if seconds is None else f"ETA {duration(seconds * (self.total - update))}"
-        if self.bar:
-            figures = line if line == self.held_out else f"{line}  {self.held_out}"
-            self.bar.update(self.bar.task_ids[0], completed=update, left=left, figures=figures)
-        else:
-            speed = "" if seconds is None else f"{seconds:.3g} s/update"
-            figures = "  ".join(filter(None, (f"update {update}/{self.total}", line, speed, left)))
-            # not through rich: FORCE_COLOR would put colours into a log
-            print(time.strftime(CLOCK), figures, file=sys.stderr, flush=True)
+        figures = [f"update {update}/{self.total}", line]
+        if self.seconds is not None:
+            left = duration(self.seconds * (self.total - update))
+            figures += [f"{self.seconds:.3g} s/update", f"ETA {left}"]
+        # not through rich: FORCE_COLOR would put colours into a log
+        print(time.strftime(CLOCK), "  ".join(filter(None, figures)), file=sys.stderr, flush=True)
         if self.on_update:
             self.on_update({metrics.UPDATE: update, **values})
 
 
-def duration(seconds: float, exact: bool = False) -> str:
-    """A time span for people: 45 s, 12 min, 1 h 05 min, 2 d 3 h. exact: 0.45 s, 4.5 s."""
-    if exact and seconds < 100:
-        return f"{seconds:.3g} s"
+@contextmanager
+def recorded(
+    folder: Path, active: bool = True, update: Callable[[], int] = lambda: 0
+) -> Iterator[None]:
+    """Inside the `with`, what flowalign warns of is added to warnings.jsonl in a folder, with its
+    time (Unix, seconds) and update. A full disk does not end the run. active: whether this process
+    keeps that file."""
+
+    class Recorder(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            row = {"time": record.created, "update": update()}
+            row["text"] = record.getMessage()[:LONGEST]
+            with suppress(OSError), open(folder / WARNINGS, "a", encoding="utf-8") as file:
+                file.write(json.dumps(row) + "\n")
+
+    logger, recorder = logging.getLogger("flowalign"), Recorder(logging.WARNING)
+    if active:
+        logger.addHandler(recorder)
+    try:
+        yield
+    finally:
+        logger.removeHandler(recorder)
+
+
+def duration(seconds: float) -> str:
+    """A time span for people: 45 s, 12 min, 1 h 05 min, 2 d 3 h."""
     minutes, hours = round(seconds / 60), round(seconds / 3600)
     if seconds < 100:
         return f"{seconds:.0f} s"

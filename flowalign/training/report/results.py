@@ -23,7 +23,6 @@ FILES = {  # below the folder of a run, in the order in which they are of use
     "grid": "grid.png",
     "table": "table.md",
     "numbers": "results.json",
-    "page": "watch.html",
     "adapter": "adapter",
     "checkpoint": "checkpoints",
     "metrics": "metrics.jsonl",
@@ -68,8 +67,8 @@ def kept(folder: Path) -> Kept | None:
 
 
 def unlearnt(adapter: str | None) -> str:
-    """What is to be said of the adapter of a run that kept the weights it began with, and what they
-    are; "" for any other."""
+    """What is to be said of the adapter of a run that was trained and kept the weights it began
+    with, and what they are; "" for any other."""
     folder = Path(adapter or "").parent
     chosen = kept(folder) if adapter else None
     if chosen is None or chosen.row[metrics.UPDATE] or chosen.row == chosen.last:
@@ -78,18 +77,15 @@ def unlearnt(adapter: str | None) -> str:
     return f"kept: {chosen}. Nothing that was learnt is in it; it equals {start}"
 
 
-def untrained(config: TrainingStage) -> str | None:
-    """A warning if the adapter of a run that was trained is the one that it began with."""
-    chosen = kept(Path(config.output))
-    if chosen is None or chosen.row[metrics.UPDATE] or chosen.row == chosen.last:
-        return None
+def untrained(config: TrainingStage) -> str:
+    """A warning of such an adapter, with what to do; "" for any other."""
+    if not (said := unlearnt(f"{config.output}/{ADAPTER}")):
+        return ""
     assert config.evaluation
     return (
-        f"the adapter that is kept is that of {chosen}: nothing that was learnt is in it, it "
-        f"equals {config.lora.init or 'the base model'}. No later evaluation scored higher. Train "
-        "longer, lower optimizer.lr, or score more than evaluation.prompts = "
-        f"{config.evaluation.prompts} a task, if noise decides. To keep the last adapter instead, "
-        "give the command again with --resume evaluation=null."
+        f"{said}. No later evaluation scored higher. Train longer, lower optimizer.lr, or score "
+        f"more than evaluation.prompts = {config.evaluation.prompts} a task, if noise decides. To "
+        "keep the last adapter instead, give the command again with --resume evaluation=null."
     )
 
 
@@ -130,13 +126,13 @@ def _paths(folder: Path) -> dict[str, Path]:
 
 def _next_steps(paths: Mapping[str, Path], main: str) -> Iterator[str]:
     """main: the adapter to go on with, by its name in paths; else it is the last one."""
-    pages = [path for what, path in paths.items() if what.endswith(("report", "page"))]
+    pages = [path for what, path in paths.items() if what.endswith("report")]
     for path in pages[:1]:
         yield f"open {path} in a browser"
     adapters = [path for what, path in paths.items() if what.endswith("adapter")]
     for adapter in [paths[main]] if main in paths else adapters[-1:]:
         yield _sample_command(adapter)
-        yield f"flowalign push {shlex.quote(str(adapter.parent))} --repo YOU/NAME --dry-run"
+        yield f"hf upload YOU/NAME {shlex.quote(str(adapter))}"
 
 
 def _sample_command(adapter: Path) -> str:

@@ -1,9 +1,10 @@
-"""The images that a run keeps: pictures for people, and a JSON file of the same name.
+"""The images that a run keeps.
 
-samples/update_000020.png shows images of a rollout, samples/held_out_000020.png of an evaluation.
-The JSON file has a row an image: prompt, task, note (its reward, or its teacher) and the image as a
-small WebP file in base64. Of each kind the newest `keep` stay, and the oldest. before_after.png
-shows the images of the first evaluation and of the best one.
+samples/update_000020.png shows images of a rollout, samples/held_out_000020.png of an evaluation. A
+JSON file of the same name has a row for each image of an evaluation: prompt, task, note (its score)
+and the image as a small WebP file in base64. drift_*.json are checks of the drift. Of each kind the
+newest `keep` stay, and the oldest. before_after.png shows the images of the first evaluation and of
+the best one.
 """
 
 from __future__ import annotations
@@ -11,25 +12,18 @@ from __future__ import annotations
 import base64
 import io
 import json
+import re
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from PIL import Image
-from torch import Tensor
 
 from flowalign.system.files import read_lines, replacing
 from flowalign.system.images import pixels_of
 from flowalign.training import metrics
-from flowalign.training.report.pictures import (
-    Block,
-    Row,
-    comparison,
-    grid,
-    score_text,
-    webp,
-)
+from flowalign.training.report.pictures import Block, Row, comparison, grid, score_text, webp
 from flowalign.types import Example, Rollout
 
 COPIES, SHOWN = 4, 32  # images of a prompt, and of a picture, at most
@@ -45,9 +39,12 @@ def write_rollout(
     assert rollout.images is not None
     copies = int(rollout.copy.max()) + 1
     rows = list(range(0, len(rollout), max(1, copies // COPIES)))[:SHOWN]
-    batch, images = rollout.batch.select(rows), list(rollout.images[rows])
-    about = zip(batch.prompts, batch.tasks, [notes[row] for row in rows], strict=True)
-    return _write_images(folder, TRAINING, update, images, list(about), keep)
+    about = zip(rollout.batch.select(rows).prompts, [notes[row] for row in rows], strict=True)
+    captions = [f"{prompt}\n{note}".strip() for prompt, note in about]
+    path = place(folder, TRAINING, update, "png")
+    grid(path, list(rollout.images[rows]), captions, title=path.stem)
+    _remove_old(folder, TRAINING, keep)
+    return path
 
 
 def write_examples(
@@ -55,10 +52,16 @@ def write_examples(
 ) -> Path:
     """Keep the images that an evaluation shows; returns the picture."""
     images = [pixels_of(example.picture) for example in examples]
-    about = [
-        (e.prompt, e.benchmark, "" if e.score is None else score_text(e.score)) for e in examples
+    notes = ["" if e.score is None else score_text(e.score) for e in examples]
+    captions = [f"{e.prompt}\n{note}".strip() for e, note in zip(examples, notes, strict=True)]
+    path = place(folder, EVALUATION, update, "png")
+    grid(path, images, captions, title=path.stem)
+    rows = [
+        {"prompt": e.prompt, "task": e.benchmark, "note": note, "image": webp(image)}
+        for e, note, image in zip(examples, notes, images, strict=True)
     ]
-    return _write_images(folder, EVALUATION, update, images, about, keep)
+    write_json(folder, EVALUATION, update, rows, keep)
+    return path
 
 
 def write_before_after(run: Path, update: int) -> Path | None:
@@ -87,49 +90,38 @@ def write_before_after(run: Path, update: int) -> Path | None:
     return path
 
 
-def _write_images(
-    folder: Path,
-    kind: str,
-    update: int,
-    images: Sequence[Tensor],
-    about: Sequence[tuple[str, str, str]],
-    keep: int | None,
-) -> Path:
-    """about: prompt, task and note of each image."""
-    name = f"{kind}{update:06d}"
-    path = folder / "samples" / f"{name}.png"
-    captions = [f"{prompt}\n{note}".strip() for prompt, _, note in about]
-    grid(path, images, captions, title=name)
-    rows = [
-        {"prompt": prompt, "task": task, "note": note, "image": webp(image)}
-        for image, (prompt, task, note) in zip(images, about, strict=True)
-    ]
-    write_json(folder, kind, update, rows, keep)
-    return path
+# The files ---------------------------------------------------------------------------------------
+
+
+def place(run: Path, kind: str, update: int, ending: str) -> Path:
+    """A file of a sample: "png", or "json"."""
+    return run / "samples" / f"{kind}{update:06d}.{ending}"
+
+
+def updates(run: Path, kind: str) -> list[int]:
+    """After which updates a run has samples of a kind, in order."""
+    names = (path.stem for path in (run / "samples").glob(f"{kind}*.*"))
+    return sorted({int(n.removeprefix(kind)) for n in names if re.fullmatch(rf"{kind}\d+", n)})
 
 
 def write_json(folder: Path, kind: str, update: int, content: Any, keep: int | None) -> None:
-    """Write the JSON file of a sample; remove all samples of its kind but the oldest one and the
-    newest `keep` (None = keep all)."""
-    path = folder / "samples" / f"{kind}{update:06d}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(path) as part:
+    """Write the JSON file of a sample; of its kind the oldest one stays and the newest `keep` (None
+    = all)."""
+    with replacing(place(folder, kind, update, "json")) as part:
         part.write_text(json.dumps(content, allow_nan=False), encoding="utf-8")
-    for old in _samples(folder, kind)[1 : -keep if keep else 1]:
-        old.unlink()
-        old.with_suffix(".png").unlink(missing_ok=True)
+    _remove_old(folder, kind, keep)
 
 
-def _samples(run: Path, kind: str) -> list[Path]:
-    """The JSON files, oldest first: six digits and more sort as numbers by their length."""
-    paths = (run / "samples").glob(f"{kind}*.json")
-    return sorted(paths, key=lambda path: (len(path.name), path.name))
+def _remove_old(folder: Path, kind: str, keep: int | None) -> None:
+    for update in updates(folder, kind)[1 : -keep if keep else 1]:
+        for ending in ("json", "png"):
+            place(folder, kind, update, ending).unlink(missing_ok=True)
 
 
 def read_sample(run: Path, kind: str, *, oldest: bool = False) -> tuple[int, Any] | None:
-    """Update and content of the newest (or the oldest) samples of a run that can be read; None if
-    there are none. kind: TRAINING, EVALUATION or one of DRIFTS."""
-    for path in _samples(run, kind)[:: 1 if oldest else -1]:
+    """Update and content of the newest (or the oldest) JSON file of a kind that can be read; None
+    if there is none. kind: EVALUATION or one of DRIFTS."""
+    for update in updates(run, kind)[:: 1 if oldest else -1]:
         with suppress(OSError, ValueError):
-            return int(path.stem.removeprefix(kind)), json.loads(path.read_text("utf-8"))
+            return update, json.loads(place(run, kind, update, "json").read_text("utf-8"))
     return None

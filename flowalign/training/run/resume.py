@@ -22,11 +22,11 @@ from flowalign.system import manifest
 from flowalign.system.files import read_lines, replacing
 from flowalign.system.manifest import Damaged
 from flowalign.training import metrics
-from flowalign.training.report.status import WARNINGS, read_status
 
 CHECKPOINTS = "checkpoints"  # below the folder of a run
 LOG = "metrics.jsonl"  # of a run; each checkpoint has a copy
 SAMPLES = "samples"
+WARNINGS = "warnings.jsonl"
 SAMPLE = re.compile(r"[a-z_]+_(\d{6,})\.\w+")  # update_000020.png, held_out_000020.json
 NAME = re.compile(r"update_(\d{6,})")
 # what a resumed run may change, such as train.updates
@@ -189,10 +189,9 @@ def _unfinished(run: Path, config: TrainingStage) -> Iterator[str]:
     if not updates and not (run / "adapter").exists():
         return
     try:
-        old, status = load(run / "config.yaml"), read_status(run)
-        early = max(updates) <= old.train.checkpoint_every and not (
-            status and status.state == "finished"
-        )
+        old, card = load(run / "config.yaml"), run / "adapter" / "README.md"
+        # a run writes its card at its end
+        early = max(updates) <= old.train.checkpoint_every and not card.exists()
         ours = not _changed(config, old.model_dump(mode="json"))
     except (ConfigError, OSError, ValueError, AttributeError):
         early = ours = False

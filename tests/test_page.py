@@ -1,0 +1,153 @@
+"""report.html of a run and of a recipe: what it shows, also of a run that goes on; `watch`."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from pathlib import Path
+
+import fakes
+import pytest
+import torch
+import yaml
+from browser import Page
+
+from flowalign.commands.cli import main
+from flowalign.config import to_yaml
+from flowalign.training.report import page, samples
+from flowalign.training.report.pictures import png
+from flowalign.training.report.progress import Progress
+from flowalign.training.run.resume import WARNINGS
+from flowalign.types import Example
+
+PROMPT = '<b>a sign</b> that says "A&B"'
+
+
+def run(folder: Path) -> Path:
+    """The files of a GRPO run of which five of ten updates are done."""
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text(to_yaml(fakes.settings("tiny", folder, "train.updates=10")))
+    rows = [{"update": n, "reward": n / 10, "kl": 1e-4, "images_per_second": 2.5} for n in range(6)]
+    lines = [json.dumps(row) for row in rows]
+    (folder / "metrics.jsonl").write_text("\n".join(lines) + '\n{"update": 6, "rew')  # cut short
+    return folder
+
+
+def written(folder: Path) -> Page:
+    assert main(["watch", str(folder)]) == 0
+    return Page((folder / page.PAGE).read_text())
+
+
+def test_a_run_that_goes_on(tmp_path: Path) -> None:
+    folder = run(tmp_path / "run")
+    row = {"time": 0.0, "update": 5, "text": "the judge is <gone>"}
+    (folder / WARNINGS).write_text(json.dumps(row) + "\n")
+    shown = written(folder)
+    assert "updates5 of 10" in shown.text
+    assert "reward0.500" in shown.text  # a line that is cut short does not count
+    assert ", update 5the judge is <gone>" in shown.text  # two cells of a row
+    assert not shown.open and ("gone", {}) not in shown.tags
+
+
+def test_the_score_of_the_adapter_is_that_of_the_one_that_is_kept(tmp_path: Path) -> None:
+    """Which may not be the highest: the first weights stay only by more than a standard error."""
+    folder = run(tmp_path / "run")
+    rows = [
+        {"update": n, "eval/headline": v, "eval/a": v}
+        for n, v in ((0, 0.799), (1, 0.764), (2, 0.75))
+    ]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "adapter").mkdir()
+    (folder / "adapter" / "scores.json").write_text('{"headline": 0.764, "update": 1}')
+    shown = written(folder).text
+    assert "kept adapterheld-out 0.764 at update 1" in shown
+    assert "newest evaluationheld-out 0.750 at update 2" in shown
+    (folder / "adapter" / "scores.json").write_text("{}")
+    assert "kept adapter" not in written(folder).text
+
+
+def test_the_newest_samples_are_kept_and_the_oldest_and_the_newest_are_shown(
+    tmp_path: Path,
+) -> None:
+    folder, picture = run(tmp_path / "run"), png(torch.zeros(3, 8, 8))
+    for update in range(0, 100, 10):
+        rows = [Example("signs", PROMPT, 0.5, picture)]
+        samples.write_examples(folder, update, rows, keep=3)
+    (folder / "samples" / "update_000005.png").touch()  # of a rollout: another kind
+    names = sorted(path.name for path in (folder / "samples").glob("held_out_*.json"))
+    kept = [0, 70, 80, 90]
+    assert names == [f"held_out_{update:06d}.json" for update in kept]
+    assert len(list((folder / "samples").iterdir())) == 2 * len(kept) + 1
+    (folder / "samples" / "held_out_000090.json").write_text('[{"prompt": "cut sh')
+    for oldest, update in ((True, 0), (False, 80)):
+        sample = samples.read_sample(folder, samples.EVALUATION, oldest=oldest)
+        assert sample and sample[0] == update and sample[1][0]["prompt"] == PROMPT
+    shown = written(folder).text
+    assert "Held-out prompts at update 90" in shown and "Training samples at update 5" in shown
+
+
+def test_a_recipe_shows_its_stages_and_the_tables_that_results_json_holds(tmp_path: Path) -> None:
+    stages = {"teacher": {"stage": "grpo"}, "the table": {"stage": "eval"}, "later": {}}
+    recipe = {"stage": "recipe", "stages": stages}
+    (tmp_path / "config.yaml").write_text(yaml.dump(recipe, sort_keys=False))
+    run(tmp_path / "teacher")
+    table = {"caption": "Mean.", "rows": [["", "ocr"], ["a|b", ".5 ± .1"]], "notes": ["a <note>"]}
+    results = {"remarks": ["student: kept_it."], "tables": [table]}
+    (tmp_path / "the table").mkdir()
+    (tmp_path / "the table" / "report.html").touch()
+    (tmp_path / "the table" / "results.json").write_text(json.dumps(results))
+    shown = written(tmp_path)
+    assert "1. teacher (grpo)" in shown.text and "updates5 of" in shown.text
+    assert {"href": "the%20table/report.html"} in shown.all("a")
+    assert "student: kept_it." in shown.text and "a|b.5 ± .1" in shown.text
+    assert shown.text.count("It has not begun.") == 1 and "a <note>" in shown.text
+    (tmp_path / "the table" / "results.json").write_text("{")  # cut short
+    written(tmp_path)
+
+
+@pytest.mark.parametrize("content", [None, "", "a: 1", "{", "stage: eval"])
+def test_a_folder_without_a_page_of_its_own_is_refused(
+    tmp_path: Path, content: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(tmp_path / "inside")
+    if content is not None:
+        (tmp_path / "config.yaml").write_text(content)
+    assert main(["watch", str(tmp_path)]) == 2
+    said = capsys.readouterr().err
+    assert str(tmp_path / "inside" if content != "stage: eval" else tmp_path) in said
+    assert not (tmp_path / page.PAGE).exists()
+    assert main(["watch", str(tmp_path / "nowhere")]) == 2
+
+
+def test_the_page_of_a_finished_run(finished_run: fakes.FinishedRun) -> None:
+    shown = Page((finished_run.folder / page.PAGE).read_text())
+    assert "updates2 of 2" in shown.text and "Drift from the base" in shown.text
+    assert shown.loaded() and all(source.startswith("data:") for source in shown.loaded())
+    kinds = [source[:16] for source in shown.loaded()]
+    checks = [samples.read_sample(finished_run.folder, kind) for kind in samples.DRIFTS]
+    pairs = sum(len(check["rows"]) for _, check in filter(None, checks))
+    assert pairs > 8 and kinds.count("data:image/webp;") == 2 * pairs
+    assert kinds.count("data:image/png;b") == 4  # curves, before and after, held-out, samples
+
+
+def test_a_log_that_is_no_terminal_has_time_speed_and_eta_and_no_colours(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is warned of meanwhile is kept."""
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    progress = Progress(fakes.settings("tiny", tmp_path, "train.updates=100"), main=True)
+    log = logging.getLogger("flowalign.rewards")
+    with progress.live(0):
+        for update in (1, 2):
+            progress.update(update, {"reward": 0.5, "loss": 1e-9, "seconds/update": 90.0})
+        log.warning("the judge %s", "is gone")
+    log.warning("after the run")
+    first, second, *_ = capsys.readouterr().err.splitlines()
+    moment = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d"
+    assert re.fullmatch(
+        rf"{moment} update 1/100  reward 0\.500  90 s/update  ETA 2 h 28 min", first
+    )
+    assert re.fullmatch(rf"{moment} update 2/100  .* s/update  ETA \d+ s", second)
+    (row,) = map(json.loads, (tmp_path / WARNINGS).read_text().splitlines())
+    assert (row["update"], row["text"]) == (2, "the judge is gone")
