@@ -11,7 +11,7 @@ from flowalign.commands import run as commands
 from flowalign.commands.doctor import plan
 from flowalign.commands.sample import recommended
 from flowalign.config import ModelConfig, parse
-from flowalign.config.stages import EvalStage, MergeStage
+from flowalign.config import EvalStage, MergeStage
 from flowalign.training.preflight import Inputs
 
 TURBO = "Tongyi-MAI/Z-Image-Turbo"

@@ -117,8 +117,8 @@ def test_every_config_parses_and_its_rewards_take_their_options(
     assert CONFIGS
     for path in CONFIGS:
         config = load(path, stage=Stage)  # its error names the file
-        stages = recipe.examine(config, path.parent)[0] if config.recipe else {"": config}
-        assert config.recipe is None or [*stages] == [*config.recipe.stages], path
+        stages, _ = recipe._read_stages(config, path.parent)
+        assert not config.is_recipe or [*stages] == [*vars(config)["stages"]], path
         for judged in (judged for stage in stages.values() for judged in stage.judged):
             for reward in judged.rewards.values():
                 rewards.check(reward.name, reward.options)

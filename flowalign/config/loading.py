@@ -27,14 +27,9 @@ from yaml import YAMLError
 
 from flowalign.config.safe_yaml import dump_yaml, load_yaml
 from flowalign.config.section import ConfigError, did_you_mean, shown_value
-from flowalign.config.stages import (
-    STAGES,
-    Stage,
-    TrainingStage,
-    stage_class,
-    stage_names,
-    variant_problems,
-)
+from flowalign.config.stages import STAGES, stage_class, stage_names, variant_problems
+from flowalign.config.stages.base import Stage
+from flowalign.config.stages.training import TrainingStage
 from flowalign.system.hub_address import secrets
 
 C = TypeVar("C", bound=Stage)
