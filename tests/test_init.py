@@ -258,9 +258,8 @@ def test_own_prompts_and_a_reward() -> None:
     assert (task.name, task.prompts, task.validation) == ("ocr", "my.txt", None)
     assert config.evaluation is None and task.reward and task.reward.options
     Path("my_val.txt").write_text('a sign that says "LAMP"\n')
-    for words in ([], ["--validation", "my_val.txt"]):  # found beside, as `flowalign data` does
-        config = written("--stage", "grpo", "--reward", "ocr", "--prompts", "my.txt", *words)
-        assert config.tasks[0].validation == "my_val.txt" and config.evaluation
+    config = written("--stage", "grpo", "--reward", "ocr", "--prompts", "my.txt")
+    assert config.tasks[0].validation == "my_val.txt" and config.evaluation
     table = written("--stage", "eval", "--reward", "ocr", "--prompts", "my.txt")
     assert isinstance(table, EvalStage) and table.fidelity is None  # needs tiny prompts
 
@@ -425,7 +424,6 @@ def test_the_table_of_a_recipe_is_of_test_prompts(model: str, of: str, capsys: A
         ),
         (["--stage", "grpo", "--teachers", "a=b"], "--teachers"),
         (["--stage", "merge", "--prompts", "a.txt"], "--prompts"),
-        (["--stage", "eval", "--validation", "a.txt"], "--validation"),
         (["--stage", "opd", "--prompts", "a.txt"], "--prompts"),
         (["--stage", "recipe", "--teachers", "ocr=tiny/ocr", "blue=a/b"], "--reward"),
         (["--stage", "opd", "--teachers", "a b=c"], "teachers"),
@@ -440,22 +438,11 @@ def test_what_gives_no_config_is_refused_and_nothing_is_written(
     assert list(Path().iterdir()) == []
 
 
-def test_options_belong_to_the_reward_that_they_name() -> None:
-    words = [
-        "--reward",
-        "ocr",
-        "pickscore",
-        "--options",
-        "ocr.rule=strict",
-        "pickscore.normalizer=9",
-    ]
-    config = written("--stage", "eval", *words)
-    ocr, pickscore = (benchmark.reward.options for benchmark in config.benchmarks)
-    assert (ocr["rule"], pickscore["normalizer"]) == ("strict", 9)
+def test_options_are_of_the_reward() -> None:
     one = written("--stage", "grpo", "--reward", "ocr", "--options", "rule=strict")
     assert one.tasks[0].reward.options["rule"] == "strict"
     head = Path("own.yaml").read_text().partition("stage:")[0]
-    assert "measured" in head and "your rewards" not in head
+    assert "measured" in head and "your prompts and rewards" not in head
 
 
 def test_a_reward_made_of_others_has_the_options_of_their_shipped_configs(capsys: Any) -> None:
@@ -466,7 +453,7 @@ def test_a_reward_made_of_others_has_the_options_of_their_shipped_configs(capsys
     parts += "{reward: {name: ocr}, gate: {name: ocr}, threshold: 0.5}}, {name: 'brand:like'}]"
     Path("brand.py").write_text("def like(images, prompts, metadata): ...")
     config = written("--stage", "nft", "--reward", "product", "--options", parts)
-    assert "your rewards" in Path("own.yaml").read_text().partition("stage:")[0]
+    assert "your prompts and rewards" in Path("own.yaml").read_text().partition("stage:")[0]
     assert "doctor --config own.yaml --trust" in capsys.readouterr().out
     plain, gated, _ = config.tasks[0].reward.options["rewards"]
     assert plain["options"] == ocr.reward.options | {"rule": "strict"}

@@ -73,9 +73,8 @@ def settings(args: Namespace) -> dict[str, Any]:
     from flowalign.eval.images import find_images
     from flowalign.training.sources import commands
 
-    unused = {"reward": [], "options": [], "prompts": [], "validation": []}
-    asked = Namespace(stage="eval", model=args.model, teachers=args.lora, out=args.out, **unused)
-    data: dict[str, Any] = {**Draft(asked).data(), "output": str(args.out)}
+    draft = Draft("eval", args.model, args.out, teachers=args.lora)
+    data: dict[str, Any] = {**draft.data(), "output": str(args.out)}
     shipped = {benchmark["name"]: benchmark for benchmark in data["benchmarks"]}
     known = shipped | more_benchmarks(args.model)
     if unknown := [name for name in args.benchmarks or () if name not in known]:

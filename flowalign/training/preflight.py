@@ -114,13 +114,19 @@ def world_problems(
 
 def _packages(case: Case) -> Iterator[str]:
     """What asks for a package or a device that is not here."""
-    for key, package in case.config.packages.items():
+    config, models = case.config, {"model": case.config.model, **case.config.bases}
+    bits = [f"{key}.quantization" for key, m in models.items() if m.quantization == "nf4"]
+    needed = dict.fromkeys(bits, "bitsandbytes")
+    if config.trains and config.optimizer.name == "adamw8bit":
+        needed["optimizer.name"] = "bitsandbytes"
+    if config.trains and "wandb" in config.train.trackers:
+        needed["train.trackers"] = "wandb"
+    for key, package in needed.items():
         if not packages.installed(package):
             yield f"{key}: needs {package}, which is not installed. {packages.hint(package)}"
-        here = case.launch.elsewhere or torch.cuda.is_available()
-        if key.endswith(".quantization") and not here:
-            yield f"{key}: 'nf4' needs a GPU, and torch sees none. Use 'fp8', or null."
-    kernels = case.config.model.attention
+    for key in bits if not (case.launch.elsewhere or torch.cuda.is_available()) else ():
+        yield f"{key}: 'nf4' needs a GPU, and torch sees none. Use 'fp8', or null."
+    kernels = config.model.attention
     if kernels and (reason := unavailable(kernels)):
         yield f"model.attention: {kernels!r}: {reason} Or use null: SDPA."
 
@@ -215,7 +221,7 @@ def _scoring(case: Case) -> Iterator[str]:
 def _fidelity(case: Case) -> Iterator[str]:
     """Features that cannot be imported; a folder of reference images that holds none; prompts that
     are none of the tiny world, where its scenes are the reference; too few images."""
-    config, fidelity = case.config, case.config.measured
+    config, fidelity = case.config, getattr(case.config, "fidelity", None)
     if not fidelity:
         return
     counts, tiny = {"benchmarks": 0}, fidelity.reference == "tiny"
@@ -388,8 +394,9 @@ def own_code(config: Stage) -> dict[str, list[str]]:
         for judged in config.judged
         for key, reward in judged.rewards.items()
     }
-    if config.measured and ":" in config.measured.features:
-        paths["fidelity.features"] = [config.measured.features]
+    fidelity = getattr(config, "fidelity", None)
+    if fidelity and ":" in fidelity.features:
+        paths["fidelity.features"] = [fidelity.features]
     return {key: listed for key, listed in paths.items() if listed}
 
 
@@ -427,7 +434,7 @@ def scale_problems(stages: Mapping[str, Stage]) -> Iterator[str]:
             used = stage.guidance_at(key)
             if used is None:  # of a merge: as the first of its adapters
                 used = next((s for part in stage.inputs.values() for s in trained(part)), 1.0)
-            absorbs = key == "lora.init" and stage.learns_from_teachers  # what its start lacks
+            absorbs = key == "lora.init" and bool(stage.labellers)  # what its start lacks
             far = (s for s in trained(source) if used > 2 * s or 2 * used < s and not absorbs)
             if (own := next(far, None)) is not None:
                 yield (

@@ -44,8 +44,6 @@ class Stage(Section):
     """Whether it is a training run."""
     merges: ClassVar[bool] = False
     """Whether it is a merge of adapters."""
-    learns_from_teachers: ClassVar[bool] = False
-    """Whether the loss has teachers."""
     is_recipe: ClassVar[bool] = False
     """Whether it runs other stages."""
 
@@ -64,11 +62,6 @@ class Stage(Section):
         """{config key: folder or Hub id} of every adapter that the stage reads."""
         return {}
 
-    @property
-    def measured(self) -> Any:
-        """How the distance of its images to reference images is measured, if it is."""
-        return None
-
     def guidance_at(self, key: str) -> float | None:
         """The CFG scale at which the adapter of a key of `inputs` is used; None = at its own."""
         return None
@@ -77,13 +70,6 @@ class Stage(Section):
     def bases(self) -> dict[str, ModelConfig]:
         """{config key of a teacher: its base}, of those that are not on the student's."""
         return {}
-
-    @property
-    def packages(self) -> dict[str, str]:
-        """{config key: the optional package that its value needs}."""
-        models = {"model": self.model, **self.bases}
-        nf4 = (key for key, model in models.items() if model.quantization == "nf4")
-        return {f"{key}.quantization": "bitsandbytes" for key in nf4}
 
     @property
     def scales(self) -> dict[str, float]:

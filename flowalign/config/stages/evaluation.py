@@ -135,10 +135,6 @@ class EvalStage(Stage):
         return self.sampling_of(key.removeprefix("models.")).guidance
 
     @property
-    def measured(self) -> FidelityConfig | None:
-        return self.fidelity
-
-    @property
     def evaluation_sampling(self) -> SamplingConfig:
         """Of a model that costs most: one with an unconditional pass, if there is any."""
         return max(map(self.sampling_of, self.models), key=lambda sampling: sampling.guidance != 1)

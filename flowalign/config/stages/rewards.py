@@ -22,14 +22,6 @@ class RewardStage(TrainingStage):
     def credited(self) -> AdvantageConfig:
         return getattr(self, self.stage)
 
-    def problems(self) -> Iterator[str]:
-        """Tasks that are routed to a teacher."""
-        yield from super().problems()
-        for index, task in enumerate(self.tasks):
-            if task.teacher:
-                text = f"{task.teacher!r}, but {self.stage!r} has no teachers. Leave it out"
-                yield f"tasks.{index}.teacher: {text}, or use stage 'opd' or 'sft'."
-
 
 class GrpoConfig(AdvantageConfig):
     """The policy gradient."""

@@ -16,7 +16,6 @@ from flowalign.config.stages.training import TrainingStage
 class DistillationStage(TrainingStage):
     """A student that learns from teachers: each task is routed to one of them."""
 
-    learns_from_teachers = True
     teachers: dict[FileName, TeacherConfig] = Field(
         min_length=1, examples=[{"ocr": {"adapter": "runs/ocr"}}]
     )

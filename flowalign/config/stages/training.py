@@ -33,8 +33,6 @@ class TrainingStage(Job):
     alarm: run.TrainingAlarmConfig | None = run.TrainingAlarmConfig()
     """null = no alarm at drift."""
 
-    # What the loss needs -----------------------------------------------------------------------
-
     @property
     def guidance(self) -> float:
         """The CFG scale at which the adapter is trained."""
@@ -59,8 +57,6 @@ class TrainingStage(Job):
     def clip_ranges(self) -> dict[str, float]:
         """{config key: clip range} of ratios of transitions."""
         return {}
-
-    # Its length and its images -----------------------------------------------------------------
 
     @property
     def updates(self) -> int:
@@ -138,15 +134,6 @@ class TrainingStage(Job):
             judged.append(Judged(f"tasks.{index}", task.name, rewards, prompts, evaluated, limit))
         return judged
 
-    @property
-    def packages(self) -> dict[str, str]:
-        packages = super().packages
-        if self.optimizer.name == "adamw8bit":
-            packages["optimizer.name"] = "bitsandbytes"
-        if "wandb" in self.train.trackers:
-            packages["train.trackers"] = "wandb"
-        return packages
-
     # Its teachers, where it has any ------------------------------------------------------------
 
     @property
@@ -193,8 +180,6 @@ class TrainingStage(Job):
         scales = {f"{key}.guidance": section.guidance for key, section in sections.items()}
         return {key: scale for key, scale in scales.items() if scale is not None}
 
-    # Adapters that it reads and writes ---------------------------------------------------------
-
     @property
     def inputs(self) -> dict[str, str]:
         adapters = {key: teacher.adapter for key, teacher in self.labellers.items()}
@@ -209,8 +194,6 @@ class TrainingStage(Job):
 
     def output_ranks(self, ranks_of: RanksOf) -> Mapping[str, int]:
         return ranks_of(self.lora.init, self.lora)
-
-    # Checks ------------------------------------------------------------------------------------
 
     def problems(self) -> Iterator[str]:
         """Noise, group size, prompts, rewards and names that do not fit what is learnt."""
@@ -242,6 +225,9 @@ class TrainingStage(Job):
             elif task.reward and self.evaluation and not task.validation:
                 text = "missing, though `evaluation` is on. Name a prompt set that is not trained"
                 yield f"tasks.{index}.validation: {text} on, or write `evaluation: null`."
+            if task.teacher and not self.routing:
+                text = f"{task.teacher!r}, but {self.stage!r} has no teachers. Leave it out"
+                yield f"tasks.{index}.teacher: {text}, or use stage 'opd' or 'sft'."
         if self.alarm and self.alarm.reference == "start" and not self.lora.init:
             yield "alarm.reference: 'start' is the base. Use 'base', or give lora.init."
         for index, benchmark in enumerate(self.watched):
