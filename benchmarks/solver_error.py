@@ -22,7 +22,6 @@ from flowalign.training.solvers import forwards
 TASKS = ("geneval", "ocr", "preference")
 RUNS = [
     *(f"euler:{steps}" for steps in (5, 7, 9, 10, 14, 19, 20, 40)),
-    *(f"heun:{steps}" for steps in (3, 4, 5, 7, 10, 20)),
     *(f"dpm2:{steps}" for steps in (5, 7, 9, 10, 14, 19, 20, 40)),
 ]
 

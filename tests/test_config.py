@@ -213,7 +213,7 @@ NO_VALIDATION = {key: value for key, value in TASK.items() if key != "validation
     [
         ("rollout.kind", {"rollout": {"kind": "ode"}}),
         ("rollout.noise_level", {"rollout": {"noise_level": 0}}),
-        ("rollout.solver", {"rollout": {"solver": "heun"}}),
+        ("rollout.solver", {"rollout": {"solver": "dpm2"}}),
         ("rollout.solver", {"rollout": {"kind": "cps", "solver": "dpm2"}}),
         ("rollout.noise_level", {"rollout": {"kind": "cps", "noise_level": 1.5}}),
         ("rollout.window", {"rollout": {"window": [3, 3]}}),

@@ -109,17 +109,7 @@ def test_a_perfect_prediction_has_a_finite_gradient() -> None:
         assert float(loss.detach()) == pytest.approx(0, abs=1e-7) and not gradient.any()
 
 
-def test_the_modes_of_advantages() -> None:
-    advantage = torch.tensor([-2.0, -0.5, 0.0, 0.5, 3.0])
-    expected = {
-        "all": [-2.0, -0.5, 0.0, 0.5, 3.0],
-        "positive_only": [0.0, 0.0, 0.0, 0.5, 3.0],
-        "negative_only": [-2.0, -0.5, 0.0, 0.0, 0.0],
-        "binary": [-1.0, -1.0, 0.0, 1.0, 1.0],
-        "one_only": [0.0, 0.0, 0.0, 1.0, 1.0],
-    }
-    for mode, values in expected.items():
-        assert chosen_advantage(advantage, mode).tolist() == values
+def test_optimality_is_clipped() -> None:
     found = optimality(torch.tensor([-9.0, -5.0, 0.0, 2.5, 9.0]), 5.0)
     assert found.tolist() == [0, 0, 0.5, 0.75, 1]
 

@@ -175,10 +175,8 @@ def _model(case: Case) -> Iterator[str]:
     yield from family.length_problems(length := prompt_length(model, family))
     _, lost = cut_prompts(model, ["red"]) or ((), ())
     if lost:  # a template takes as many tokens of every prompt
-        yield (
-            f"model.max_sequence_length: {length} tokens, which the template around a prompt takes "
-            f"up: the prompts are cut away whole. Leave it out, or raise it to {family.longest}."
-        )
+        text = f"{length} tokens, all taken by the template around a prompt. Leave it out, or"
+        yield f"model.max_sequence_length: {text} raise it to {family.longest}."
     yield from family.dtype_problems(model.id, model.dtype)
     for key, scale in config.scales.items():
         model = config.bases.get(key.removesuffix(".guidance"), config.model)
@@ -235,18 +233,12 @@ def _fidelity(case: Case) -> Iterator[str]:
             rows = case.inputs.prompts(benchmark.prompts, benchmark.name).metadata
             counts["benchmarks"] += len(rows[: benchmark.limit]) * benchmark.images
             if tiny and not _scenes(rows[:: max(1, len(rows) // 16)]):
-                yield (
-                    f"fidelity.reference: 'tiny' needs prompts of the tiny world, and "
-                    f"{benchmark.prompts} has others. Name a folder of images, or write "
-                    "`fidelity: null`."
-                )
+                text = f"{benchmark.prompts} has prompts of another world than 'tiny'"
+                yield f"fidelity.reference: {text}. Name a folder of images, or leave fidelity out."
     folder = Path(fidelity.reference)
     if not tiny and not image_files(folder):
         seen = f"the folder holds no {', '.join(IMAGES)}" if folder.is_dir() else "no such folder"
-        yield (
-            f"fidelity.reference: {fidelity.reference!r}: {seen}. Name a folder of images, or "
-            "'tiny' for scenes drawn from the benchmarks' own metadata."
-        )
+        yield f"fidelity.reference: {str(folder)!r}: {seen}. Name a folder of images, or 'tiny'."
     elif width := _features(fidelity.features):
         counts |= {} if tiny else {"fidelity.reference": len(image_files(folder))}
         yield from too_few(counts, width)
@@ -281,10 +273,8 @@ def too_few(counts: Mapping[str, int], width: int) -> Iterator[str]:
     """Images that are too few for a distance between so many features, by their key."""
     for key, count in counts.items():
         if 0 < count < enough(width):  # 0: they could not be read, which was said before
-            yield (
-                f"{key}: {count} images are too few for a distance between {width} features. Use "
-                f"at least {enough(width)}, better ten times as many, or write `fidelity: null`."
-            )
+            text = f"{count} images are too few for a distance between {width} features. Use at"
+            yield f"{key}: {text} least {enough(width)}, better ten times as many, or no fidelity."
 
 
 def _text(error: Exception) -> str:
@@ -303,10 +293,9 @@ def _bases(case: Case) -> Iterator[str]:
         except (LookupError, ModelError, OSError, ValueError) as error:
             reasons = [_text(error)]
         if reasons:
-            yield (
-                f"{key}.base: {model.id!r} cannot label the states of {case.config.model.id!r}: "
-                f"{'; '.join(reasons)}. Use a model with the same VAE, text encoders and scheduler."
-            )
+            text = f"{model.id!r} cannot label states of {case.config.model.id!r}: "
+            text += f"{'; '.join(reasons)}. Use a model with the same VAE, text encoders"
+            yield f"{key}.base: {text} and scheduler."
         kind, _, index = (case.config.labellers[key].device or "cpu").partition(":")
         here = torch.accelerator.current_accelerator()
         there = torch.accelerator.device_count() if here and here.type == kind else 0
@@ -321,10 +310,8 @@ def _training(case: Case) -> Iterator[str]:
     if not config.trains:
         return
     if config.train.deterministic and config.model.attention not in REPEATABLE:
-        yield (
-            f"model.attention: the backward pass of {config.model.attention!r} is not the same "
-            "twice, and train.deterministic asks for that. Use null, or train.deterministic=false."
-        )
+        text = f"{config.model.attention!r} is not deterministic in its backward pass. Use null"
+        yield f"model.attention: {text}, or train.deterministic=false."
     fresh = config.lora.targets if config.lora.init is None else None
     if fresh and (family := known_family(config.model)):
         for target in fresh:
@@ -363,10 +350,8 @@ def group_problems(config: TrainingStage, tasks: Collection[str], processes: int
         text = f"{prompts} groups an optimizer step, which {who} needs complete"
         unit = processes * updates
     if unit:
-        yield (
-            f"rollout.prompts: {processes} processes cannot share evenly {text}. Use a multiple of "
-            f"{unit}, for example rollout.prompts={-(-rollout.prompts // unit) * unit}."
-        )
+        text = f"{processes} processes cannot share evenly {text}. Use a multiple of {unit}"
+        yield f"rollout.prompts: {text}: rollout.prompts={-(-rollout.prompts // unit) * unit}."
 
 
 def parts_problems(config: TrainingStage, tasks: Collection[str]) -> Iterator[str]:
@@ -376,11 +361,8 @@ def parts_problems(config: TrainingStage, tasks: Collection[str]) -> Iterator[st
         return
     for index, task in enumerate(config.tasks):
         if task.reward and task.name in tasks:
-            yield (
-                f"tasks.{index}.reward: the advantage 'gdpo' normalises the parts of a reward one "
-                f"by one, and {task.reward.name!r} is no weighted sum of parts. Use the reward "
-                "'weighted', or the advantage 'group_std'."
-            )
+            text = f"'gdpo' normalises parts of a reward, and {task.reward.name!r} is no weighted"
+            yield f"tasks.{index}.reward: {text} sum. Use 'weighted', or advantage 'group_std'."
 
 
 # What can be run, and is worth a word ------------------------------------------------------------
@@ -479,13 +461,8 @@ def overruled(lora: LoraConfig, inputs: Inputs) -> list[str]:
         if key in lora.model_fields_set and set(has.values()) != {getattr(lora, key)}:
             texts.append(f"lora.{key}: ignored, lora.init has {span(has)}")
     # as peft matches a layer's name: the whole, or its end after a dot
-    named = {
-        layer: [target for target in lora.targets or () if f".{layer}".endswith(f".{target}")]
-        for layer in adapter.ranks
-    }
-    if lora.targets and not (
-        all(named.values()) and set(lora.targets) == set().union(*named.values())
-    ):
+    named = [{t for t in lora.targets or () if f".{n}".endswith(f".{t}")} for n in adapter.ranks]
+    if lora.targets and not (all(named) and set(lora.targets) == set().union(*named)):
         texts.append(f"lora.targets: ignored, lora.init has other layers, {len(named)}")
     return texts
 
