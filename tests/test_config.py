@@ -632,20 +632,6 @@ def test_a_changed_config_is_parsed_or_refused(count: int):
     holds(lambda data: parsed_or_refused(data, []), count, data=configs())
 
 
-@pytest.mark.slow
-@examples(500)
-def test_a_changed_override_is_taken_or_refused(count: int):
-    sections = ["seed", "tasks", "0", "ocr", "rollout", "steps", "reward", "options", "lora", "x"]
-    keys = st.lists(st.one_of(st.sampled_from(sections), texts), min_size=1, max_size=6)
-
-    @st.composite
-    def overrides(draw: Any) -> list[str]:
-        value = draw(st.one_of(texts, scalars.map(str), st.just("{a: [1, 2]}")))
-        return [f"{'.'.join(draw(keys))}{draw(st.sampled_from(['=', '=', '=', '', '==']))}{value}"]
-
-    holds(lambda changes: parsed_or_refused(SHIPPED[0], changes), count, changes=overrides())
-
-
 def test_every_section_and_stage_can_be_imported_from_one_place() -> None:
     """`flowalign.config`: a typed config has them all."""
     kinds = [configs.Section]

@@ -311,16 +311,9 @@ def test_a_task_without_a_reward_stands_beside_one_with(capsys: Any) -> None:
     assert "not there yet: outputs/text/adapter" in capsys.readouterr().out
 
 
-def test_a_recipe_of_own_teachers_scores_test_prompts() -> None:
-    for name in ("a.txt", "b.txt", "b_val.txt"):
-        Path(name).write_text('a sign that says "KITE"\n')
-    words = ["--stage", "recipe", "--teachers", "a=me/a", "b=me/b", "--reward", "ocr", "ocr"]
-    table = written(*words, "--prompts", "a.txt", "b.txt").stages["table"]["benchmarks"]
-    assert [part["prompts"] for part in table] == ["tiny/ocr_test"] * 2
-    assert list(written("--stage", "recipe", "--teachers", "ocr=me/a").stages) == [
-        "student",
-        "table",
-    ]
+def test_a_recipe_of_one_teacher_merges_nothing() -> None:
+    config = written("--stage", "recipe", "--teachers", "ocr=me/a")
+    assert list(config.stages) == ["student", "table"]
 
 
 @pytest.mark.parametrize(
@@ -466,35 +459,6 @@ def test_a_file_that_is_there_stays() -> None:
     assert Path("grpo.yaml").read_text() == "mine"
     assert init("--stage", "grpo", "--force") == 0
     assert load("grpo.yaml").stage == "grpo"
-
-
-@pytest.mark.slow
-def test_a_tiny_teacher_trains() -> None:
-    Path("my.txt").write_text('a red sign that says "CAT"\na blue sign that says "POND"\n')
-    words = ["--model", "tiny", "--reward", "ocr", "--prompts", "my.txt", "--out", "my.yaml"]
-    assert init("--stage", "grpo", *words) == 0
-    small = ["train.updates=1", "rollout.prompts=2", "rollout.copies=2"]
-    assert cli.main(["train", "--config", "my.yaml", *small]) == 0
-    assert Path("outputs/my/adapter/pytorch_lora_weights.safetensors").is_file()
-
-
-@pytest.mark.slow
-def test_a_tiny_recipe_of_own_prompts_runs_to_its_table(capsys: Any) -> None:
-    for name in ("a.txt", "b.txt"):
-        Path(name).write_text('a red sign that says "CAT"\na blue sign that says "POND"\n')
-    words = ["--teachers", "a=tiny/ocr", "b=tiny/geneval", "--reward", "ocr", "pickscore"]
-    assert init("--stage", "recipe", *words, "--prompts", "a.txt", "b.txt") == 0
-    small: dict[str, Any] = {
-        "opd": {"train": {"updates": 1}, "rollout": {"prompts": 4, "batch_size": 4}},
-        "eval": {"benchmarks": {"a": {"limit": 2}, "b": {"limit": 2}}},
-    }
-    Path("small.yaml").write_text(yaml.safe_dump(small))
-    assert cli.main(["train", "--config", "recipe.yaml", "--variant", "small.yaml"]) == 2
-    assert "fidelity" in capsys.readouterr().err and not Path("outputs").exists()
-    small["eval"]["fidelity"] = None
-    Path("small.yaml").write_text(yaml.safe_dump(small))
-    assert cli.main(["train", "--config", "recipe.yaml", "--variant", "small.yaml"]) == 0
-    assert "student" in Path("outputs/recipe/table/table.md").read_text()
 
 
 @pytest.mark.parametrize("stage", ["grpo", "awm", "opd", "eval"])

@@ -31,6 +31,7 @@ from flowalign.config import (
     stage_names,
     to_yaml,
 )
+from flowalign.eval.evaluation import evaluate
 from flowalign.eval.suite import image_sets
 from flowalign.system import files, manifest
 from flowalign.system.manifest import Damaged
@@ -54,15 +55,14 @@ log = logging.getLogger("flowalign")
 
 
 def run(
-    config: Stage, home: Path, train: Callable[[Any], object], evaluate: Callable[[Any], object],
-    *, any_world: bool = False,
-) -> Path:  # fmt: skip
+    config: Stage, home: Path, train: Callable[[Any], object], *, any_world: bool = False
+) -> Path:
     """Run what is not finished of a recipe, or a merge; returns the output folder. home: where
     `use` files are looked for.
 
-    train and evaluate run one stage each; train resumes where there are checkpoints. any_world:
-    checkpoints may be of another number of processes. Raises ConfigError, before any stage runs,
-    with everything that is wrong in any of them.
+    train runs one stage, and resumes where there are checkpoints. any_world: these may be of
+    another number of processes. Raises ConfigError, before any stage runs, with everything that is
+    wrong in any of them.
     """
     stages, problems = _read_stages(config, home)
     state = processes.state(*stages.values())  # one group of processes serves all stages
@@ -84,16 +84,13 @@ def run(
             for number, (name, stage) in enumerate(stages.items(), 1):
                 heartbeat.say(update=number - 1, text=name)
                 head = f"[{number}/{len(stages)}] {name} ({stage.stage})"
-                _run_stage(stage, head, main, train, evaluate)
+                _run_stage(stage, head, main, train)
                 state.wait_for_everyone()
             heartbeat.say(update=len(stages))
     return folder
 
 
-def _run_stage(
-    stage: Any, head: str, main: bool, train: Callable[[Any], object],
-    evaluate: Callable[[Any], object],
-) -> None:  # fmt: skip
+def _run_stage(stage: Any, head: str, main: bool, train: Callable[[Any], object]) -> None:
     """Run a stage unless it is finished. head: what names it in the output of the main process."""
     damage = damage_of(stage)
     if damage is None:

@@ -18,7 +18,6 @@ from flowalign.commands import recipe, watch
 from flowalign.commands.build import wire
 from flowalign.commands.card import write_card
 from flowalign.config import ConfigError, Job, TrainingStage, to_yaml
-from flowalign.eval.evaluation import evaluate
 from flowalign.eval.suite import EvaluationError
 from flowalign.system import files
 from flowalign.system.signals import Clock
@@ -69,7 +68,7 @@ def run_job(
         clock = Clock(began, limit, name) if limit else Clock(began, stage.train.max_minutes)
         return train(stage, resume=True, any_world=any_world, clock=clock, on_update=on_update)
 
-    folder = recipe.run(config, home, train_stage, evaluate, any_world=any_world)
+    folder = recipe.run(config, home, train_stage, any_world=any_world)
     if config.is_recipe and processes.state().is_main_process:
         watch.write(folder)  # the recipe's report
     return folder

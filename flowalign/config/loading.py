@@ -17,6 +17,7 @@ or its index (`benchmarks.geneval.limit=8`, `benchmarks.0.limit=8`), and so it i
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from pkgutil import resolve_name
@@ -72,12 +73,8 @@ LABELS = {
 def label_of(path: str | Path) -> str | None:
     """What is known of the settings of a shipped config: one of LABELS, from a line `# Label: WORD`
     of its head; None for a file that does not say."""
-    for line in Path(path).read_text(encoding="utf-8").splitlines():
-        if not line.startswith("#"):
-            break
-        if line.startswith("# Label: "):
-            return line.removeprefix("# Label: ")
-    return None
+    said = re.match(r"(?:#.*\n)*?# Label: (.*)", Path(path).read_text(encoding="utf-8"))
+    return said[1] if said else None
 
 
 def read(path: str | Path, above: Sequence[Path] = ()) -> Any:

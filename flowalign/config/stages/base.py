@@ -42,15 +42,12 @@ class Stage(Section):
     """What runs it."""
     trains: ClassVar[bool] = False
     """Whether it is a training run."""
+    makes_adapter: ClassVar[bool] = False
+    """Whether it leaves an adapter in its folder."""
     merges: ClassVar[bool] = False
     """Whether it is a merge of adapters."""
     is_recipe: ClassVar[bool] = False
     """Whether it runs other stages."""
-
-    @property
-    def makes_adapter(self) -> bool:
-        """Whether it leaves an adapter in its folder."""
-        return self.trains or self.merges
 
     @property
     def samples(self) -> bool:
