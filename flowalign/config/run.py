@@ -37,12 +37,10 @@ class TrainConfig(Section):
     """Rollouts between two sample grids; the last rollout has one, too."""
     keep_samples: Count | None = Field(default=200, examples=[50])
     """Number of newest sample grids in <output>/samples that are kept, of rollouts and of
-    evaluations each; the oldest one stays, too. null = keep all. What else grows with a run:
-    metrics.jsonl by a line an update (about 0.5 KB), and the trackers' files."""
+    evaluations each; the oldest one stays, too. null = keep all."""
     deterministic: bool = False
     """The same run gives the same bits on a GPU as well, also after a resume. Backward passes are
-    slower, attention is torch's own, and an operation without a deterministic form raises, in
-    rewards as well. See `flowalign.commands.run.deterministic`."""
+    slower, and an operation without a deterministic form raises, in rewards as well."""
     max_invalid_share: Share = 0.5
     """The run stops when a larger share of a rollout could not be scored."""
     max_skipped: Count = 5

@@ -55,7 +55,6 @@ class MergeStage(Job):
     def problems(self) -> Iterator[str]:
         """Weights that are not one an adapter; a rank that `concat` does not have."""
         if self.weights is not None and len(self.weights) != len(self.adapters):
-            count = len(self.adapters)
-            yield f"weights: {len(self.weights)} for {count} adapters. Give one each, or null."
+            yield f"weights: {len(self.weights)} for {len(self.adapters)} adapters. Give one each."
         if self.rank is not None and self.method == "concat":
             yield f"rank: {self.rank}, but 'concat' adds the ranks. Use 'svd', or leave it out."

@@ -15,8 +15,7 @@ from flowalign.config.stages.training import TrainingStage
 
 
 class RewardStage(TrainingStage):
-    """A teacher that learns from the rewards of one or more tasks. The section of the stage's own
-    name says how they become advantages."""
+    """A teacher that learns from rewards; the section of its own name says how."""
 
     @property
     def credited(self) -> AdvantageConfig:

@@ -117,7 +117,6 @@ class OpdStage(DistillationStage):
 
     @property
     def needs_actions(self) -> bool:
-        """Whether the loss has a ratio of new and old policy."""
         return self.student.gradient != "pathwise"
 
     @property

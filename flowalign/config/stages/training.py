@@ -79,8 +79,7 @@ class TrainingStage(Job):
 
     @property
     def evaluates(self) -> bool:
-        """Whether held-out scores are taken while training; they choose the adapter that is
-        kept."""
+        """Whether held-out scores are taken while training, and choose the adapter to keep."""
         scored = self.unrewarded or any(task.evaluated for task in self.tasks)
         return self.evaluation is not None and scored
 
@@ -157,8 +156,7 @@ class TrainingStage(Job):
 
     @property
     def mixtures(self) -> dict[str, float]:
-        """{config key: CFG scale} of the labellers whose scale is not the one that the
-        student is trained at."""
+        """{config key: CFG scale} of the labellers whose scale is not the student's."""
         scales = {key: self.guidance_of(teacher) for key, teacher in self.labellers.items()}
         return {key: scale for key, scale in scales.items() if scale != self.guidance}
 
