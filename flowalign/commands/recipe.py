@@ -218,9 +218,9 @@ def _problems(
         if config.is_recipe:
             folder, place = folder / name, f"stages.{name}."
         if name in stages:
-            start = replace(launch, resume=None if damages[name] is None else True)
-            texts = world_problems(stages[name], start, pending)
-            problems += [f"{place}{text}" for text in texts]
+            resume = None if damages[name] is None else True
+            start = replace(launch, resume=resume, pending=tuple(pending))
+            problems += [f"{place}{text}" for text in world_problems(stages[name], start)]
         pending.append(str(folder / "adapter"))  # of a wrong stage, too, which is blamed once
     dtypes = {n: s.model.dtype for n, s in stages.items() if s.trains}
     if len({dtype == "float16" for dtype in dtypes.values()}) > 1:

@@ -70,7 +70,8 @@ class Launch:
     processes: how many; any_world: its checkpoints may be of another number. resume: whether it is
     to continue what its folder holds; None = the folder is not looked at. trust: whether to run the
     code that the config names (`own_code`); without it, what needs that code is not checked.
-    elsewhere: it is planned for another machine, so no GPU is looked for.
+    elsewhere: it is planned for another machine, so no GPU is looked for. pending: adapters that
+    are not there yet, because an earlier stage of a recipe will write them.
     """
 
     processes: int = 1
@@ -78,43 +79,29 @@ class Launch:
     any_world: bool = False
     trust: bool = True
     elsewhere: bool = False
+    pending: Collection[str] = ()
 
 
-@dataclass(frozen=True)
-class Case:
-    """What a check looks at. pending: adapters that are not there yet, because an earlier stage of
-    a recipe will write them."""
-
-    config: Any  # a Stage
-    launch: Launch
-    pending: Collection[str]
-    inputs: Inputs
-
-
-def check_world(config: Stage, launch: Launch, pending: Collection[str] = ()) -> Inputs:
+def check_world(config: Stage, launch: Launch) -> Inputs:
     """Refuse what `world_problems` finds, as one ConfigError; else what was opened for it. Called
     before any model is loaded."""
     inputs = Inputs(config.model)
-    if problems := world_problems(config, launch, pending, inputs):
+    if problems := world_problems(config, launch, inputs):
         raise ConfigError(problems)
     return inputs
 
 
-def world_problems(
-    config: Stage, launch: Launch, pending: Collection[str] = (), inputs: Inputs | None = None
-) -> list[str]:
+def world_problems(config: Stage, launch: Launch, inputs: Inputs | None = None) -> list[str]:
     """What keeps a stage from starting here: missing packages, adapters, rewards and prompt sets,
-    images that the processes cannot share, and a folder that holds another run.
-
-    `train`, `eval` and `doctor` all ask this. pending: as of a Case. inputs: keeps what is opened.
-    """
-    case = Case(config, launch, pending, Inputs(config.model) if inputs is None else inputs)
-    return [text for check in CHECKS for text in check(case)]
+    images that the processes cannot share, and a folder that holds another run. `train`, `eval` and
+    `doctor` all ask this. inputs: keeps what is opened."""
+    inputs = Inputs(config.model) if inputs is None else inputs
+    return [text for check in CHECKS for text in check(config, launch, inputs)]
 
 
-def _packages(case: Case) -> Iterator[str]:
+def _packages(config: Any, launch: Launch, inputs: Inputs) -> Iterator[str]:
     """What asks for a package or a device that is not here."""
-    config, models = case.config, {"model": case.config.model, **case.config.bases}
+    models = {"model": config.model, **config.bases}
     bits = [f"{key}.quantization" for key, m in models.items() if m.quantization == "nf4"]
     needed = dict.fromkeys(bits, "bitsandbytes")
     if config.trains and config.optimizer.name == "adamw8bit":
@@ -124,22 +111,21 @@ def _packages(case: Case) -> Iterator[str]:
     for key, package in needed.items():
         if not packages.installed(package):
             yield f"{key}: needs {package}, which is not installed. {packages.hint(package)}"
-    for key in bits if not (case.launch.elsewhere or torch.cuda.is_available()) else ():
+    for key in bits if not (launch.elsewhere or torch.cuda.is_available()) else ():
         yield f"{key}: 'nf4' needs a GPU, and torch sees none. Use 'fp8', or null."
     kernels = config.model.attention
     if kernels and (reason := unavailable(kernels)):
         yield f"model.attention: {kernels!r}: {reason} Or use null: SDPA."
 
 
-def _adapters(case: Case) -> Iterator[str]:
+def _adapters(config: Any, launch: Launch, inputs: Inputs) -> Iterator[str]:
     """Adapters that are not there, cannot be read, hold NaN, or belong to another base: by what
     they say, or by their layers and sizes. Those on the Hub are downloaded."""
-    config = case.config
     for key, source in config.inputs.items():
-        if source in case.pending:
+        if source in launch.pending:
             continue
         try:
-            lora = case.inputs.adapter(source)
+            lora = inputs.adapter(source)
         except (AdapterError, HubError) as error:
             yield f"{key}: {error}"
             continue
@@ -164,9 +150,9 @@ def known_family(model: ModelConfig) -> Family | None:
         return None
 
 
-def _model(case: Case) -> Iterator[str]:
+def _model(config: Any, launch: Launch, inputs: Inputs) -> Iterator[str]:
     """Settings that the model does not have: sizes, lengths of prompts, guidance."""
-    config, model = case.config, case.config.model
+    model = config.model
     family = known_family(model) if config.judged and config.samples else None
     if family is None:
         return
@@ -188,12 +174,12 @@ def _model(case: Case) -> Iterator[str]:
 # Rewards and prompts -----------------------------------------------------------------------------
 
 
-def _scoring(case: Case) -> Iterator[str]:
+def _scoring(config: Any, launch: Launch, inputs: Inputs) -> Iterator[str]:
     """Rewards that cannot be built, or cannot judge the prompts; prompt sets that are not there."""
-    for judged in case.config.judged:
+    for judged in config.judged:
         sound = []
         for key, reward in judged.rewards.items():
-            if not case.launch.trust and rewards.own_code(reward.name, reward.options):
+            if not launch.trust and rewards.own_code(reward.name, reward.options):
                 continue
             where = f"{judged.place}.{key}"
             try:
@@ -208,7 +194,7 @@ def _scoring(case: Case) -> Iterator[str]:
             sound.append(reward)
         for key, source in judged.prompts.items():
             try:
-                batch = case.inputs.prompts(source, judged.name)
+                batch = inputs.prompts(source, judged.name)
                 for r in sound:
                     rewards.check_prompts(r.name, r.options, batch.prompts, batch.metadata)
             except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
@@ -216,21 +202,21 @@ def _scoring(case: Case) -> Iterator[str]:
                 yield f"{judged.place}.{key}: {where}{_text(error)}"
 
 
-def _fidelity(case: Case) -> Iterator[str]:
+def _fidelity(config: Any, launch: Launch, inputs: Inputs) -> Iterator[str]:
     """Features that cannot be imported; a folder of reference images that holds none; prompts that
     are none of the tiny world, where its scenes are the reference; too few images."""
-    config, fidelity = case.config, getattr(case.config, "fidelity", None)
+    fidelity = getattr(config, "fidelity", None)
     if not fidelity:
         return
     counts, tiny = {"benchmarks": 0}, fidelity.reference == "tiny"
-    if case.launch.trust and ":" in fidelity.features:
+    if launch.trust and ":" in fidelity.features:
         try:
             rewards.load(fidelity.features, "features")
         except (ValueError, ImportError) as error:
             yield f"fidelity.features: {_text(error)}"
     for benchmark in config.benchmarks:
         with suppress(ValueError, KeyError, TypeError, AttributeError, OSError):  # said before
-            rows = case.inputs.prompts(benchmark.prompts, benchmark.name).metadata
+            rows = inputs.prompts(benchmark.prompts, benchmark.name).metadata
             counts["benchmarks"] += len(rows[: benchmark.limit]) * benchmark.images
             if tiny and not _scenes(rows[:: max(1, len(rows) // 16)]):
                 text = f"{benchmark.prompts} has prompts of another world than 'tiny'"
@@ -285,28 +271,27 @@ def _text(error: Exception) -> str:
 # Training ----------------------------------------------------------------------------------------
 
 
-def _bases(case: Case) -> Iterator[str]:
+def _bases(config: Any, launch: Launch, inputs: Inputs) -> Iterator[str]:
     """Teachers' bases that cannot label the student's states, and devices that are not there."""
-    for key, model in case.config.bases.items():
+    for key, model in config.bases.items():
         try:
-            reasons = list(mismatches(case.config.model, model))
+            reasons = list(mismatches(config.model, model))
         except (LookupError, ModelError, OSError, ValueError) as error:
             reasons = [_text(error)]
         if reasons:
-            text = f"{model.id!r} cannot label states of {case.config.model.id!r}: "
+            text = f"{model.id!r} cannot label states of {config.model.id!r}: "
             text += f"{'; '.join(reasons)}. Use a model with the same VAE, text encoders"
             yield f"{key}.base: {text} and scheduler."
-        kind, _, index = (case.config.labellers[key].device or "cpu").partition(":")
+        kind, _, index = (config.labellers[key].device or "cpu").partition(":")
         here = torch.accelerator.current_accelerator()
         there = torch.accelerator.device_count() if here and here.type == kind else 0
         if kind != "cpu" and int(index or 0) >= there:
             yield f"{key}.device: {kind!r} has {there} devices here. Use another, 'cpu' or null."
 
 
-def _training(case: Case) -> Iterator[str]:
+def _training(config: Any, launch: Launch, inputs: Inputs) -> Iterator[str]:
     """Settings against determinism, layers that the model does not have, rewards that do not fit
     the number of processes or the advantage, and a folder that holds another run."""
-    config, launch = case.config, case.launch
     if not config.trains:
         return
     if config.train.deterministic and config.model.attention not in REPEATABLE:
@@ -329,7 +314,7 @@ def _training(case: Case) -> Iterator[str]:
     yield from group_problems(config, groupwise, launch.processes)
     yield from parts_problems(config, single)
     if launch.resume is not None:
-        given = {"resume": launch.resume, "any_world": launch.any_world, "pending": case.pending}
+        given = {"resume": launch.resume, "any_world": launch.any_world, "pending": launch.pending}
         yield from resuming.problems(config, launch.processes, **given)
 
 
@@ -392,7 +377,7 @@ def unexamined(stages: Mapping[str, Stage]) -> list[str]:
     ]
 
 
-def scale_problems(stages: Mapping[str, Stage]) -> Iterator[str]:
+def scale_problems(stages: Mapping[str, Any]) -> Iterator[str]:
     """Adapters that are used at a guidance scale more than a factor of two from the one that they
     were trained at: guidance counts once (docs/results.md). stages: by name, as they run. Nothing
     is said of an adapter whose training is not known from them, or from the folder of its run."""
