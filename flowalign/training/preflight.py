@@ -219,8 +219,8 @@ def _fidelity(config: Any, launch: Launch, inputs: Inputs) -> Iterator[str]:
             rows = inputs.prompts(benchmark.prompts, benchmark.name).metadata
             counts["benchmarks"] += len(rows[: benchmark.limit]) * benchmark.images
             if tiny and not _scenes(rows[:: max(1, len(rows) // 16)]):
-                text = f"{benchmark.prompts} has prompts of another world than 'tiny'"
-                yield f"fidelity.reference: {text}. Name a folder of images, or leave fidelity out."
+                text = f"'tiny', and {benchmark.prompts} has prompts of another world"
+                yield f"fidelity.reference: {text}. Name a folder of images, or fidelity=null."
     folder = Path(fidelity.reference)
     if not tiny and not image_files(folder):
         seen = f"the folder holds no {', '.join(IMAGES)}" if folder.is_dir() else "no such folder"
@@ -260,7 +260,7 @@ def too_few(counts: Mapping[str, int], width: int) -> Iterator[str]:
     for key, count in counts.items():
         if 0 < count < enough(width):  # 0: they could not be read, which was said before
             text = f"{count} images are too few for a distance between {width} features. Use at"
-            yield f"{key}: {text} least {enough(width)}, better ten times as many, or no fidelity."
+            yield f"{key}: {text} least {enough(width)}, better ten times as many, or null."
 
 
 def _text(error: Exception) -> str:
