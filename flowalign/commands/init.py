@@ -436,7 +436,7 @@ class _Writer:
         self.every = every
         self.explained: set[tuple[type[Section], str]] = set()
 
-    def text(self, section: Section, without: Sequence[str] = ()) -> str:
+    def text(self, section: Any, without: Sequence[str] = ()) -> str:
         """The keys of a section, but those without."""
         parts = []
         # lora.init decides the other keys of `lora`

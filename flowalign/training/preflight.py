@@ -387,7 +387,8 @@ def scale_problems(stages: Mapping[str, Any]) -> Iterator[str]:
         """The scale of an adapter, or those of all that it was merged from; [] = not known."""
         if source.startswith("tiny/"):
             return [1.0]
-        stage, here = made.get(Path(source)), not adapters.is_hub_id(source)
+        stage: Any = made.get(Path(source))
+        here = not adapters.is_hub_id(source)
         with suppress(ConfigError):
             if not stage and here and (folder := adapters.adapter_folder(source)).name == "adapter":
                 stage = load(folder.parent / "config.yaml", stage=Stage)
