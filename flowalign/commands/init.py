@@ -31,7 +31,7 @@ from flowalign.config import (
     stage_class,
     stage_names,
 )
-from flowalign.config.model import LoraConfig, ModelConfig
+from flowalign.config.model import ModelConfig
 from flowalign.config.safe_yaml import dump_yaml
 from flowalign.system.exit import refusing
 from flowalign.system.files import expanded, replacing
@@ -440,7 +440,7 @@ class _Writer:
         """The keys of a section, but those without."""
         parts = []
         # lora.init decides the other keys of `lora`
-        every = self.every and not (isinstance(section, LoraConfig) and section.init)
+        every = self.every and not getattr(section, "init", None)
         for key, field in type(section).model_fields.items():
             if key in without or not (every or key in section.model_fields_set):
                 continue
