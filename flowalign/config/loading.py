@@ -71,9 +71,9 @@ LABELS = {
 
 
 def label_of(path: str | Path) -> str | None:
-    """What is known of the settings of a shipped config: one of LABELS, from a line `# Label: WORD`
-    of its head; None for a file that does not say."""
-    said = re.match(r"(?:#.*\n)*?# Label: (.*)", Path(path).read_text(encoding="utf-8"))
+    """One of LABELS, from a line `# Label: WORD` of a shipped config's head; None without one."""
+    text = Path(os.path.expanduser(path)).read_text(encoding="utf-8")
+    said = re.match(r"(?:#.*\n)*?# Label: (.*)", text)
     return said[1] if said else None
 
 
