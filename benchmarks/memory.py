@@ -34,7 +34,7 @@ CASES = {
     "grpo, batches of 2": ["rollout.batch_size=2", "optimizer.micro_batch=1"],
     "nft": [],
     "nft, old policy and KL": ["nft.old.decay=0.5", "nft.old.rise=0.5", "nft.kl_weight=1e-4"],
-    "nft, many noise levels": ["nft.states=24", "optimizer.micro_batch=1", "rollout.solver=heun"],
+    "nft, many noise levels": ["nft.states=24", "optimizer.micro_batch=1", "rollout.solver=dpm2"],
     "awm": [],
     "awm, average and KL": [
         "awm.ema_kl_weight=1.0",

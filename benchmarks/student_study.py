@@ -49,9 +49,6 @@ VARIANTS: dict[str, list[str]] = {
     "states: all": ["student.states={select: all}"],
     "gradient published, 3 random": ["student.gradient=published", PUBLISHED, THREE],
     "gradient policy, 3 random": ["student.gradient=policy", THREE],
-    "gradient policy, to go, 3 random": [
-        "student.gradient=policy", THREE, "student.reward_to_go=true",
-    ],
     "ode rollouts": ["rollout.kind=ode"],
     "1 optimizer step a rollout": ["optimizer.updates_per_rollout=1"],
     "8 optimizer steps a rollout": ["optimizer.updates_per_rollout=8"],

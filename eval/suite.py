@@ -25,7 +25,7 @@ from torch import Tensor
 from flowalign import rewards
 from flowalign.backbone import Backbone
 from flowalign.config import BenchmarkConfig, ConfigError, ModelConfig, SamplingConfig
-from flowalign.config.run import GivenImages
+from flowalign.config.stages.evaluation import GivenImages
 from flowalign.eval.images import ImagesError, assign, check_images, find_images
 from flowalign.eval.layouts import check_layout
 from flowalign.eval.stats import average, headline_row, lost, part_of, rows_of

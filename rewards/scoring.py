@@ -1,7 +1,7 @@
 """Every call of a reward: `score` guards one, `TaskRewards` routes a batch, `AsyncScorer`
 scores in a thread.
 
-An image that a reward failed on is invalid, never scored 0 (DESIGN section 7, promise 2).
+An image that a reward failed on is invalid, never scored 0.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Draw the house: rooms, arrows between them, lines, public names, the longest chain of calls.
 
     python scripts/house.py [ROOT]
+    python scripts/house.py --budget    # fails where a room has more lines than BUDGET
 
 A room is a module or a package directly under flowalign/ (rewards, teachers and eval included). An
 arrow is an import of one room by another, at any depth of the code. An arrow is upward if it has to
@@ -14,12 +15,28 @@ import ast
 import builtins
 import io
 import itertools
+import sys
 import tokenize
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
 LINKED = ("rewards", "teachers", "eval")
+# Lines a room may have. A change that needs more says so here.
+BUDGET = {
+    "backbone": 3304,
+    "commands": 5989,
+    "config": 2186,
+    "credit": 244,
+    "eval": 2846,
+    "flowalign": 64,
+    "rewards": 4650,
+    "sde": 185,
+    "system": 1240,
+    "teachers": 1122,
+    "training": 5778,
+    "types": 295,
+}
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 # Methods of lists, dicts, texts, files ...: a call of one of these names says nothing of its class.
 COMMON = {
@@ -67,6 +84,33 @@ def imports(tree: ast.AST, known: dict[str, Path]) -> Iterator[str]:
                 whole = f"{node.module}.{alias.name}"
                 if whole in known or node.module in known:
                     yield whole if whole in known else node.module
+
+
+def by_name(tree: ast.AST, known: dict[str, Path]) -> Iterator[str]:
+    """The modules of the library that a tree names in texts, as module:function."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            module, colon, name = node.value.partition(":")
+            if colon and name.isidentifier() and module in known:
+                yield module
+
+
+def room_lines(root: Path) -> Counter[str]:
+    """The lines of each room."""
+    lines: Counter[str] = Counter()
+    for module, path in modules(root).items():
+        lines[room(module)] += len(path.read_text().splitlines())
+    return lines
+
+
+def above_budget(root: Path) -> list[str]:
+    """The rooms with more lines than BUDGET, one text each."""
+    lines = room_lines(root)
+    return [
+        f"{name}: {count} lines, {count - BUDGET.get(name, 0)} above its budget"
+        for name, count in lines.items()
+        if count > BUDGET.get(name, 0)
+    ]
 
 
 def components(arrows: set[tuple[str, str]]) -> list[list[str]]:
@@ -178,11 +222,10 @@ def main(root: Path) -> None:
     files = modules(root)
     texts = {name: path.read_text() for name, path in files.items()}
     trees = {name: ast.parse(text) for name, text in texts.items()}
-    lines, comments, names = Counter(), Counter(), Counter()
+    lines, comments, names = room_lines(root), Counter(), Counter()
     arrows: Counter[tuple[str, str]] = Counter()
     for name, tree in trees.items():
         here = room(name)
-        lines[here] += len(texts[name].splitlines())
         comments[here] += commented(texts[name])
         names[here] += len(list(public(tree)))
         arrows.update((here, room(other)) for other in imports(tree, files) if room(other) != here)
@@ -208,4 +251,10 @@ def main(root: Path) -> None:
 if __name__ == "__main__":
     options = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     options.add_argument("root", nargs="?", type=Path, default=Path("."), help="of a checkout")
-    main(options.parse_args().root)
+    options.add_argument("--budget", action="store_true", help="only compare lines with BUDGET")
+    given = options.parse_args()
+    if given.budget:
+        over = above_budget(given.root)
+        print(f"{room_lines(given.root).total()} lines, budget {sum(BUDGET.values())}")
+        sys.exit("\n".join(over) or 0)
+    main(given.root)

@@ -115,12 +115,8 @@ class Forward(Algorithm[Matched]):
         """Score the images, and noise their latents."""
         credit = self.scored.credit(rollout, update)
         key, size = (self.config.seed, update), rollout.batch.size
-        levels = (*key, Stream.LEVELS)
-        if self.settings.own_levels:
-            images = zip(rollout.group.tolist(), rollout.copy.tolist(), strict=True)
-            sigmas = torch.stack([self._levels((*levels, *image), size) for image in images])
-        else:
-            sigmas = self._levels(levels, size)
+        images = zip(rollout.group.tolist(), rollout.copy.tolist(), strict=True)
+        sigmas = torch.stack([self._levels((*key, Stream.LEVELS, *i), size) for i in images])
         states, target = noised(rollout, sigmas, (*key, Stream.NOISE))
         return Matched(**vars(replace(credit, rollout=states)), velocity=target)
 

@@ -26,9 +26,8 @@ class Nft(Forward):
         prepared, s = super().prepare(rollout, update), self.settings
         several = self.config.optimizer.updates_per_rollout > 1
         moved = self.old is not None and (several or not self.old.is_student)
-        advantage = chosen_advantage(prepared.advantage, s.adv_mode)
-        keep = (advantage.cpu() != 0) | moved | (s.kl_weight > 0)
-        return replace(prepared, advantage=advantage, keep=keep)
+        keep = (prepared.advantage.cpu() != 0) | moved | (s.kl_weight > 0)
+        return replace(prepared, keep=keep)
 
     def loss(self, pairs: Pairs, velocity: Tensor, prepared: Matched) -> StepLoss:
         """advantage_clip times the loss of NFT, plus kl_weight times the drift from the base."""
@@ -44,24 +43,6 @@ class Nft(Forward):
 # B elements, each one (image, noise level): x_sigma = (1 - sigma) x0 + sigma eps, whose velocity is
 # the target eps - x0. The image that a velocity v predicts is x_sigma - sigma v; it is off by
 # sigma (target - v), so that the loss does not need x_sigma itself.
-
-
-def chosen_advantage(advantage: Tensor, mode: str) -> Tensor:
-    """The advantages [B] that NFT learns from; see `nft.adv_mode`.
-
-    all            as they are
-    positive_only  those below 0 become 0
-    negative_only  those above 0 become 0
-    binary         their sign
-    one_only       1 above 0, else 0
-    """
-    if mode == "all":
-        return advantage
-    if mode == "binary":
-        return advantage.sign()
-    if mode == "one_only":
-        return (advantage > 0).to(advantage.dtype)
-    return advantage.clamp(min=0) if mode == "positive_only" else advantage.clamp(max=0)
 
 
 def optimality(advantage: Tensor, limit: float) -> Tensor:

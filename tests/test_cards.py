@@ -10,8 +10,7 @@ from flowalign.backbone.structure import without_data
 from flowalign.commands import run as commands
 from flowalign.commands.doctor import plan
 from flowalign.commands.sample import recommended
-from flowalign.config import ModelConfig, parse
-from flowalign.config.stages import EvalStage, MergeStage
+from flowalign.config import EvalStage, MergeStage, ModelConfig, parse
 from flowalign.training.preflight import Inputs
 
 TURBO = "Tongyi-MAI/Z-Image-Turbo"

@@ -26,15 +26,10 @@ from flowalign.config import (
     Stage,
     TrainingStage,
     label_of,
-    learning,
     load,
-    model,
     overlay,
     parse,
     read,
-    rollout,
-    run,
-    stages,
     to_yaml,
 )
 from flowalign.config.safe_yaml import dump_yaml, load_yaml
@@ -218,7 +213,7 @@ NO_VALIDATION = {key: value for key, value in TASK.items() if key != "validation
     [
         ("rollout.kind", {"rollout": {"kind": "ode"}}),
         ("rollout.noise_level", {"rollout": {"noise_level": 0}}),
-        ("rollout.solver", {"rollout": {"solver": "heun"}}),
+        ("rollout.solver", {"rollout": {"solver": "dpm2"}}),
         ("rollout.solver", {"rollout": {"kind": "cps", "solver": "dpm2"}}),
         ("rollout.noise_level", {"rollout": {"kind": "cps", "noise_level": 1.5}}),
         ("rollout.window", {"rollout": {"window": [3, 3]}}),
@@ -242,7 +237,6 @@ NO_VALIDATION = {key: value for key, value in TASK.items() if key != "validation
         ("rollout.window", {"stage": "nft", "rollout": {"kind": "ode", "window": [0, 2]}}),
         ("evaluation.watch.0.layout", {"evaluation": {"watch": [WATCHED]}}),
         ("model.compile", {"model": COMPILED}),
-        ("student.reward_to_go", {**STUDENT, "student": {"reward_to_go": True}}),
     ],
 )
 def test_values_that_do_not_go_together_are_refused(key: str, sections: dict[str, Any]) -> None:
@@ -638,26 +632,13 @@ def test_a_changed_config_is_parsed_or_refused(count: int):
     holds(lambda data: parsed_or_refused(data, []), count, data=configs())
 
 
-@pytest.mark.slow
-@examples(500)
-def test_a_changed_override_is_taken_or_refused(count: int):
-    sections = ["seed", "tasks", "0", "ocr", "rollout", "steps", "reward", "options", "lora", "x"]
-    keys = st.lists(st.one_of(st.sampled_from(sections), texts), min_size=1, max_size=6)
-
-    @st.composite
-    def overrides(draw: Any) -> list[str]:
-        value = draw(st.one_of(texts, scalars.map(str), st.just("{a: [1, 2]}")))
-        return [f"{'.'.join(draw(keys))}{draw(st.sampled_from(['=', '=', '=', '', '==']))}{value}"]
-
-    holds(lambda changes: parsed_or_refused(SHIPPED[0], changes), count, changes=overrides())
-
-
 def test_every_section_and_stage_can_be_imported_from_one_place() -> None:
     """`flowalign.config`: a typed config has them all."""
-    for module in (learning, model, rollout, run, stages):
-        for name, kind in vars(module).items():
-            if isinstance(kind, type) and issubclass(kind, configs.Section):
-                assert getattr(configs, name) is kind
+    kinds = [configs.Section]
+    for kind in kinds:
+        kinds += kind.__subclasses__()
+    for kind in {k for k in kinds if k.__module__.startswith("flowalign.config.")}:
+        assert getattr(configs, kind.__name__) is kind
 
 
 @pytest.mark.parametrize(

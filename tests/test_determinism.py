@@ -83,7 +83,7 @@ def test_attention_whose_backward_pass_varies_is_refused(tmp_path: Path) -> None
         given = [ON, f"model.attention={backend}"]
         problem = refused(fakes.settings("tiny", tmp_path / "run", *given))
         missing = unavailable(backend) if backend != "null" else None
-        assert ("is not the same" in problem) != repeatable, backend
+        assert ("deterministic" in problem) != repeatable, backend
         without = refused(fakes.settings("tiny", tmp_path / "run", given[1]))
         assert ("model.attention" in without) == bool(missing), backend
 

@@ -281,9 +281,8 @@ def test_forward_passes_of_the_stages_on_clean_images(of):
     given = ["rollout.prompts=4", "rollout.guidance=1.0"]
     plain = of(*given, kind="nft")
     one = phase(plain, "rollout").flops / 3 / 8  # of a forward pass of an image, in 3 steps of 8
-    dpm2, heun = (of(*given, f"rollout.solver={name}", kind="nft") for name in ("dpm2", "heun"))
+    dpm2 = of(*given, "rollout.solver=dpm2", kind="nft")
     assert phase(dpm2, "rollout").flops == phase(plain, "rollout").flops
-    assert phase(heun, "rollout").flops == pytest.approx(5 / 3 * 3 * 8 * one)
     pairs = 8 * 4
 
     def more(*changes, kind="nft", updates=None):

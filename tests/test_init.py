@@ -258,9 +258,8 @@ def test_own_prompts_and_a_reward() -> None:
     assert (task.name, task.prompts, task.validation) == ("ocr", "my.txt", None)
     assert config.evaluation is None and task.reward and task.reward.options
     Path("my_val.txt").write_text('a sign that says "LAMP"\n')
-    for words in ([], ["--validation", "my_val.txt"]):  # found beside, as `flowalign data` does
-        config = written("--stage", "grpo", "--reward", "ocr", "--prompts", "my.txt", *words)
-        assert config.tasks[0].validation == "my_val.txt" and config.evaluation
+    config = written("--stage", "grpo", "--reward", "ocr", "--prompts", "my.txt")
+    assert config.tasks[0].validation == "my_val.txt" and config.evaluation
     table = written("--stage", "eval", "--reward", "ocr", "--prompts", "my.txt")
     assert isinstance(table, EvalStage) and table.fidelity is None  # needs tiny prompts
 
@@ -312,16 +311,9 @@ def test_a_task_without_a_reward_stands_beside_one_with(capsys: Any) -> None:
     assert "not there yet: outputs/text/adapter" in capsys.readouterr().out
 
 
-def test_a_recipe_of_own_teachers_scores_test_prompts() -> None:
-    for name in ("a.txt", "b.txt", "b_val.txt"):
-        Path(name).write_text('a sign that says "KITE"\n')
-    words = ["--stage", "recipe", "--teachers", "a=me/a", "b=me/b", "--reward", "ocr", "ocr"]
-    table = written(*words, "--prompts", "a.txt", "b.txt").stages["table"]["benchmarks"]
-    assert [part["prompts"] for part in table] == ["tiny/ocr_test"] * 2
-    assert list(written("--stage", "recipe", "--teachers", "ocr=me/a").stages) == [
-        "student",
-        "table",
-    ]
+def test_a_recipe_of_one_teacher_merges_nothing() -> None:
+    config = written("--stage", "recipe", "--teachers", "ocr=me/a")
+    assert list(config.stages) == ["student", "table"]
 
 
 @pytest.mark.parametrize(
@@ -425,7 +417,6 @@ def test_the_table_of_a_recipe_is_of_test_prompts(model: str, of: str, capsys: A
         ),
         (["--stage", "grpo", "--teachers", "a=b"], "--teachers"),
         (["--stage", "merge", "--prompts", "a.txt"], "--prompts"),
-        (["--stage", "eval", "--validation", "a.txt"], "--validation"),
         (["--stage", "opd", "--prompts", "a.txt"], "--prompts"),
         (["--stage", "recipe", "--teachers", "ocr=tiny/ocr", "blue=a/b"], "--reward"),
         (["--stage", "opd", "--teachers", "a b=c"], "teachers"),
@@ -440,22 +431,11 @@ def test_what_gives_no_config_is_refused_and_nothing_is_written(
     assert list(Path().iterdir()) == []
 
 
-def test_options_belong_to_the_reward_that_they_name() -> None:
-    words = [
-        "--reward",
-        "ocr",
-        "pickscore",
-        "--options",
-        "ocr.rule=strict",
-        "pickscore.normalizer=9",
-    ]
-    config = written("--stage", "eval", *words)
-    ocr, pickscore = (benchmark.reward.options for benchmark in config.benchmarks)
-    assert (ocr["rule"], pickscore["normalizer"]) == ("strict", 9)
+def test_options_are_of_the_reward() -> None:
     one = written("--stage", "grpo", "--reward", "ocr", "--options", "rule=strict")
     assert one.tasks[0].reward.options["rule"] == "strict"
     head = Path("own.yaml").read_text().partition("stage:")[0]
-    assert "measured" in head and "your rewards" not in head
+    assert "measured" in head and "your prompts and rewards" not in head
 
 
 def test_a_reward_made_of_others_has_the_options_of_their_shipped_configs(capsys: Any) -> None:
@@ -466,7 +446,7 @@ def test_a_reward_made_of_others_has_the_options_of_their_shipped_configs(capsys
     parts += "{reward: {name: ocr}, gate: {name: ocr}, threshold: 0.5}}, {name: 'brand:like'}]"
     Path("brand.py").write_text("def like(images, prompts, metadata): ...")
     config = written("--stage", "nft", "--reward", "product", "--options", parts)
-    assert "your rewards" in Path("own.yaml").read_text().partition("stage:")[0]
+    assert "your prompts and rewards" in Path("own.yaml").read_text().partition("stage:")[0]
     assert "doctor --config own.yaml --trust" in capsys.readouterr().out
     plain, gated, _ = config.tasks[0].reward.options["rewards"]
     assert plain["options"] == ocr.reward.options | {"rule": "strict"}
@@ -479,35 +459,6 @@ def test_a_file_that_is_there_stays() -> None:
     assert Path("grpo.yaml").read_text() == "mine"
     assert init("--stage", "grpo", "--force") == 0
     assert load("grpo.yaml").stage == "grpo"
-
-
-@pytest.mark.slow
-def test_a_tiny_teacher_trains() -> None:
-    Path("my.txt").write_text('a red sign that says "CAT"\na blue sign that says "POND"\n')
-    words = ["--model", "tiny", "--reward", "ocr", "--prompts", "my.txt", "--out", "my.yaml"]
-    assert init("--stage", "grpo", *words) == 0
-    small = ["train.updates=1", "rollout.prompts=2", "rollout.copies=2"]
-    assert cli.main(["train", "--config", "my.yaml", *small]) == 0
-    assert Path("outputs/my/adapter/pytorch_lora_weights.safetensors").is_file()
-
-
-@pytest.mark.slow
-def test_a_tiny_recipe_of_own_prompts_runs_to_its_table(capsys: Any) -> None:
-    for name in ("a.txt", "b.txt"):
-        Path(name).write_text('a red sign that says "CAT"\na blue sign that says "POND"\n')
-    words = ["--teachers", "a=tiny/ocr", "b=tiny/geneval", "--reward", "ocr", "pickscore"]
-    assert init("--stage", "recipe", *words, "--prompts", "a.txt", "b.txt") == 0
-    small: dict[str, Any] = {
-        "opd": {"train": {"updates": 1}, "rollout": {"prompts": 4, "batch_size": 4}},
-        "eval": {"benchmarks": {"a": {"limit": 2}, "b": {"limit": 2}}},
-    }
-    Path("small.yaml").write_text(yaml.safe_dump(small))
-    assert cli.main(["train", "--config", "recipe.yaml", "--variant", "small.yaml"]) == 2
-    assert "fidelity" in capsys.readouterr().err and not Path("outputs").exists()
-    small["eval"]["fidelity"] = None
-    Path("small.yaml").write_text(yaml.safe_dump(small))
-    assert cli.main(["train", "--config", "recipe.yaml", "--variant", "small.yaml"]) == 0
-    assert "student" in Path("outputs/recipe/table/table.md").read_text()
 
 
 @pytest.mark.parametrize("stage", ["grpo", "awm", "opd", "eval"])

@@ -116,11 +116,8 @@ def test_stages_get_the_recipes_model_and_seed_and_each_others_adapters(
 ) -> None:
     stages = planned(written(random_model, tmp_path))
     first, second, merge, student, table = stages.values()
-    assert (
-        isinstance(first, TrainingStage)
-        and isinstance(second, TrainingStage)
-        and isinstance(student, TrainingStage)
-    )
+    assert isinstance(first, TrainingStage) and isinstance(second, TrainingStage)
+    assert isinstance(student, TrainingStage)
     assert (first.seed, second.seed, first.train.updates) == (3, 7, 1)
     assert {stage.model.id for stage in stages.values()} == {random_model}
     out = tmp_path / "out"

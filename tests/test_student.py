@@ -186,16 +186,6 @@ def test_the_log_ratio_of_a_teacher_is_on_average_minus_the_kl(
     assert ((mean - expected).abs() < 4 * error).all()
 
 
-@pytest.mark.slow
-def test_reward_to_go_sums_what_comes_after(random_model: str, tmp_path: Path) -> None:
-    given = ["student.gradient=policy", "student.advantage_clip=1e9"]
-    plain = labelled(random_model, tmp_path / "a", *given)[2]
-    summed = labelled(random_model, tmp_path / "b", *given, "student.reward_to_go=true")[2]
-    assert plain.advantage is not None and summed.advantage is not None
-    assert_close(summed.advantage[:, 0], plain.advantage.sum(1), rtol=1e-4, atol=1e-7)
-    assert torch.equal(summed.advantage[:, -1], plain.advantage[:, -1])
-
-
 def test_a_run_comes_nearer_to_its_teachers(random_model: str, tmp_path: Path) -> None:
     """On the states that it started from; and it logs what a researcher asks for."""
     given = ["train.updates=10", "optimizer.lr=2e-2", "ema=null", "student.weighting=velocity",

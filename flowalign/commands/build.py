@@ -11,7 +11,7 @@ from accelerate.utils import set_seed
 
 from flowalign import rewards
 from flowalign.backbone import DTYPES, Backbone
-from flowalign.config import ConfigError, TrainingStage
+from flowalign.config import ConfigError, StudentConfig, TrainingStage
 from flowalign.eval import suite
 from flowalign.eval.suite import Benchmark
 from flowalign.rewards import RewardBase
@@ -132,16 +132,15 @@ def algorithm_parts(
         )
         for key, teacher in config.labellers.items()
     }
-    dtype, batch_size = config.labelling
+    labels = getattr(config, "student", StudentConfig())
     start = config.lora.init and inputs.adapter(config.lora.init)
 
     def bank(members: Mapping[str, Member], routing: Mapping[str, str]) -> Bank | None:
         if not members:
             return None
         try:
-            return Bank(
-                backbone, members, routing, batch_size=batch_size, dtype=DTYPES[dtype], start=start
-            )
+            dtype, size = DTYPES[labels.label_dtype], labels.label_batch
+            return Bank(backbone, members, routing, batch_size=size, dtype=dtype, start=start)
         except ValueError as error:
             raise ConfigError([f"teachers: {error}"]) from error
 

@@ -7,9 +7,8 @@ Stable Diffusion 3.5. The meaning of a key is its docstring in `flowalign.config
 from __future__ import annotations
 
 import argparse
-import functools
 import textwrap
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -22,7 +21,6 @@ from flowalign.backbone.structure import find, model_family
 from flowalign.config import (
     LABELS,
     STAGES,
-    RecipeStage,
     RewardStage,
     Section,
     Stage,
@@ -33,7 +31,7 @@ from flowalign.config import (
     stage_class,
     stage_names,
 )
-from flowalign.config.model import LoraConfig, ModelConfig
+from flowalign.config.model import ModelConfig
 from flowalign.config.safe_yaml import dump_yaml
 from flowalign.system.exit import refusing
 from flowalign.system.files import expanded, replacing
@@ -42,7 +40,6 @@ from flowalign.training.sources import validation_file
 
 CONFIGS = Path(__file__).parent / "configs"
 SD35 = CONFIGS / "sd35_medium"  # has configs for all stages
-STUDENT = "student_flow_opd.yaml"  # every family has it, and an eval.yaml
 WIDTH = 90  # of a comment
 TEACHERS = tuple(name for name, kind in STAGES.items() if issubclass(kind, RewardStage))
 SAMPLING = (*TEACHERS, "opd", "sft", "recipe", "eval")
@@ -50,7 +47,6 @@ USED = {  # options that say what a config holds, by the stages that have it
     "reward": SAMPLING,
     "teachers": ("opd", "sft", "recipe", "merge", "eval"),
     "prompts": SAMPLING,
-    "validation": SAMPLING[:-1],
 }
 NONE = "none"  # a task without a reward
 LABELS_AT = 1.5  # CFG scale of the labels of teachers that have absorbed CFG (docs/results.md)
@@ -62,24 +58,22 @@ def parser() -> argparse.ArgumentParser:
     about = "Write a config with the keys that matter and their meaning."
     parser = argparse.ArgumentParser("flowalign init", description=about)
     stages = " ".join(f"{name}: {kind.__doc__}" for name, kind in STAGES.items())
-    add, many = parser.add_argument, functools.partial(parser.add_argument, nargs="+", default=[])
+    add = parser.add_argument
     add("--stage", choices=stage_names(), required=True, help=stages)
     add("--model", default="tiny", help="tiny (default), a folder or a Hub id")
-    help = "what scores the images, such as ocr, geneval or my_rewards:redness; one per task "
-    help += (
+    many = {"nargs": "+", "default": []}
+    add("--reward", metavar="NAME", **many,
+        help="what scores the images, such as ocr, geneval or my_rewards:redness; one per task "
         f"(grpo, nft, awm, opd, sft; {NONE} = a task of opd or sft without one), teacher (recipe: "
-        "trained in it where no --teachers are given) or benchmark (eval)"
-    )
-    many("--reward", metavar="NAME", help=help)
-    help = "of a single --reward; of one of several: NAME.key=value; of `product` such as "
-    help += "'rewards=[{name: ocr}, {name: my_rewards:brand}]'"
-    many("--options", metavar="key=value", help=help)
-    help = "adapters (folders, files or Hub ids) to learn from, merge or evaluate, each a task of "
-    rest = "its name, by default that of the folder or file"
-    many("--teachers", "--loras", metavar="[NAME=]ADAPTER", help=help + rest)
-    many("--prompts", metavar="FILE", help="one per reward or teacher")
-    help = "held-out prompts, one per reward or teacher; default: NAME_val.txt beside NAME.txt"
-    many("--validation", metavar="FILE", help=help)
+        "trained in it where no --teachers are given) or benchmark (eval)")  # fmt: skip
+    add("--options", metavar="key=value", **many,
+        help="of a single --reward; of `product` such as "
+        "'rewards=[{name: ocr}, {name: my_rewards:brand}]'")  # fmt: skip
+    add("--teachers", "--loras", metavar="[NAME=]ADAPTER", **many,
+        help="adapters (folders, files or Hub ids) to learn from, merge or evaluate, each a task "
+        "of its name, by default that of the folder or file")  # fmt: skip
+    add("--prompts", metavar="FILE", **many,
+        help="one per reward or teacher; NAME_val.txt beside NAME.txt is held out")  # fmt: skip
     add("--all", action="store_true", help="also write the keys at their defaults")
     add("--out", type=Path, help="file to write; default: STAGE.yaml")
     add("--force", action="store_true", help="replace a file that is there")
@@ -89,51 +83,25 @@ def parser() -> argparse.ArgumentParser:
 @refusing("init")
 def main(argv: Sequence[str]) -> int:
     """Exit status: 0 written, 2 refused."""
-    args = parser().parse_args(argv)
-    out = args.out = expanded(args.out or Path(f"{args.stage}.yaml"))
-    _check(args)
-    draft = Draft(args)
+    args = vars(parser().parse_args(argv))
+    every, force = args.pop("all"), args.pop("force")
+    out = args["out"] = expanded(args["out"] or Path(f"{args['stage']}.yaml"))
+    if out.exists() and not force:
+        raise ValueError(f"--out: {out} is there already. Name another, or give --force.")
+    draft = Draft(**args)
     data = draft.data()
     config = parse(data, source=str(out), stage=Stage)
     notes = [f"note: {note}" for note in draft.notes(data)]
     head = [f"# {config.command} --config {out}", *map(_comment, notes), ""]
     with replacing(out) as part:
-        text = "\n".join([*head, _Writer(args.all).text(config)])
+        text = "\n".join([*head, _Writer(every).text(config)])
         part.write_text(f"{text}\n", encoding="utf-8")
     print("\n".join([str(out), *notes]))
-    fits = "" if args.model == "tiny" else " --gpu 4090 --hours 24"  # whatever the user has
+    fits = "" if draft.model == "tiny" else " --gpu 4090 --hours 24"  # whatever the user has
     if reward_registry.own_code([draft.reward(name) for name in draft.rewards if name != NONE]):
         fits += " --trust"  # without it, the doctor does not run the user's code
     print(f"next: flowalign doctor --config {out}{fits}\nthen: {config.command} --config {out}")
     return 0
-
-
-def _without_sampling(data: Any) -> Any:
-    """A raw config without steps, scales and parts of the schedule: for a distilled model, whose
-    card decides, where the shipped config is of its base."""
-    if not isinstance(data, dict):
-        return data
-    left_out = {"steps", "guidance", "window", "levels", "within"}
-    return {key: _without_sampling(value) for key, value in data.items() if key not in left_out}
-
-
-def _check(args: argparse.Namespace) -> None:
-    """ValueError for arguments that no config could be written from."""
-    for option, stages in USED.items():
-        if getattr(args, option) and _like(args.stage) not in stages:
-            raise ValueError(
-                f"--{option}: not for the stage {args.stage}; it is for {', '.join(stages)}."
-            )
-    if args.prompts and args.stage == "eval" and not args.reward:
-        raise ValueError("--prompts: say what scores their images, too: --reward, one for each.")
-    names = {_short(name) for name in args.reward}
-    if wrong := [o for o in args.options if not names or len(names) > 1 and not _of(o, names)]:
-        raise ValueError(
-            f"--options: got {wrong[0]!r}; want key=value for one --reward, or for one of several "
-            f"NAME.key=value with a name of {', '.join(sorted(names)) or '--reward'}."
-        )
-    if args.out.exists() and not args.force:
-        raise ValueError(f"--out: {args.out} is there already. Name another, or give --force.")
 
 
 def family_folder(model: str) -> Path | None:
@@ -166,91 +134,98 @@ def named_sources(texts: Sequence[str]) -> dict[str, str]:
 
 
 class Draft:
-    """The config of some arguments, as read from a file. What they leave out is as in the shipped
-    config of the family; `known` says whether it is the model's."""
+    """The config of some options of the command line, as read from a file. What they leave out is
+    as in the shipped config of the family; `known` says whether it is the model's. ValueError for
+    options that no config could be written from."""
 
-    def __init__(self, args: argparse.Namespace) -> None:
-        self.args, self.stage = args, _like(args.stage)
-        family = family_folder(args.model)
+    def __init__(
+        self, stage: str, model: str, out: Path, *, reward: Sequence[str] = (),
+        options: Sequence[str] = (), teachers: Sequence[str] = (), prompts: Sequence[str] = (),
+    ) -> None:  # fmt: skip
+        self.stage, self.model, self.out, self.like = stage, model, out, _like(stage)
+        given = {"reward": reward, "teachers": teachers, "prompts": prompts}
+        for option, stages in USED.items():
+            if given[option] and self.like not in stages:
+                text = f"not for the stage {stage}; it is for {', '.join(stages)}."
+                raise ValueError(f"--{option}: {text}")
+        if prompts and stage == "eval" and not reward:
+            raise ValueError("--prompts: say what scores them, too: --reward, one for each.")
+        if options and len(set(reward)) != 1:
+            raise ValueError("--options: they are of one --reward. Write those of others there.")
+        family = family_folder(model)
         self.known, self.folder = family is not None, family or SD35
-        self.rewards = args.reward or (["ocr"] if self.stage in TEACHERS else [])
-        self.student, self.eval = (read(self.folder / name) for name in (STUDENT, "eval.yaml"))
+        self.rewards = reward or (["ocr"] if self.like in TEACHERS else [])
+        self.options, self.prompts = assignments(options), prompts
+        # every family has these two
+        self.student, self.eval = self._shipped("student_flow_opd"), self._shipped("eval")
         # the family's tasks, and those of SD35 that it has not, each by its name and its reward
-        tasks = [] if args.model == "tiny" else read(SD35 / STUDENT)["tasks"]
+        tasks = [] if model == "tiny" else read(SD35 / "student_flow_opd.yaml")["tasks"]
         tasks += self.student["tasks"]
         self.tasks = {key: task for task in tasks for key in (task["name"], task["reward"]["name"])}
-        self.adapters = named_sources(args.teachers)
-        if args.stage == "recipe" and not args.teachers:  # it trains them itself
-            names = named_sources([f"{_short(name)}=" for name in args.reward])
+        self.adapters, self.taught = named_sources(teachers), not teachers
+        if stage == "recipe" and not teachers:  # it trains them itself
+            names = named_sources([f"{_short(name)}=" for name in reward])
             self.adapters = {name: f"stage:teacher_{name}" for name in names}
+
+    def _shipped(self, name: str) -> dict[str, Any]:
+        return read(self.folder / f"{name}.yaml")
 
     def data(self) -> dict[str, Any]:
         """The raw config; ValueError for numbers of files that do not fit."""
-        stage = self.stage
         makers = {"merge": self._merge, "recipe": self._recipe, "eval": self._evaluation}
-        data = makers[stage]() if stage in makers else self._training(stage)
-        model = self.eval["model"] | data.get("model", {}) | {"id": self.args.model}
-        card = card_of(self.args.model)
+        data = makers.get(self.like, self._training)()
+        model = self.eval["model"] | data.get("model", {}) | {"id": self.model}
+        card = card_of(self.model)
         if card and card[0] <= FEW:
             data = _without_sampling(data)
-        output = f"outputs/{self.args.out.stem}"
-        data |= {"stage": self.args.stage, "output": output, "model": model}
+        data |= {"stage": self.stage, "output": f"outputs/{self.out.stem}", "model": model}
         # a plugin's stage lacks some keys of the built-in one
-        return {k: v for k, v in data.items() if k in stage_class(self.args.stage).model_fields}
+        return {k: v for k, v in data.items() if k in stage_class(self.stage).model_fields}
 
     def notes(self, data: Mapping[str, Any]) -> Iterator[str]:
         """What the reader of this config should know."""
         if label := label_of(self.folder / "eval.yaml"):
-            other = {name for name in self.rewards if name not in self.tasks and name != NONE}
-            own = ["rewards"] * bool(other) + ["prompts"] * bool(self.args.prompts)
-            there = f", but not with your {' and '.join(own)}" if own else ""
+            own = self.prompts or {*self.rewards} - {*self.tasks, NONE}
+            there = ", but not with your prompts and rewards" if own else ""
             yield f"settings as in configs/{self.folder.name}: {label}{there} ({LABELS[label]})."
         if not self.known:
-            yield (
-                f"the family of {self.args.model} is not known here, so the values are those of "
-                "Stable Diffusion 3.5. Check model, guidance and steps."
-            )
+            text = "is not known here, so the values are those of Stable Diffusion 3.5"
+            yield f"the family of {self.model} {text}. Check model, guidance and steps."
         if guided := data.get("stages", {}).get("guided"):
             scale = guided["teachers"]["base"]["guidance"]
             yield (
                 f"`guided` puts the base's CFG into a LoRA, at its usual scale {scale:g} (card or "
-                f"shipped config). Then all is trained and sampled at 1, with labels at 1.5 "
-                "(docs/results.md: The guidance first, then the teachers)."
+                f"shipped config). Then all is trained and sampled at 1, with labels at {LABELS_AT}"
+                " (docs/results.md: The guidance first, then the teachers)."
             )
         student = data.get("stages", {}).get("student", data)
         if student.get("evaluation", "on") is None:
             yield (
-                "evaluation is off, so the last weights are kept, not the best. Evaluation needs "
-                "held-out prompts for every task that has a reward, or for all if none has: "
-                "NAME_val.txt beside NAME.txt, or --validation."
+                "evaluation is off, so the last weights are kept, not the best. It needs held-out "
+                "prompts (NAME_val.txt) of every task that has a reward, or of all if none has."
             )
         taught = [teacher["adapter"] for teacher in student.get("teachers", {}).values()]
         if missing := [a for a in taught if a.startswith("outputs/") and not Path(a).exists()]:
             yield f"not there yet: {', '.join(missing)}. Train them first, or name yours: --loras."
-        if self.args.stage == "opd":
-            yield (
-                "the student starts from the base. `flowalign merge` with equal weights makes a "
-                "start nearer to its teachers: lora.init=FOLDER. With a larger teachers.NAME."
-                "guidance it learns CFG, too (docs/concepts.md)."
-            )
 
-    def _training(self, stage: str) -> dict[str, Any]:
+    # Stages ------------------------------------------------------------------------------------
+
+    def _training(self, stage: str = "") -> dict[str, Any]:
         """A teacher with a task for each reward, or a student with one for each of its teachers."""
-        taught = stage in TEACHERS
-        data = self._teacher(stage, self.rewards[0]) if taught else self._student(stage)
+        stage = stage or self.like
+        data = self._teacher(stage, self.rewards[0]) if stage in TEACHERS else self._student(stage)
         names = list(map(_short, self.rewards))
         if "teachers" in data:
             like = next(iter(data["teachers"].values()))
             # tuned for those teachers, and such as a recipe trains
-            if self.args.teachers and like.get("guidance") != data["rollout"]["guidance"]:
+            if not self.taught and like.get("guidance") != data["rollout"]["guidance"]:
                 like = {key: value for key, value in like.items() if key != "guidance"}
             given = {name: like | {"adapter": adapter} for name, adapter in self.adapters.items()}
             data["teachers"] = given or data["teachers"]
             names = list(data["teachers"])
         rewards = _one_each("--reward", self.rewards, len(names))
-        prompts = _one_each("--prompts", self.args.prompts, len(names))
-        held_out = _one_each("--validation", self.args.validation, len(names))
-        data["tasks"] = list(map(self._task, names, rewards, prompts, held_out))
+        prompts = _one_each("--prompts", self.prompts, len(names))
+        data["tasks"] = list(map(self._task, names, rewards, prompts))
         scored = stage != "opd" or any("reward" in task for task in data["tasks"])
         if not scored:  # LoRAs of styles matter at every sigma, rewards mostly at high ones
             data["student"] = data["student"] | {"states": {"select": "random", "count": 1}}
@@ -271,18 +246,15 @@ class Draft:
             folder, by_reward = SD35, _teachers(SD35, stage)
         data = by_reward.get(reward) or by_reward.get("ocr") or [*by_reward.values()][0]
         if folder != self.folder:
-            guidance = self.student["rollout"]["guidance"]
-            if stage == "grpo":
-                guidance = self.eval["sampling"]["guidance"]
-            data |= {"model": {}, "rollout": data["rollout"] | {"guidance": guidance}}
+            of = self.eval["sampling"] if stage == "grpo" else self.student["rollout"]
+            data |= {"model": {}, "rollout": data["rollout"] | {"guidance": of["guidance"]}}
         return data
 
     def _student(self, stage: str) -> dict[str, Any]:
-        if stage != "sft":
-            return dict(self.student)
-        if (self.folder / "sft.yaml").is_file():
-            return read(self.folder / "sft.yaml")
-        return {k: v for k, v in self.student.items() if k not in ("student", "anchor")}
+        if stage == "sft" and (self.folder / "sft.yaml").is_file():
+            return self._shipped("sft")
+        others = ("student", "anchor") if stage == "sft" else ()
+        return {key: value for key, value in self.student.items() if key not in others}
 
     def _merge(self) -> dict[str, Any]:
         shipped = [teacher["adapter"] for teacher in self.student["teachers"].values()]
@@ -299,17 +271,16 @@ class Draft:
                 f"{len(adapters)} teachers, in their order; it scores the images of the table."
             )
         models, stages, table = {"base": None, **adapters}, dict[str, Any](), dict[str, Any]()
-        if not self.args.teachers and self.args.reward:
+        if self.taught and self.rewards:
             for name, task in zip(adapters, student["tasks"], strict=True):
+                off = {} if "validation" in task else {"evaluation": None}
                 data = self._teacher("nft", task["reward"]["name"])
-                data |= {"stage": "nft", "tasks": [task]}
-                data |= {} if "validation" in task else {"evaluation": None}
-                stages[f"teacher_{name}"] = data
+                stages[f"teacher_{name}"] = data | {"stage": "nft", "tasks": [task], **off}
             if scale := self._cfg_scale():
                 models = {"base": None, "base_cfg": None, **adapters}
                 table = {"guidance": {"base_cfg": scale}, "compare": {"student": ["base_cfg"]}}
                 student["lora"] = {"init": next(iter(adapters.values()))}
-                if self.args.model != "tiny":  # whose shipped settings are of a base without CFG
+                if self.model != "tiny":  # whose shipped settings are of a base without CFG
                     stages = _without_cfg(stages, student, scale)
                     models["guided"] = "stage:guided"
                     table["sampling"] = self.eval["sampling"] | {"guidance": 1.0}
@@ -319,10 +290,8 @@ class Draft:
             models["merge"] = "stage:merge"
         models["student"] = "stage:student"
         rows = [
-            self._benchmark(
-                task["name"], task["reward"], own=task.get("validation", task["prompts"])
-            )
-            for task in student["tasks"]
+            self._benchmark(t["name"], t["reward"], own=t.get("validation", t["prompts"]))
+            for t in student["tasks"]
         ]
         stages |= {"student": student, "table": self._table(models, rows) | table}
         for name, stage in stages.items():
@@ -331,14 +300,14 @@ class Draft:
 
     def _cfg_scale(self) -> float | None:
         """The usual scale of a base with classifier-free guidance; None for others."""
-        usual = 3.0 if self.args.model == "tiny" else self.eval["sampling"]["guidance"]
-        steps, scale = card_of(self.args.model) or (FEW + 1, usual)
-        bases = (ModelConfig(id=name) for name in (self.args.model, self.eval["model"]["id"]))
+        usual = 3.0 if self.model == "tiny" else self.eval["sampling"]["guidance"]
+        steps, scale = card_of(self.model) or (FEW + 1, usual)
+        bases = (ModelConfig(id=name) for name in (self.model, self.eval["model"]["id"]))
         family = next(filter(None, map(known_family, bases)), None)
         return scale if family and family.guidance == "cfg" and steps > FEW else None
 
     def _evaluation(self) -> dict[str, Any]:
-        files = _one_each("--prompts", self.args.prompts, len(self.rewards))
+        files = _one_each("--prompts", self.prompts, len(self.rewards))
         rows = [
             self._benchmark(_short(name), self.reward(name), file)
             for name, file in zip(self.rewards, files, strict=True)
@@ -355,6 +324,8 @@ class Draft:
             data.pop("fidelity", None)  # its reference images belong to the shipped prompts
         return data
 
+    # Tasks and rewards -------------------------------------------------------------------------
+
     def _benchmark(
         self, name: str, reward: Mapping[str, Any], prompts: str = "", own: str = ""
     ) -> dict[str, Any]:
@@ -365,7 +336,7 @@ class Draft:
         prompts = prompts or (like or {"prompts": own})["prompts"] or shipped[-1]["prompts"]
         return (like or shipped[-1]) | {"name": name, "reward": reward, "prompts": prompts}
 
-    def _task(self, name: str, reward: str, prompts: str, held_out: str) -> dict[str, Any]:
+    def _task(self, name: str, reward: str, prompts: str) -> dict[str, Any]:
         """A task; what is "" comes from the shipped task of that reward or name, if any."""
         general = {key: self.tasks["preference"][key] for key in ("prompts", "validation")}
         task = {**self.tasks.get(reward or name, general), "name": name}
@@ -374,17 +345,12 @@ class Draft:
         if prompts:
             validation = validation_file(Path(prompts))
             task |= {"prompts": prompts, "validation": validation.is_file() and str(validation)}
-        if held_out:
-            task["validation"] = held_out
         return {key: value for key, value in task.items() if value}
 
     def reward(self, name: str) -> dict[str, Any]:
         """A reward with the options that the shipped configs give it. Raises ValueError for one
         that does not exist or wants other options."""
-        own = self.args.options
-        if len(set(map(_short, self.args.reward))) > 1:
-            own = [o.partition(".")[2] for o in own if _of(o, {_short(name)})]
-        reward = self._filled({"name": name, "options": assignments(own)})
+        reward = self._filled({"name": name, "options": self.options})
         reward_registry.check(name, reward.get("options", {}))
         return reward
 
@@ -399,8 +365,16 @@ class Draft:
             options[key] = self._filled(options[key])
         if isinstance(parts := options.get("rewards"), list):
             options["rewards"] = list(map(self._filled, parts))
-        rest = {key: value for key, value in reward.items() if key != "options"}
-        return {**rest, **({"options": options} if options else {})}
+        return {**reward, "options": options} if options else {"name": reward["name"]}
+
+
+def _without_sampling(data: Any) -> Any:
+    """A raw config without steps, scales and parts of the schedule: for a distilled model, whose
+    card decides, where the shipped config is of its base."""
+    if not isinstance(data, dict):
+        return data
+    left_out = {"steps", "guidance", "window", "levels", "within"}
+    return {key: _without_sampling(value) for key, value in data.items() if key not in left_out}
 
 
 def _without_cfg(
@@ -412,14 +386,10 @@ def _without_cfg(
     student["rollout"] = student["rollout"] | without
     for teacher in student["teachers"].values():
         teacher["guidance"] = LABELS_AT
-    guided = read(CONFIGS / "common" / "_guided.yaml") | {
-        "evaluation": None,
-        "tasks": [
-            {"name": task["name"], "prompts": task["prompts"], "teacher": "base"}
-            for task in student["tasks"]
-        ],
-        "teachers": {"base": {"adapter": None, "guidance": scale}},
-    }
+    tasks = [{key: t[key] for key in ("name", "prompts")} | {"teacher": "base"}
+             for t in student["tasks"]]  # fmt: skip
+    guided = read(CONFIGS / "common" / "_guided.yaml") | {"evaluation": None, "tasks": tasks}
+    guided["teachers"] = {"base": {"adapter": None, "guidance": scale}}
     stages = {"guided": guided}
     for name, data in teachers.items():
         guided |= {"lora": data["lora"]} if "lora" in data else {}  # its rank is that of all
@@ -449,15 +419,8 @@ def _teachers(folder: Path, stage: str) -> dict[str, dict[str, Any]]:
 def _one_each(flag: str, given: Sequence[str], count: int) -> Sequence[str]:
     """The values of a flag, one for each task; "" each where none are given."""
     if given and len(given) != count:
-        raise ValueError(
-            f"{flag}: got {len(given)} for {count} tasks or benchmarks; give one each."
-        )
+        raise ValueError(f"{flag}: got {len(given)} for {count} tasks or benchmarks; one each.")
     return given or [""] * count
-
-
-def _of(option: str, names: Collection[str]) -> bool:
-    """Whether it begins with one of these names of rewards and a dot."""
-    return any(option.startswith(f"{name}.") for name in names)
 
 
 def _short(reward: str) -> str:
@@ -473,11 +436,11 @@ class _Writer:
         self.every = every
         self.explained: set[tuple[type[Section], str]] = set()
 
-    def text(self, section: Section, without: Sequence[str] = ()) -> str:
+    def text(self, section: Any, without: Sequence[str] = ()) -> str:
         """The keys of a section, but those without."""
         parts = []
         # lora.init decides the other keys of `lora`
-        every = self.every and not (isinstance(section, LoraConfig) and section.init)
+        every = self.every and not getattr(section, "init", None)
         for key, field in type(section).model_fields.items():
             if key in without or not (every or key in section.model_fields_set):
                 continue
@@ -485,7 +448,7 @@ class _Writer:
                 self.explained.add((type(section), key))
                 parts.append(_comment(field.description or _about(field.annotation)))
             value = getattr(section, key)
-            if isinstance(section, RecipeStage) and key == "stages":
+            if key == "stages":
                 shared = {"model": section.model, "output": section.output}
                 value = {n: STAGES[part["stage"]](**part, **shared) for n, part in value.items()}
             parts.append(self._entry(key, value))

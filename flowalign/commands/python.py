@@ -18,7 +18,7 @@ from torch import Tensor
 from flowalign import rewards as registry
 from flowalign.commands import run
 from flowalign.commands.init import SD35, family_folder
-from flowalign.config import EvalStage, Job, Stage, load, parse, read
+from flowalign.config import EvalStage, Stage, load, parse, read
 from flowalign.eval.evaluation import evaluate as run_evaluation
 from flowalign.system.files import expanded, read_lines, replacing
 from flowalign.system.images import image_files, read_image, stacked
@@ -150,11 +150,11 @@ def train(
         config = load(config, stage=Stage)
     elif not isinstance(config, Stage):
         config = parse(_with_files(config), stage=Stage)
-    if isinstance(config, EvalStage):
-        return Run(run_evaluation(config))
-    assert isinstance(config, Job)
-    run.run_job(config, home, resume, on_update=on_update)
-    return Run(Path(config.output))
+    stage: Any = config
+    if stage.command == EvalStage.command:
+        return Run(run_evaluation(stage))
+    run.run_job(stage, home, resume, on_update=on_update)
+    return Run(Path(stage.output))
 
 
 def _rows(prompts: Prompts) -> list[dict[str, Any]]:

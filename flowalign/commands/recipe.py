@@ -22,9 +22,7 @@ from flowalign.backbone.adapters import file_digest
 from flowalign.commands.card import REPORT, write_card
 from flowalign.config import (
     ConfigError,
-    EvalStage,
     MergeStage,
-    RecipeStage,
     Stage,
     overlay,
     parse,
@@ -33,6 +31,7 @@ from flowalign.config import (
     stage_names,
     to_yaml,
 )
+from flowalign.eval.evaluation import evaluate
 from flowalign.eval.suite import image_sets
 from flowalign.system import files, manifest
 from flowalign.system.manifest import Damaged
@@ -57,20 +56,14 @@ log = logging.getLogger("flowalign")
 
 
 def run(
-    config: RecipeStage,
-    home: Path,
-    train: Callable[[Any], object],
-    evaluate: Callable[[Any], object],
-    *,
-    record: bool = True,
-    any_world: bool = False,
+    config: Stage, home: Path, train: Callable[[Any], object], *, any_world: bool = False
 ) -> Path:
-    """Run what is not finished; returns the output folder. home: where `use` files are looked for.
+    """Run what is not finished of a recipe, or a merge; returns the output folder. home: where
+    `use` files are looked for.
 
-    train and evaluate run one stage each; train resumes where there are checkpoints. record: keep
-    the recipe, its warnings and its page in the folder. any_world: checkpoints may be of another
-    number of processes. Raises ConfigError, before any stage runs, with everything that is wrong in
-    any of them.
+    train runs one stage, and resumes where there are checkpoints. any_world: these may be of
+    another number of processes. Raises ConfigError, before any stage runs, with everything that is
+    wrong in any of them.
     """
     stages, problems = _read_stages(config, home)
     state = processes.state(*stages.values())  # one group of processes serves all stages
@@ -78,51 +71,47 @@ def run(
     if problems := _problems(config, stages, problems, launch):
         raise ConfigError(problems)
     folder, main = Path(config.output), state.is_main_process
+    record = main and config.is_recipe
     for text in scale_problems(stages) if main else ():
         log.warning("a finding of preflight: %s", text)
-    with lock.holding(folder, main and record):
-        if main and record:
+    with lock.holding(folder, record):
+        if record:
             complete = {name: stage.model_dump(mode="json") for name, stage in stages.items()}
             with files.replacing(folder / "config.yaml") as part:  # without the files that it uses
                 part.write_text(to_yaml(config.model_copy(update={"stages": complete})))
-        for output in ([folder] if record else [s.output for s in stages.values()]) if main else ():
-            files.remove_leftovers(output)
-        with recorded(folder, main and record):
+        if main:
+            files.remove_leftovers(folder)
+        with recorded(folder, record):
             for number, (name, stage) in enumerate(stages.items(), 1):
                 head = f"[{number}/{len(stages)}] {name} ({stage.stage})"
-                _run_stage(stage, head, main, train, evaluate)
-                if main and record:
+                _run_stage(stage, head, main, train)
+                if record:
                     page.write(folder)
                 state.wait_for_everyone()
     return folder
 
 
-def _run_stage(
-    stage: Any,
-    head: str,
-    main: bool,
-    train: Callable[[Any], object],
-    evaluate: Callable[[Any], object],
-) -> None:
+def _run_stage(stage: Any, head: str, main: bool, train: Callable[[Any], object]) -> None:
     """Run a stage unless it is finished. head: what names it in the output of the main process."""
     damage = damage_of(stage)
-    if damage is None and (changed := _stale(stage, {})):  # by a damaged stage that ran again
-        raise ConfigError(changed)
+    if damage is None:
+        if changed := _stale(stage, {}):  # by a damaged stage that ran again
+            raise ConfigError(changed)
+        if main:
+            print(f"{head}: finished before", flush=True)
+        return
     if damage and main:
         log.warning("%s was finished, and %s. It is run again.", stage.output, damage)
     if main:
-        print(f"{head}: finished before" if damage is None else f"{head} -> {stage.output}",
-              flush=True)  # fmt: skip
-    if damage is None:
-        return
+        print(f"{head} -> {stage.output}", flush=True)
     if stage.trains:
         train(stage)
-    elif stage.makes_adapter:
+    elif not stage.merges:
+        evaluate(stage)
+    else:
         with phase(head):
             if main:
                 print(f"  {merged(stage).summary}", flush=True)
-    else:
-        evaluate(stage)
     clear_device_cache(garbage_collection=True)  # the stage's models refer to one another
     if main:
         inputs = {source: file_digest(source) for source in stage.inputs.values()}
@@ -133,25 +122,40 @@ def _run_stage(
         manifest.write_manifest(folder, done, paths, file=DONE)
 
 
-def examine(config: Stage, home: Path, launch: Launch = HERE) -> tuple[dict[str, Stage], list[str]]:
-    """The config of every stage that can be read, by name, and everything that keeps them from
-    starting here: what `train` and `eval` refuse. A stage that is no recipe is named by its
-    folder."""
-    if config.recipe is None:
-        problems = world_problems(config, launch)
-        if isinstance(config, EvalStage) and config.given and not problems:
-            model = config.model if config.adapters else None
-            _, problems = image_sets(config.scored, "benchmarks", model, config.given)
-        return {Path(config.output).name: config}, problems
-    stages, problems = _read_stages(config.recipe, home)
-    return stages, _problems(config.recipe, stages, problems, launch)
+def merged(stage: MergeStage) -> merging.MergeReport:
+    """Merge into <output>/adapter, with its card; <output>/report.md says what was done."""
+    folder = Path(stage.output)
+    with lock.holding(folder):
+        shutil.rmtree(folder / "adapter", ignore_errors=True)  # of a merge that was killed
+        settings = stage.model_dump(exclude={"stage", "output", "model", "adapters"})
+        report = merging.merge(stage.adapters, folder / "adapter", model=stage.model.id, **settings)
+        (folder / REPORT).write_text(f"{report}\n")
+        (folder / "config.yaml").write_text(to_yaml(stage))
+        write_card(folder, stage, sys.argv)
+    return report
 
 
 # Planning --------------------------------------------------------------------------------------
 
 
-def _read_stages(config: RecipeStage, home: Path) -> tuple[dict[str, Stage], list[str]]:
+def examine(config: Any, home: Path, launch: Launch = HERE) -> tuple[dict[str, Stage], list[str]]:
+    """The config of every stage that can be read, by name, and everything that keeps them from
+    starting here: what `train` and `eval` refuse. A stage that is no recipe is named by its
+    folder."""
+    stages, problems = _read_stages(config, home)
+    if config.is_recipe or config.merges:
+        return stages, _problems(config, stages, problems, launch)
+    problems = world_problems(config, launch)
+    if not config.trains and config.given and not problems:
+        model = config.model if config.adapters else None
+        _, problems = image_sets(config.scored, "benchmarks", model, config.given)
+    return stages, problems
+
+
+def _read_stages(config: Any, home: Path) -> tuple[dict[str, Stage], list[str]]:
     """The stages that can be read, and what is wrong with the others."""
+    if not config.is_recipe:
+        return {Path(config.output).name: config}, []
     stages: dict[str, Stage] = {}
     problems: list[str] = []
     adapters: dict[str, str] = {}  # of the earlier stages
@@ -160,11 +164,11 @@ def _read_stages(config: RecipeStage, home: Path) -> tuple[dict[str, Stage], lis
             stages[name] = _read_stage(config, name, home, adapters)
         except ConfigError as error:
             problems += [f"stages.{name}.{text}" for text in error.problems]
-        adapters[name] = _adapter_of(config, name)
+        adapters[name] = str(Path(config.output) / name / "adapter")
     return stages, problems
 
 
-def _read_stage(config: RecipeStage, name: str, home: Path, adapters: Mapping[str, str]) -> Stage:
+def _read_stage(config: Any, name: str, home: Path, adapters: Mapping[str, str]) -> Stage:
     """The config of one stage, in the layers of flowalign.config.loading. adapters: {name: folder}
     of those that earlier stages leave."""
     keys = dict(config.stages[name])
@@ -186,49 +190,39 @@ def _read_stage(config: RecipeStage, name: str, home: Path, adapters: Mapping[st
     stage = stage_class(kind) if kind in stage_names() else Stage
     if "seed" in stage.model_fields and "seed" not in keys:
         data["seed"] = config.seed
-    problems: list[str] = []
-    data = _resolve(data, adapters, problems)
-    if problems:
-        raise ConfigError(problems)
-    return parse(data, changes, source=name, stage=Stage)
+    return parse(_resolve(data, adapters), changes, source=name, stage=Stage)
 
 
-def _resolve(value: Any, adapters: Mapping[str, str], problems: list[str]) -> Any:
+def _resolve(value: Any, adapters: Mapping[str, str]) -> Any:
     """The value with every `stage:NAME` in it replaced by the adapter of that stage."""
     if isinstance(value, Mapping):
-        return {key: _resolve(item, adapters, problems) for key, item in value.items()}
+        return {key: _resolve(item, adapters) for key, item in value.items()}
     if isinstance(value, list):
-        return [_resolve(item, adapters, problems) for item in value]
+        return [_resolve(item, adapters) for item in value]
     if not isinstance(value, str) or not value.startswith(REFERENCE):
         return value
     name = value.removeprefix(REFERENCE)
     if name not in adapters:
-        problems.append(f"{value}: no earlier stage has this name; there are {list(adapters)}.")
-    return adapters.get(name)
-
-
-def _adapter_of(config: RecipeStage, name: str) -> str:
-    """Where a stage leaves its adapter."""
-    return str(Path(config.output) / name / "adapter")
+        text = f"{value}: no earlier stage has this name; there are {list(adapters)}."
+        raise ConfigError([text])
+    return adapters[name]
 
 
 def _problems(
-    config: RecipeStage,
-    stages: Mapping[str, Stage],
-    problems: Sequence[str],
-    launch: Launch,
+    config: Any, stages: Mapping[str, Stage], problems: Sequence[str], launch: Launch
 ) -> list[str]:
     """These problems, and whatever else keeps the stages from running."""
-    problems = list(problems)
-    pending: list[str] = []
+    problems, pending = list(problems), list[str]()
     damages = {name: damage_of(stage) for name, stage in stages.items()}
-    for name in config.stages:
+    for name in config.stages if config.is_recipe else stages:
+        folder, place = Path(config.output), ""
+        if config.is_recipe:
+            folder, place = folder / name, f"stages.{name}."
         if name in stages:
-            stage = stages[name]
             resume = None if damages[name] is None else True
-            texts = world_problems(stage, replace(launch, resume=resume), pending)
-            problems += [f"stages.{name}.{text}" for text in texts]
-        pending.append(_adapter_of(config, name))  # of a wrong stage, too, which is blamed once
+            start = replace(launch, resume=resume, pending=tuple(pending))
+            problems += [f"{place}{text}" for text in world_problems(stages[name], start)]
+        pending.append(str(folder / "adapter"))  # of a wrong stage, too, which is blamed once
     dtypes = {n: s.model.dtype for n, s in stages.items() if s.trains}
     if len({dtype == "float16" for dtype in dtypes.values()}) > 1:
         # accelerate scales the loss, as float16 needs, in all of a process or not at all
@@ -238,7 +232,7 @@ def _problems(
     # Only a sound recipe is compared with what ran before.
     if problems:
         return problems
-    adapters = {_adapter_of(config, name): damage for name, damage in damages.items()}
+    adapters = {str(Path(stage.output) / "adapter"): damages[n] for n, stage in stages.items()}
     done = [stage for name, stage in stages.items() if damages[name] is None]
     return [text for stage in done for text in _stale(stage, adapters)]
 
@@ -272,16 +266,3 @@ def _stale(stage: Stage, damages: Mapping[str, str | None]) -> list[str]:
         if unready or file_digest(source) != done["inputs"].get(source):
             return [f"{stage.output}: finished with another {key} ({source}). {again}"]
     return []
-
-
-def merged(stage: MergeStage) -> merging.MergeReport:
-    """Merge into <output>/adapter, with its card; <output>/report.md says what was done."""
-    folder = Path(stage.output)
-    with lock.holding(folder):
-        shutil.rmtree(folder / "adapter", ignore_errors=True)  # of a merge that was killed
-        settings = stage.model_dump(exclude={"stage", "output", "model", "adapters"})
-        report = merging.merge(stage.adapters, folder / "adapter", model=stage.model.id, **settings)
-        (folder / REPORT).write_text(f"{report}\n")
-        (folder / "config.yaml").write_text(to_yaml(stage))
-        write_card(folder, stage, sys.argv)
-    return report

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -17,7 +18,6 @@ from flowalign.commands import recipe
 from flowalign.commands.build import wire
 from flowalign.commands.card import write_card
 from flowalign.config import ConfigError, Job, TrainingStage, to_yaml
-from flowalign.eval.evaluation import evaluate
 from flowalign.eval.suite import EvaluationError
 from flowalign.system import files
 from flowalign.system.signals import Clock
@@ -51,25 +51,23 @@ def run_job(
     `--resume` and `--allow-world-change`; a recipe always resumes. began: as a Clock has it; None =
     now. on_update: as for `train`."""
     began = time.monotonic() if began is None else began
-    if isinstance(given, TrainingStage):
-        folder, main = Path(given.output), processes.state(given).is_main_process
-        for text in preflight.scale_problems({folder.name: given}) if main else ():
+    config: Any = given
+    if config.trains:
+        folder, main = Path(config.output), processes.state(config).is_main_process
+        for text in preflight.scale_problems({folder.name: config}) if main else ():
             log.warning("a finding of preflight: %s", text)
         if resume and not checkpoints(folder):
             log.warning("--resume: no checkpoint in %s/checkpoints: from the first update", folder)
-        clock = Clock(began, given.train.max_minutes)
-        return train(given, resume=resume, any_world=any_world, clock=clock, on_update=on_update)
+        clock = Clock(began, config.train.max_minutes)
+        return train(config, resume=resume, any_world=any_world, clock=clock, on_update=on_update)
 
-    config = given.recipe
-    assert config
-    limit, name = config.max_minutes, "max_minutes"
+    limit, name = config.max_minutes if config.is_recipe else None, "max_minutes"
 
     def train_stage(stage: TrainingStage) -> Path:
         clock = Clock(began, limit, name) if limit else Clock(began, stage.train.max_minutes)
         return train(stage, resume=True, any_world=any_world, clock=clock, on_update=on_update)
 
-    record = config is given
-    return recipe.run(config, home, train_stage, evaluate, record=record, any_world=any_world)
+    return recipe.run(config, home, train_stage, any_world=any_world)
 
 
 def train(

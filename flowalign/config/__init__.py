@@ -1,21 +1,12 @@
-"""Configs: what one may hold (a file a group of sections), and how it is read (loading)."""
+"""Configs: what one may hold (a file a stage, or a group of sections), and how it is read."""
 
 from flowalign.config.learning import (
     AdvantageConfig,
-    AnchorConfig,
-    AwmConfig,
     EarlierConfig,
     EmaConfig,
-    ForwardConfig,
-    GrpoConfig,
     LabellerConfig,
-    NftConfig,
     OptimizerConfig,
-    PolicyConfig,
     RewardConfig,
-    SftConfig,
-    StatesConfig,
-    StudentConfig,
     TaskConfig,
     TeacherConfig,
 )
@@ -34,32 +25,41 @@ from flowalign.config.rollout import RolloutConfig, WindowConfig
 from flowalign.config.run import (
     AlarmConfig,
     BenchmarkConfig,
-    DiversityConfig,
     EvaluationConfig,
-    FidelityConfig,
-    GivenImages,
-    ReportConfig,
     SamplingConfig,
     TrainConfig,
     TrainingAlarmConfig,
 )
 from flowalign.config.section import ADAPTER, ConfigError, Section
-from flowalign.config.stages import (
-    STAGES,
-    AwmStage,
-    DistillationStage,
+from flowalign.config.stages import STAGES, RecipeStage, stage_class, stage_names
+from flowalign.config.stages.base import Job, Judged, Stage
+from flowalign.config.stages.evaluation import (
+    DiversityConfig,
     EvalStage,
-    ForwardStage,
-    GrpoStage,
-    Job,
-    MergeStage,
-    NftStage,
-    OpdStage,
-    RecipeStage,
-    RewardStage,
-    SftStage,
-    Stage,
-    TrainingStage,
-    stage_class,
-    stage_names,
+    FidelityConfig,
+    GivenImages,
+    ReportConfig,
 )
+from flowalign.config.stages.merge import MergeStage
+from flowalign.config.stages.rewards import (
+    AwmConfig,
+    AwmStage,
+    ForwardConfig,
+    ForwardStage,
+    GrpoConfig,
+    GrpoStage,
+    NftConfig,
+    NftStage,
+    PolicyConfig,
+    RewardStage,
+)
+from flowalign.config.stages.students import (
+    AnchorConfig,
+    DistillationStage,
+    OpdStage,
+    SftConfig,
+    SftStage,
+    StatesConfig,
+    StudentConfig,
+)
+from flowalign.config.stages.training import TrainingStage

@@ -17,6 +17,7 @@ or its index (`benchmarks.geneval.limit=8`, `benchmarks.0.limit=8`), and so it i
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from pkgutil import resolve_name
@@ -27,14 +28,9 @@ from yaml import YAMLError
 
 from flowalign.config.safe_yaml import dump_yaml, load_yaml
 from flowalign.config.section import ConfigError, did_you_mean, shown_value
-from flowalign.config.stages import (
-    STAGES,
-    Stage,
-    TrainingStage,
-    stage_class,
-    stage_names,
-    variant_problems,
-)
+from flowalign.config.stages import STAGES, stage_class, stage_names, variant_problems
+from flowalign.config.stages.base import Stage
+from flowalign.config.stages.training import TrainingStage
 from flowalign.system.hub_address import secrets
 
 C = TypeVar("C", bound=Stage)
@@ -77,14 +73,10 @@ LABELS = {
 
 
 def label_of(path: str | Path) -> str | None:
-    """What is known of the settings of a shipped config: one of LABELS, from a line `# Label: WORD`
-    of its head; None for a file that does not say."""
-    for line in Path(os.path.expanduser(path)).read_text(encoding="utf-8").splitlines():
-        if not line.startswith("#"):
-            break
-        if line.startswith("# Label: "):
-            return line.removeprefix("# Label: ")
-    return None
+    """One of LABELS, from a line `# Label: WORD` of a shipped config's head; None without one."""
+    text = Path(os.path.expanduser(path)).read_text(encoding="utf-8")
+    said = re.match(r"(?:#.*\n)*?# Label: (.*)", text)
+    return said[1] if said else None
 
 
 def read(path: str | Path, above: Sequence[Path] = ()) -> Any:

@@ -43,9 +43,8 @@ class RolloutConfig(Section):
     """How a step adds noise; see flowalign.sde."""
     noise_level: NotNegative = 0.7
     """Noise level a: any for sde, at most 1 for cps."""
-    solver: Literal["euler", "heun", "dpm2"] = "euler"
-    """How an ode is solved. heun and dpm2 are of second order: dpm2 (DPM-Solver++) costs a forward
-    pass a step, heun two. See flowalign.training.solvers."""
+    solver: Literal["euler", "dpm2"] = "euler"
+    """How an ode is solved. dpm2 (DPM-Solver++) is of second order, and costs as much."""
     guidance: NotNegative = 4.5
     """CFG scale; 1 = no unconditional pass. null = that of the model's card (`cards` of its
     family), else 4.5."""

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import Field
 
 from flowalign.config.learning import RewardConfig
 from flowalign.config.section import (
@@ -37,12 +37,10 @@ class TrainConfig(Section):
     """Rollouts between two sample grids; the last rollout has one, too."""
     keep_samples: Count | None = Field(default=200, examples=[50])
     """Number of newest sample grids in <output>/samples that are kept, of rollouts and of
-    evaluations each; the oldest one stays, too. null = keep all. What else grows with a run:
-    metrics.jsonl by a line an update (about 0.5 KB), and the trackers' files."""
+    evaluations each; the oldest one stays, too. null = keep all."""
     deterministic: bool = False
     """The same run gives the same bits on a GPU as well, also after a resume. Backward passes are
-    slower, attention is torch's own, and an operation without a deterministic form raises, in
-    rewards as well. See `flowalign.commands.run.deterministic`."""
+    slower, and an operation without a deterministic form raises, in rewards as well."""
     max_invalid_share: Share = 0.5
     """The run stops when a larger share of a rollout could not be scored."""
     max_skipped: Count = 5
@@ -128,28 +126,6 @@ class SamplingConfig(Section):
     """Images per forward pass of a process."""
 
 
-class GivenImages(Section):
-    """Images that another program made, in place of a model, and how they were sampled; null = not
-    known."""
-
-    images: Location = Field(examples=["outputs/sdxl"])
-    """Their folder or file; see docs/evaluation.md."""
-    steps: Steps | None = Field(default=None, examples=[40])
-    """Denoising steps."""
-    guidance: NotNegative | None = Field(default=None, examples=[4.5])
-    """CFG scale."""
-    seed: Seed | None = Field(default=None, examples=[42])
-    """Only if the initial noise is the same as here for this seed."""
-    max_sequence_length: Many | None = Field(default=None, examples=[128])
-    """Tokens of a prompt, at most."""
-
-
-Evaluated = Annotated[  # an adapter, or images
-    Annotated[Location, Tag("[adapter]")] | Annotated[GivenImages, Tag("[images]")],
-    Discriminator(lambda v: "[images]" if isinstance(v, Mapping | GivenImages) else "[adapter]"),
-]
-
-
 class EvaluationConfig(Section):
     """Evaluation on the validation prompts while training."""
 
@@ -195,31 +171,3 @@ class TrainingAlarmConfig(AlarmConfig):
     reference: Literal["base", "start"] = "base"
     """Whose images the run's are compared with: the base's, or those of the LoRA that the run
     starts from (lora.init), such as a style's, which is meant to be far from the base."""
-
-
-class FidelityConfig(Section):
-    """Fréchet distance between the features of the images and of reference images."""
-
-    features: Location = Field(default="tiny", examples=["tiny", "my_features:dino"])
-    """A CLIP or DINOv2 (`tiny`, a folder, a Hub id), or package.module:function, [B,3,H,W] ->
-    [B,D]."""
-    reference: Location = Field(default="tiny", examples=["tiny", "data/coco_val2017"])
-    """`tiny` (scenes drawn from the benchmarks' own metadata), or a folder of images."""
-
-
-class DiversityConfig(Section):
-    """Diversity over seeds: Vendi score and mean pairwise distance of the images of a prompt, as
-    one more judge of every benchmark that has several."""
-
-    features: Location = Field(examples=["facebook/dinov2-base", "tiny", "my_features:dreamsim"])
-    """A DINOv2 or CLIP (a folder, a Hub id, `tiny`), or package.module:function, [B,3,H,W] ->
-    [B,D]."""
-
-
-class ReportConfig(Section):
-    """What report.html shows."""
-
-    title: str | None = Field(default=None, examples=["Flow-OPD on the tiny world"])
-    """Its heading; null = the name of the base model."""
-    images: Annotated[int, Field(ge=0)] = 24
-    """Number of prompts of a benchmark whose images are shown, evenly spaced over the set."""

@@ -1,7 +1,7 @@
 """What a config needs that lies outside of it: prompt sets, rewards, adapters, packages, processes.
 
-Everything here happens before a model is loaded. What is opened here is handed on as `Inputs`, so
-that no file is read twice.
+Everything here happens before a model is loaded: each of CHECKS is asked. What they open is handed
+on as `Inputs`, so that no file is read twice.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoConfig
@@ -25,10 +26,7 @@ from flowalign.backbone.lora import adapted_layers, misfit
 from flowalign.backbone.structure import cut_prompts, family_without_text, mismatches, read_family
 from flowalign.backbone.tiny import PREFERENCE
 from flowalign.backbone.tiny.scenes import rendered
-from flowalign.config import ConfigError, EvalStage, Stage, TrainingStage, load
-from flowalign.config.model import LoraConfig, ModelConfig
-from flowalign.config.run import FidelityConfig
-from flowalign.config.stages import Judged, MergeStage
+from flowalign.config import ConfigError, LoraConfig, ModelConfig, Stage, TrainingStage, load
 from flowalign.system import packages
 from flowalign.system.images import IMAGES, image_files
 from flowalign.training.algorithm import algorithm_class
@@ -72,7 +70,8 @@ class Launch:
     processes: how many; any_world: its checkpoints may be of another number. resume: whether it is
     to continue what its folder holds; None = the folder is not looked at. trust: whether to run the
     code that the config names (`own_code`); without it, what needs that code is not checked.
-    elsewhere: it is planned for another machine, so no GPU is looked for.
+    elsewhere: it is planned for another machine, so no GPU is looked for. pending: adapters that
+    are not there yet, because an earlier stage of a recipe will write them.
     """
 
     processes: int = 1
@@ -80,167 +79,67 @@ class Launch:
     any_world: bool = False
     trust: bool = True
     elsewhere: bool = False
+    pending: Collection[str] = ()
 
 
-def check_world(config: Stage, launch: Launch, pending: Collection[str] = ()) -> Inputs:
+def check_world(config: Stage, launch: Launch) -> Inputs:
     """Refuse what `world_problems` finds, as one ConfigError; else what was opened for it. Called
     before any model is loaded."""
     inputs = Inputs(config.model)
-    if problems := world_problems(config, launch, pending, inputs):
+    if problems := world_problems(config, launch, inputs):
         raise ConfigError(problems)
     return inputs
 
 
-def world_problems(
-    config: Stage,
-    launch: Launch,
-    pending: Collection[str] = (),
-    inputs: Inputs | None = None,
-) -> list[str]:
+def world_problems(config: Stage, launch: Launch, inputs: Inputs | None = None) -> list[str]:
     """What keeps a stage from starting here: missing packages, adapters, rewards and prompt sets,
-    images that the processes cannot share, and a folder that holds another run.
-
-    `train`, `eval` and `doctor` all ask this. pending: adapters that are not there yet, because an
-    earlier stage of a recipe will write them. inputs: keeps what is opened.
-    """
+    images that the processes cannot share, and a folder that holds another run. `train`, `eval` and
+    `doctor` all ask this. inputs: keeps what is opened."""
     inputs = Inputs(config.model) if inputs is None else inputs
-    problems = [
-        *_package_problems(config, launch.elsewhere),
-        *_adapter_problems(config, pending, inputs),
-    ]
-    problems += _model_problems(config)
-    for judged in config.judged:
-        problems += _scoring_problems(judged, launch.trust, inputs)
-    if isinstance(config, EvalStage) and config.fidelity:
-        problems += _fidelity_problems(config, config.fidelity, launch.trust, inputs)
-    if isinstance(config, TrainingStage):
-        problems += _base_problems(config)
-        problems += _training_problems(config, launch.processes, launch.trust)
-        if launch.resume is not None:
-            problems += resuming.problems(
-                config,
-                launch.processes,
-                resume=launch.resume,
-                any_world=launch.any_world,
-                pending=pending,
-            )
-    return problems
+    return [text for check in CHECKS for text in check(config, launch, inputs)]
 
 
-def scale_problems(stages: Mapping[str, Stage]) -> Iterator[str]:
-    """Adapters that are used at a guidance scale more than a factor of two from the one that they
-    were trained at: guidance counts once (docs/results.md). stages: by name, as they run. Nothing
-    is said of an adapter whose training is not known from them, or from the folder of its run."""
-    made: dict[Path, Stage] = {}
-
-    def trained(source: str) -> list[float]:
-        """The scale of an adapter, or those of all that it was merged from; [] = not known."""
-        if source.startswith("tiny/"):
-            return [1.0]
-        stage, here = made.get(Path(source)), not adapters.is_hub_id(source)
-        with suppress(ConfigError):
-            if not stage and here and (folder := adapters.adapter_folder(source)).name == "adapter":
-                stage = load(folder.parent / "config.yaml", stage=Stage)
-        if isinstance(stage, MergeStage):
-            return [scale for part in stage.adapters for scale in trained(part)]
-        return [stage.guidance] if isinstance(stage, TrainingStage) else []
-
-    for name, stage in stages.items():
-        for key, source in stage.inputs.items():
-            absorbs = False
-            if isinstance(stage, EvalStage):
-                used = stage.sampling_of(key.removeprefix("models.")).guidance
-            elif isinstance(stage, TrainingStage):
-                label = stage.labellers.get(key.removesuffix(".adapter"))
-                used = stage.guidance_of(label) if label else stage.rollout.guidance
-                absorbs = not label and bool(stage.labellers)  # a student, what its start lacks
-            else:  # a merge: as the first of its adapters
-                used = next((s for part in stage.inputs.values() for s in trained(part)), 1.0)
-            far = (s for s in trained(source) if used > 2 * s or 2 * used < s and not absorbs)
-            if (own := next(far, None)) is not None:
-                yield (
-                    f"{name}: {key}: {source} was trained at guidance {own:g}, and is used at "
-                    f"{used:g}. Use it at {own:g} (labels: up to {2 * own:g}): CFG counts once."
-                )
-        made[Path(stage.output, "adapter")] = stage
-
-
-def own_code(config: Stage) -> dict[str, list[str]]:
-    """{key of the config: the dotted paths there}: modules whose code runs where the stage is
-    checked or run. Nothing is imported here."""
-    paths = {
-        f"{judged.place}.{key}": rewards.own_code(reward.name, reward.options)
-        for judged in config.judged
-        for key, reward in judged.rewards.items()
-    }
-    if isinstance(config, EvalStage) and config.fidelity and ":" in config.fidelity.features:
-        paths["fidelity.features"] = [config.fidelity.features]
-    return {key: listed for key, listed in paths.items() if listed}
-
-
-def unexamined(stages: Mapping[str, Stage]) -> list[str]:
-    """What is said of `own_code` that is not run, one text each."""
-    return [
-        f"not examined: {key} of {name} names {', '.join(listed)}, which runs code. Read that "
-        "code, then say --trust."
-        for name, stage in stages.items()
-        for key, listed in own_code(stage).items()
-    ]
-
-
-def _package_problems(config: Stage, elsewhere: bool) -> Iterator[str]:
+def _packages(config: Any, launch: Launch, inputs: Inputs) -> Iterator[str]:
     """What asks for a package or a device that is not here."""
-    for key, package in config.packages.items():
+    models = {"model": config.model, **config.bases}
+    bits = [f"{key}.quantization" for key, m in models.items() if m.quantization == "nf4"]
+    needed = dict.fromkeys(bits, "bitsandbytes")
+    if config.trains and config.optimizer.name == "adamw8bit":
+        needed["optimizer.name"] = "bitsandbytes"
+    if config.trains and "wandb" in config.train.trackers:
+        needed["train.trackers"] = "wandb"
+    for key, package in needed.items():
         if not packages.installed(package):
             yield f"{key}: needs {package}, which is not installed. {packages.hint(package)}"
-        if key.endswith(".quantization") and not (elsewhere or torch.cuda.is_available()):
-            yield f"{key}: 'nf4' needs a GPU, and torch sees none. Use 'fp8', or null."
-    model = config.model
-    if model.attention and (reason := unavailable(model.attention)):
-        yield f"model.attention: {model.attention!r}: {reason} Or use null: SDPA."
+    for key in bits if not (launch.elsewhere or torch.cuda.is_available()) else ():
+        yield f"{key}: 'nf4' needs a GPU, and torch sees none. Use 'fp8', or null."
+    kernels = config.model.attention
+    if kernels and (reason := unavailable(kernels)):
+        yield f"model.attention: {kernels!r}: {reason} Or use null: SDPA."
 
 
-def _adapter_problems(config: Stage, pending: Collection[str], inputs: Inputs) -> Iterator[str]:
+def _adapters(config: Any, launch: Launch, inputs: Inputs) -> Iterator[str]:
     """Adapters that are not there, cannot be read, hold NaN, or belong to another base: by what
     they say, or by their layers and sizes. Those on the Hub are downloaded."""
     for key, source in config.inputs.items():
-        if source in pending:
+        if source in launch.pending:
             continue
         try:
             lora = inputs.adapter(source)
         except (AdapterError, HubError) as error:
             yield f"{key}: {error}"
-        else:
-            place = key.removesuffix(".adapter")
-            model = config.bases.get(place, config.model)
-            name = f"{place}.base" if place in config.bases else "model.id"
-            reason = f"was trained on {lora.base!r}"
-            if lora.base in (None, model.id):
-                reason = misfit(family.core, lora) if (family := known_family(model)) else None
-            if reason:
-                yield (
-                    f"{key}: {source!r} is an adapter of another base: it {reason}, and {name} is "
-                    f"{model.id!r}. Name an adapter of this base, or that base as {name}."
-                )
-
-
-def _base_problems(config: TrainingStage) -> Iterator[str]:
-    """Teachers' bases that cannot label the student's states, and devices that are not there."""
-    for key, model in config.bases.items():
-        try:
-            reasons = list(mismatches(config.model, model))
-        except (LookupError, ModelError, OSError, ValueError) as error:
-            reasons = [_text(error)]
-        if reasons:
+            continue
+        place = key.removesuffix(".adapter")
+        model = config.bases.get(place, config.model)
+        name = f"{place}.base" if place in config.bases else "model.id"
+        reason = f"was trained on {lora.base!r}"
+        if lora.base in (None, model.id):
+            reason = misfit(family.core, lora) if (family := known_family(model)) else None
+        if reason:
             yield (
-                f"{key}.base: {model.id!r} cannot label the states of {config.model.id!r}: "
-                f"{'; '.join(reasons)}. Use a model with the same VAE, text encoders and scheduler."
+                f"{key}: {source!r} is an adapter of another base: it {reason}, and {name} is "
+                f"{model.id!r}. Name an adapter of this base, or that base as {name}."
             )
-        kind, _, index = (config.labellers[key].device or "cpu").partition(":")
-        here = torch.accelerator.current_accelerator()
-        there = torch.accelerator.device_count() if here and here.type == kind else 0
-        if kind != "cpu" and int(index or 0) >= there:
-            yield f"{key}.device: {kind!r} has {there} devices here. Use another, 'cpu' or null."
 
 
 def known_family(model: ModelConfig) -> Family | None:
@@ -251,10 +150,10 @@ def known_family(model: ModelConfig) -> Family | None:
         return None
 
 
-def _model_problems(config: Stage) -> Iterator[str]:
+def _model(config: Any, launch: Launch, inputs: Inputs) -> Iterator[str]:
     """Settings that the model does not have: sizes, lengths of prompts, guidance."""
-    model, unused = config.model, isinstance(config, EvalStage) and not config.adapters
-    family = known_family(model) if config.judged and not unused else None
+    model = config.model
+    family = known_family(model) if config.judged and config.samples else None
     if family is None:
         return
     for size in model.image_sizes:
@@ -262,86 +161,82 @@ def _model_problems(config: Stage) -> Iterator[str]:
     yield from family.length_problems(length := prompt_length(model, family))
     _, lost = cut_prompts(model, ["red"]) or ((), ())
     if lost:  # a template takes as many tokens of every prompt
-        yield (
-            f"model.max_sequence_length: {length} tokens, which the template around a prompt takes "
-            f"up: the prompts are cut away whole. Leave it out, or raise it to {family.longest}."
-        )
+        text = f"{length} tokens, all taken by the template around a prompt. Leave it out, or"
+        yield f"model.max_sequence_length: {text} raise it to {family.longest}."
     yield from family.dtype_problems(model.id, model.dtype)
     for key, scale in config.scales.items():
         model = config.bases.get(key.removesuffix(".guidance"), config.model)
         if (family := known_family(model)) and family.guidance == "none" and scale != 1:
-            yield (
-                f"{key}: {scale:g}, and {model.id} has no guidance (it was distilled without). "
-                "Set it to 1."
-            )
+            text = f"{model.id} has no guidance (it was distilled without). Set it to 1."
+            yield f"{key}: {scale:g}, and {text}"
 
 
 # Rewards and prompts -----------------------------------------------------------------------------
 
 
-def _scoring_problems(judged: Judged, trust: bool, inputs: Inputs) -> Iterator[str]:
+def _scoring(config: Any, launch: Launch, inputs: Inputs) -> Iterator[str]:
     """Rewards that cannot be built, or cannot judge the prompts; prompt sets that are not there."""
-    sound = []
-    for key, reward in judged.rewards.items():
-        if not trust and rewards.own_code(reward.name, reward.options):
-            continue
-        try:
-            rewards.check(reward.name, reward.options)
-            missing = rewards.missing_packages(reward.name, reward.options)
-        except (ValueError, KeyError, TypeError, ImportError) as error:
-            yield f"{judged.place}.{key}: {_text(error)}"
-            continue
-        for package in missing:
-            yield (
-                f"{judged.place}.{key}: reward {reward.name!r} needs {package}, which is not "
-                f"installed. {packages.hint(package)}"
-            )
-        sound.append(reward)
-    for key, source in judged.prompts.items():
-        try:
-            batch = inputs.prompts(source, judged.name)
-            for reward in sound:
-                rewards.check_prompts(reward.name, reward.options, batch.prompts, batch.metadata)
-        except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
-            where = "" if isinstance(error, PromptError | OSError) else f"{source}, "
-            yield f"{judged.place}.{key}: {where}{_text(error)}"
+    for judged in config.judged:
+        sound = []
+        for key, reward in judged.rewards.items():
+            if not launch.trust and rewards.own_code(reward.name, reward.options):
+                continue
+            where = f"{judged.place}.{key}"
+            try:
+                rewards.check(reward.name, reward.options)
+                missing = rewards.missing_packages(reward.name, reward.options)
+            except (ValueError, KeyError, TypeError, ImportError) as error:
+                yield f"{where}: {_text(error)}"
+                continue
+            for name in missing:
+                needed = f"reward {reward.name!r} needs {name}, which is not installed."
+                yield f"{where}: {needed} {packages.hint(name)}"
+            sound.append(reward)
+        for key, source in judged.prompts.items():
+            try:
+                batch = inputs.prompts(source, judged.name)
+                for r in sound:
+                    rewards.check_prompts(r.name, r.options, batch.prompts, batch.metadata)
+            except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
+                where = "" if isinstance(error, PromptError | OSError) else f"{source}, "
+                yield f"{judged.place}.{key}: {where}{_text(error)}"
 
 
-def _fidelity_problems(
-    config: EvalStage, fidelity: FidelityConfig, trust: bool, inputs: Inputs
-) -> Iterator[str]:
+def _fidelity(config: Any, launch: Launch, inputs: Inputs) -> Iterator[str]:
     """Features that cannot be imported; a folder of reference images that holds none; prompts that
     are none of the tiny world, where its scenes are the reference; too few images."""
-    counts = {"benchmarks": 0}
-    if trust and ":" in fidelity.features:
+    fidelity = getattr(config, "fidelity", None)
+    if not fidelity:
+        return
+    counts, tiny = {"benchmarks": 0}, fidelity.reference == "tiny"
+    if launch.trust and ":" in fidelity.features:
         try:
             rewards.load(fidelity.features, "features")
         except (ValueError, ImportError) as error:
             yield f"fidelity.features: {_text(error)}"
-    for benchmark, judged in zip(config.benchmarks, config.judged, strict=True):
+    for benchmark in config.benchmarks:
         with suppress(ValueError, KeyError, TypeError, AttributeError, OSError):  # said before
-            source = benchmark.prompts
-            rows = inputs.prompts(source, judged.name).metadata
+            rows = inputs.prompts(benchmark.prompts, benchmark.name).metadata
             counts["benchmarks"] += len(rows[: benchmark.limit]) * benchmark.images
-            if fidelity.reference == "tiny":
-                try:
-                    rendered(rows[:: max(1, len(rows) // 16)], seed=0)
-                except ValueError:
-                    yield (
-                        f"fidelity.reference: 'tiny' needs prompts of the tiny world, and {source} "
-                        "has others. Name a folder of images, or write `fidelity: null`."
-                    )
+            if tiny and not _scenes(rows[:: max(1, len(rows) // 16)]):
+                text = f"'tiny', and {benchmark.prompts} has prompts of another world"
+                yield f"fidelity.reference: {text}. Name a folder of images, or fidelity=null."
     folder = Path(fidelity.reference)
-    if fidelity.reference != "tiny" and not image_files(folder):
+    if not tiny and not image_files(folder):
         seen = f"the folder holds no {', '.join(IMAGES)}" if folder.is_dir() else "no such folder"
-        yield (
-            f"fidelity.reference: {fidelity.reference!r}: {seen}. Name a folder of images, or "
-            "'tiny' for scenes drawn from the benchmarks' own metadata."
-        )
+        yield f"fidelity.reference: {str(folder)!r}: {seen}. Name a folder of images, or 'tiny'."
     elif width := _features(fidelity.features):
-        if fidelity.reference != "tiny":
-            counts["fidelity.reference"] = len(image_files(folder))
+        counts |= {} if tiny else {"fidelity.reference": len(image_files(folder))}
         yield from too_few(counts, width)
+
+
+def _scenes(rows: list[dict[str, Any]]) -> bool:
+    """Whether these metadata describe scenes of the tiny world."""
+    try:
+        rendered(rows, seed=0)
+    except ValueError:
+        return False
+    return True
 
 
 def _features(name: str) -> int | None:
@@ -364,10 +259,8 @@ def too_few(counts: Mapping[str, int], width: int) -> Iterator[str]:
     """Images that are too few for a distance between so many features, by their key."""
     for key, count in counts.items():
         if 0 < count < enough(width):  # 0: they could not be read, which was said before
-            yield (
-                f"{key}: {count} images are too few for a distance between {width} features. Use "
-                f"at least {enough(width)}, better ten times as many, or write `fidelity: null`."
-            )
+            text = f"{count} images are too few for a distance between {width} features. Use at"
+            yield f"{key}: {text} least {enough(width)}, better ten times as many, or null."
 
 
 def _text(error: Exception) -> str:
@@ -378,58 +271,54 @@ def _text(error: Exception) -> str:
 # Training ----------------------------------------------------------------------------------------
 
 
-def _training_problems(config: TrainingStage, num_processes: int, trust: bool) -> Iterator[str]:
-    """Settings against determinism, layers that the model does not have, and rewards that do not
-    fit the number of processes or the advantage."""
+def _bases(config: Any, launch: Launch, inputs: Inputs) -> Iterator[str]:
+    """Teachers' bases that cannot label the student's states, and devices that are not there."""
+    for key, model in config.bases.items():
+        try:
+            reasons = list(mismatches(config.model, model))
+        except (LookupError, ModelError, OSError, ValueError) as error:
+            reasons = [_text(error)]
+        if reasons:
+            text = f"{model.id!r} cannot label states of {config.model.id!r}: "
+            text += f"{'; '.join(reasons)}. Use a model with the same VAE, text encoders"
+            yield f"{key}.base: {text} and scheduler."
+        kind, _, index = (config.labellers[key].device or "cpu").partition(":")
+        here = torch.accelerator.current_accelerator()
+        there = torch.accelerator.device_count() if here and here.type == kind else 0
+        if kind != "cpu" and int(index or 0) >= there:
+            yield f"{key}.device: {kind!r} has {there} devices here. Use another, 'cpu' or null."
+
+
+def _training(config: Any, launch: Launch, inputs: Inputs) -> Iterator[str]:
+    """Settings against determinism, layers that the model does not have, rewards that do not fit
+    the number of processes or the advantage, and a folder that holds another run."""
+    if not config.trains:
+        return
     if config.train.deterministic and config.model.attention not in REPEATABLE:
-        yield (
-            f"model.attention: the backward pass of {config.model.attention!r} is not the same "
-            "twice, and train.deterministic asks for that. Use null, or train.deterministic=false."
-        )
+        text = f"{config.model.attention!r} is not deterministic in its backward pass. Use null"
+        yield f"model.attention: {text}, or train.deterministic=false."
     fresh = config.lora.targets if config.lora.init is None else None
     if fresh and (family := known_family(config.model)):
         for target in fresh:
             if not adapted_layers(family.core, [target]):
-                yield (
-                    f"lora.targets: no layer of {config.model.id} ends with {target!r}. By default "
-                    f"(null) they are {', '.join(family.targets)}."
-                )
+                text = f"By default (null) they are {', '.join(family.targets)}."
+                yield f"lora.targets: no layer of {config.model.id} ends with {target!r}. {text}"
     groupwise, single = [], []
     for task in config.tasks:
-        if task.reward is None or not trust and rewards.own_code(**task.reward.model_dump()):
+        if task.reward is None or not launch.trust and rewards.own_code(**task.reward.model_dump()):
             continue
         with suppress(ValueError, KeyError, TypeError, ImportError):  # said before
             name, options = task.reward.name, task.reward.options
             groupwise += [task.name] * rewards.is_groupwise(name, options)
             single += [task.name] * rewards.has_no_weights(name)
-    yield from group_problems(config, groupwise, num_processes)
+    yield from group_problems(config, groupwise, launch.processes)
     yield from parts_problems(config, single)
+    if launch.resume is not None:
+        given = {"resume": launch.resume, "any_world": launch.any_world, "pending": launch.pending}
+        yield from resuming.problems(config, launch.processes, **given)
 
 
-def against_card(config: TrainingStage) -> Iterator[tuple[str, str]]:
-    """("fault" or "note", text): steps and scales far from the model's card; losses of straight
-    paths for a model that was distilled to few steps. Such a run can be trained."""
-    name = config.model.id
-    steps, guidance = card_of(name) or (0, 0.0)
-    distilled = 0 < steps <= FEW
-    level = "fault" if distilled else "note"
-    if distilled and config.stage in ("nft", "awm", "sft"):
-        text = (
-            f"card: {name} was distilled to {steps} steps, and {config.stage} trains it back to "
-            "straight paths, which take many. Use the model that it was distilled from, or grpo at "
-            f"{steps} steps."
-        )
-        yield level, text
-    sampled = {"rollout.steps": config.rollout.steps}
-    if config.evaluation and config.evaluation.steps:
-        sampled["evaluation.steps"] = config.evaluation.steps
-    far = {key: value for key, value in sampled.items() if distilled and value > 2 * steps}
-    bases = {f"{key}.guidance" for key in config.bases}
-    scales = {key: scale for key, scale in config.scales.items() if key not in bases}
-    far |= {key: s for key, s in scales.items() if not guidance / 2 <= s <= 2 * guidance}
-    for key, value in far.items() if steps else ():
-        text = f"card: {key} = {value:g}; {name} has {steps} steps at guidance {guidance:g}."
-        yield level, text
+CHECKS = (_packages, _adapters, _model, _scoring, _fidelity, _bases, _training)
 
 
 def group_problems(config: TrainingStage, tasks: Collection[str], processes: int) -> Iterator[str]:
@@ -446,10 +335,8 @@ def group_problems(config: TrainingStage, tasks: Collection[str], processes: int
         text = f"{prompts} groups an optimizer step, which {who} needs complete"
         unit = processes * updates
     if unit:
-        yield (
-            f"rollout.prompts: {processes} processes cannot share evenly {text}. Use a multiple of "
-            f"{unit}, for example rollout.prompts={-(-rollout.prompts // unit) * unit}."
-        )
+        text = f"{processes} processes cannot share evenly {text}. Use a multiple of {unit}"
+        yield f"rollout.prompts: {text}: rollout.prompts={-(-rollout.prompts // unit) * unit}."
 
 
 def parts_problems(config: TrainingStage, tasks: Collection[str]) -> Iterator[str]:
@@ -459,11 +346,95 @@ def parts_problems(config: TrainingStage, tasks: Collection[str]) -> Iterator[st
         return
     for index, task in enumerate(config.tasks):
         if task.reward and task.name in tasks:
-            yield (
-                f"tasks.{index}.reward: the advantage 'gdpo' normalises the parts of a reward one "
-                f"by one, and {task.reward.name!r} is no weighted sum of parts. Use the reward "
-                "'weighted', or the advantage 'group_std'."
-            )
+            text = f"'gdpo' normalises parts of a reward, and {task.reward.name!r} is no weighted"
+            yield f"tasks.{index}.reward: {text} sum. Use 'weighted', or advantage 'group_std'."
+
+
+# What can be run, and is worth a word ------------------------------------------------------------
+
+
+def own_code(config: Stage) -> dict[str, list[str]]:
+    """{key of the config: the dotted paths there}: modules whose code runs where the stage is
+    checked or run. Nothing is imported here."""
+    paths = {
+        f"{judged.place}.{key}": rewards.own_code(reward.name, reward.options)
+        for judged in config.judged
+        for key, reward in judged.rewards.items()
+    }
+    fidelity = getattr(config, "fidelity", None)
+    if fidelity and ":" in fidelity.features:
+        paths["fidelity.features"] = [fidelity.features]
+    return {key: listed for key, listed in paths.items() if listed}
+
+
+def unexamined(stages: Mapping[str, Stage]) -> list[str]:
+    """What is said of `own_code` that is not run, one text each."""
+    return [
+        f"not examined: {key} of {name} names {', '.join(listed)}, which runs code. Read that "
+        "code, then say --trust."
+        for name, stage in stages.items()
+        for key, listed in own_code(stage).items()
+    ]
+
+
+def scale_problems(stages: Mapping[str, Any]) -> Iterator[str]:
+    """Adapters that are used at a guidance scale more than a factor of two from the one that they
+    were trained at: guidance counts once (docs/results.md). stages: by name, as they run. Nothing
+    is said of an adapter whose training is not known from them, or from the folder of its run."""
+    made: dict[Path, Any] = {}
+
+    def trained(source: str) -> list[float]:
+        """The scale of an adapter, or those of all that it was merged from; [] = not known."""
+        if source.startswith("tiny/"):
+            return [1.0]
+        stage: Any = made.get(Path(source))
+        here = not adapters.is_hub_id(source)
+        with suppress(ConfigError):
+            if not stage and here and (folder := adapters.adapter_folder(source)).name == "adapter":
+                stage = load(folder.parent / "config.yaml", stage=Stage)
+        if stage and stage.trains:
+            return [stage.guidance]
+        parts = stage.inputs.values() if stage else ()  # of a merge
+        return [scale for part in parts for scale in trained(part)]
+
+    for name, stage in stages.items():
+        for key, source in stage.inputs.items():
+            used = stage.guidance_at(key)
+            if used is None:  # of a merge: as the first of its adapters
+                used = next((s for part in stage.inputs.values() for s in trained(part)), 1.0)
+            absorbs = key == "lora.init" and bool(stage.labellers)  # what its start lacks
+            far = (s for s in trained(source) if used > 2 * s or 2 * used < s and not absorbs)
+            if (own := next(far, None)) is not None:
+                yield (
+                    f"{name}: {key}: {source} was trained at guidance {own:g}, and is used at "
+                    f"{used:g}. Use it at {own:g} (labels: up to {2 * own:g}): CFG counts once."
+                )
+        made[Path(stage.output, "adapter")] = stage
+
+
+def against_card(config: TrainingStage) -> Iterator[tuple[str, str]]:
+    """("fault" or "note", text): steps and scales far from the model's card; losses of straight
+    paths for a model that was distilled to few steps. Such a run can be trained."""
+    name = config.model.id
+    if not (card := card_of(name)):
+        return
+    steps, guidance = card
+    distilled = steps <= FEW
+    level = "fault" if distilled else "note"
+    if distilled and config.stage in ("nft", "awm", "sft"):
+        text = f"was distilled to {steps} steps, and {config.stage} trains it back to straight"
+        text += " paths, which take many. Use the model that it was distilled from, or grpo at"
+        yield level, f"card: {name} {text} {steps} steps."
+    sampled = {"rollout.steps": config.rollout.steps}
+    if config.evaluation and config.evaluation.steps:
+        sampled["evaluation.steps"] = config.evaluation.steps
+    far = {key: value for key, value in sampled.items() if distilled and value > 2 * steps}
+    bases = {f"{key}.guidance" for key in config.bases}
+    scales = {key: scale for key, scale in config.scales.items() if key not in bases}
+    far |= {key: s for key, s in scales.items() if not guidance / 2 <= s <= 2 * guidance}
+    for key, value in far.items():
+        text = f"card: {key} = {value:g}; {name} has {steps} steps at guidance {guidance:g}."
+        yield level, text
 
 
 def overruled(lora: LoraConfig, inputs: Inputs) -> list[str]:
@@ -476,13 +447,8 @@ def overruled(lora: LoraConfig, inputs: Inputs) -> list[str]:
         if key in lora.model_fields_set and set(has.values()) != {getattr(lora, key)}:
             texts.append(f"lora.{key}: ignored, lora.init has {span(has)}")
     # as peft matches a layer's name: the whole, or its end after a dot
-    named = {
-        layer: [target for target in lora.targets or () if f".{layer}".endswith(f".{target}")]
-        for layer in adapter.ranks
-    }
-    if lora.targets and not (
-        all(named.values()) and set(lora.targets) == set().union(*named.values())
-    ):
+    named = [{t for t in lora.targets or () if f".{n}".endswith(f".{t}")} for n in adapter.ranks]
+    if lora.targets and not (all(named) and set(lora.targets) == set().union(*named)):
         texts.append(f"lora.targets: ignored, lora.init has other layers, {len(named)}")
     return texts
 

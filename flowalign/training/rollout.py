@@ -21,7 +21,7 @@ from flowalign import sde
 from flowalign.backbone import Backbone
 from flowalign.config import RolloutConfig, SamplingConfig, TrainingStage, WindowConfig
 from flowalign.training.run.processes import missing_steps
-from flowalign.training.solvers import Solver
+from flowalign.training.solvers import Dpm2
 from flowalign.types import Conditioning, PromptBatch, Rollout, Schedule, Source
 
 # Takes a batch of images: the row of the first one, images [b,3,H,W] in [0,1], their b prompts.
@@ -260,17 +260,16 @@ def _trajectory(
     count = len(schedule.sigmas) - 1
     # steps: to the end, or until the last trained state (and its action) is known
     taken = count if finish else trained[-1] + schedule.actions if trained else 0
-    solver = None if schedule.solver == "euler" else Solver(schedule.solver, schedule.sigmas)
+    solver = None if schedule.solver == "euler" else Dpm2(schedule.sigmas)
     for step in range(count):
         if step in trained:
             states.append(x)
         if step == taken:  # nothing after it is trained or decoded
             break
-        if solver:
-            for sigma in solver.levels(step):
-                x = solver.advance(x, backbone.velocity(x, sigma, cond, guidance=guidance))
-            continue
         velocity = backbone.velocity(x, float(schedule.sigmas[step]), cond, guidance=guidance)
+        if solver:
+            x = solver.advance(x, velocity)
+            continue
         steps = torch.full((len(x),), step, device=x.device)
         gaussian = sde.scheduled_transition(schedule, x, velocity, steps, noisy=step in noisy)
         if step not in noisy:

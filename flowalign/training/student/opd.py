@@ -2,7 +2,7 @@
 
 The student samples its own trajectories. At each trained state it matches the velocity of the
 teacher for that prompt's task. Flow-OPD, DiffusionOPD and DanceOPD are settings of it
-(configs/tiny/{flow,diffusion,dance}_opd.yaml).
+(configs/tiny/student_{flow,diffusion,dance}_opd.yaml).
 """
 
 from __future__ import annotations
@@ -167,8 +167,6 @@ class Opd(Algorithm[Labels]):
             teacher = sde.scheduled_transition(rollout.schedule, x, label, steps)
             columns.append(sde.log_prob(teacher, rollout.next_states[:, column]))
         ratio = torch.stack(columns, 1) - rollout.log_probs
-        if self.settings.reward_to_go:
-            ratio = ratio.flip(1).cumsum(1).flip(1)  # at each step the sum from there to the end
         return ratio.clamp(-self.settings.advantage_clip, self.settings.advantage_clip)
 
     # Diagnostics -------------------------------------------------------------------------------

@@ -1,0 +1,89 @@
+"""One class a stage: its sections, its checks, and what follows from its keys. Nothing is read from
+disk. `base` has what all stages share. A recipe is made of other stages, so it stands here beside
+the table of all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+
+from pydantic import Field
+
+from flowalign.config.section import ConfigError, FileName, Positive, Seed
+from flowalign.config.stages.base import Job, Stage, same_names
+from flowalign.config.stages.evaluation import EvalStage
+from flowalign.config.stages.merge import MergeStage
+from flowalign.config.stages.rewards import AwmStage, GrpoStage, NftStage
+from flowalign.config.stages.students import OpdStage, SftStage
+from flowalign.config.stages.training import TrainingStage
+from flowalign.system.packages import entry_points
+
+
+def variant_problems(variant: Any) -> Iterator[str]:
+    """What is wrong with {kind of stage: keys laid over all stages of that kind}."""
+    possible = [name for name in stage_names() if name != "recipe"]
+    for kind, keys in variant.items() if isinstance(variant, Mapping) else [("config", None)]:
+        if kind not in possible or not isinstance(keys, Mapping):
+            yield f"{kind}: want keys of a stage's config under one of {', '.join(possible)}."
+
+
+class RecipeStage(Job):
+    """Stages that run one after the other, each in a folder of its name under `output`."""
+
+    is_recipe = True
+    stage: Literal["recipe"]  # pyright: ignore[reportIncompatibleVariableOverride]
+    """Run other stages."""
+    seed: Seed = 0
+    """Seed of every stage that sets none."""
+    stages: dict[FileName, dict[str, Any]] = Field(
+        min_length=1, examples=[{"ocr": {"use": "teacher_ocr.yaml"}}]
+    )
+    """{name: keys of a stage's config}. They are laid over the file that `use` names (relative to
+    this one); `set` lists changes as on the command line. A value `stage:NAME` is the adapter of an
+    earlier stage."""
+    max_minutes: Positive | None = Field(default=None, examples=[1430.0])
+    """As `train.max_minutes`, in place of its stages' keys."""
+    variant: dict[str, dict[str, Any]] = Field(
+        default={}, examples=[{"grpo": {"rollout": {"batch_size": 4}}}]
+    )
+    """{kind of stage: keys laid over all stages of that kind}: the same recipe for other hardware.
+    `--variant FILE` on the command line sets it."""
+
+    def problems(self) -> Iterator[str]:
+        """Variants of no stage; stages that would share a folder on some disks."""
+        yield from (f"variant.{text}" for text in variant_problems(self.variant))
+        yield from same_names([("stages", name) for name in self.stages])
+
+
+STAGES: dict[str, type[Stage]] = {  # by the value of `stage`
+    "grpo": GrpoStage,
+    "nft": NftStage,
+    "awm": AwmStage,
+    "opd": OpdStage,
+    "sft": SftStage,
+    "merge": MergeStage,
+    "recipe": RecipeStage,
+    "eval": EvalStage,
+}
+PLUGINS = "flowalign.algorithms"  # entry points: name of a stage -> its config class
+
+
+def stage_names() -> list[str]:
+    """The names of all stages: of STAGES, then of plugins."""
+    return list(dict.fromkeys([*STAGES, *sorted(p.name for p in entry_points(PLUGINS))]))
+
+
+def stage_class(name: str) -> type[Stage]:
+    """The config class of a stage. A plugin is imported now; ConfigError if it cannot be."""
+    if name in STAGES:
+        return STAGES[name]
+    (point, *_) = entry_points(PLUGINS).select(name=name)
+    try:
+        kind = point.load()
+        if not issubclass(kind, TrainingStage):
+            raise TypeError(f"{kind.__name__} is no TrainingStage")
+    except Exception as error:
+        text = f"stage: the plugin {name!r} ({point.value}) cannot be loaded: {error}"
+        raise ConfigError([text]) from error
+    return kind

@@ -1,0 +1,60 @@
+"""A merge of adapters."""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from functools import reduce
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from flowalign.config.model import LoraConfig
+from flowalign.config.section import Location, Seed, as_tuple
+from flowalign.config.stages.base import Job, RanksOf
+
+
+class MergeStage(Job):
+    """A merge of adapters of one base; see flowalign.teachers.merge."""
+
+    merges = makes_adapter = True
+    stage: Literal["merge"]  # pyright: ignore[reportIncompatibleVariableOverride]
+    """Add weight updates."""
+    adapters: list[Location] = Field(min_length=2, examples=[["runs/a/adapter", "runs/b/adapter"]])
+    """Adapter folders or Hub ids."""
+    weights: list[float] | None = Field(default=None, examples=[[0.5, 0.5]])
+    """One per adapter; null = 1 each, the sum. 1/n each is the average."""
+    method: Literal["concat", "svd", "ties", "dare"] = "concat"
+    """concat is exact, and the ranks add. A student that starts from it has the summed rank."""
+    rank: Annotated[int, Field(ge=1, le=8192)] | None = Field(default=None, examples=[32])
+    """Rank of the result (not for concat); null = the largest rank given. svd: at most their
+    sum."""
+    density: Annotated[float, Field(gt=0, le=1)] = 0.5
+    """Share of the entries that ties and dare keep."""
+    seed: Seed = 0
+    """Seed of the entries that dare drops."""
+    lines: Annotated[tuple[float, float], as_tuple] | None = Field(
+        default=None, examples=[[0.5, 1]]
+    )
+    """LiNeS: scales of the first and the last block."""
+
+    @property
+    def inputs(self) -> dict[str, str]:
+        return {f"adapters.{index}": source for index, source in enumerate(self.adapters)}
+
+    def output_ranks(self, ranks_of: RanksOf) -> Mapping[str, int]:
+        """The exact sum has the sum of the ranks, and svd never more."""
+        each = [Counter(ranks_of(source, LoraConfig())) for source in self.adapters]
+        total, largest = reduce(operator.add, each), reduce(operator.or_, each)
+        if self.method == "concat":
+            return dict(total)
+        ranks = {layer: self.rank or rank for layer, rank in largest.items()}
+        return dict(Counter(ranks) & total) if self.method == "svd" else ranks
+
+    def problems(self) -> Iterator[str]:
+        """Weights that are not one an adapter; a rank that `concat` does not have."""
+        if self.weights is not None and len(self.weights) != len(self.adapters):
+            yield f"weights: {len(self.weights)} for {len(self.adapters)} adapters. Give one each."
+        if self.rank is not None and self.method == "concat":
+            yield f"rank: {self.rank}, but 'concat' adds the ranks. Use 'svd', or leave it out."

@@ -1,0 +1,197 @@
+"""Learning from rewards: GRPO on trajectories; DiffusionNFT and AWM on clean images with noise."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from flowalign.config.learning import AdvantageConfig, AdvantageName
+from flowalign.config.rollout import steps_within
+from flowalign.config.section import Decay, NotNegative, Positive, Section, Share, Steps, as_tuple
+from flowalign.config.stages.base import either
+from flowalign.config.stages.training import TrainingStage
+
+
+class RewardStage(TrainingStage):
+    """A teacher that learns from rewards; the section of its own name says how."""
+
+    @property
+    def credited(self) -> AdvantageConfig:
+        return getattr(self, self.stage)
+
+
+class GrpoConfig(AdvantageConfig):
+    """The policy gradient."""
+
+    clip_range: Positive = 1e-4
+    """PPO's epsilon (log-probs are means over pixels, so ratios stay within 1e-4 of 1)."""
+    ratio: Literal["plain", "guard"] = "plain"
+    """guard: GRPO-Guard's normalised ratio and weights of the steps (flowalign.training.losses).
+    Its ratios are closer to 1, so that it wants a smaller clip_range."""
+    kl_weight: NotNegative = 0.0
+    """Weight of the KL to the base model; 0 saves its forward pass."""
+    kl: Literal["exact", "published"] = "exact"
+    """The KL that kl_weight multiplies. exact: of the two transitions. published: that times -dt,
+    as in the code of Flow-GRPO and Flow-OPD: 3.7 to 25 times smaller over ten steps of shift 3."""
+
+
+class GrpoStage(RewardStage):
+    """Group-relative policy optimisation (GRPO) on the rewards of one or more tasks."""
+
+    algorithm = "flowalign.teachers.grpo:Grpo"
+    stage: Literal["grpo"]  # pyright: ignore[reportIncompatibleVariableOverride]
+    """Learn from rewards."""
+    grpo: GrpoConfig = GrpoConfig()
+
+    @property
+    def needs_means(self) -> bool:
+        return self.grpo.ratio == "guard"
+
+    @property
+    def clip_ranges(self) -> dict[str, float]:
+        return {"grpo.clip_range": self.grpo.clip_range}
+
+
+class PolicyConfig(Section):
+    """Weights that follow those that are trained. After the optimizer steps of each rollout, a
+    share d of them is kept: d = min(decay, rise x (steps - after)), not below 0, where steps counts
+    the optimizer steps of the run."""
+
+    decay: Decay = 0.0
+    """Largest share that is kept; 0 = they are the trained weights."""
+    rise: Positive = 0.001
+    """How much the share grows with each optimizer step."""
+    after: Annotated[int, Field(ge=0, le=10_000_000)] = 0
+    """Optimizer steps after which it begins to grow."""
+
+
+class ForwardConfig(AdvantageConfig):
+    """Learning from clean images, to which noise is added: at which noise levels."""
+
+    states: Steps = 4
+    """Noise levels at which each image is trained, its own."""
+    levels: Literal["sampler", "random", "stratified"] = "stratified"
+    """sampler: they are steps of the rollout's own schedule, one drawn in each of `states` parts of
+    about equal size. random: any `states` of these steps. stratified: drawn in as many parts of the
+    continuous schedule."""
+    within: Annotated[tuple[Share, Share], as_tuple] = (0.0, 0.99)
+    """The part of the way from noise (0) to the image (1) that they are drawn from."""
+    guidance: NotNegative | None = Field(default=None, examples=[1.0])
+    """CFG scale in the loss; null = rollout.guidance."""
+    kl_weight: NotNegative = 0.0
+    """Weight of |v - v_base|^2; 0 saves its forward pass."""
+
+    def problems(self) -> Iterator[str]:
+        """A part of the way that is none."""
+        low, high = self.within
+        if low >= high:
+            yield f"within: [{low}, {high}] is empty. Use [0, 1] for the whole way."
+
+
+class ForwardStage(RewardStage):
+    """Rewards, learnt from clean images with noise added: no trajectory is kept."""
+
+    @property
+    def forward(self) -> ForwardConfig:
+        """The section of the stage's own name."""
+        return getattr(self, self.stage)
+
+    @property
+    def policies(self) -> dict[str, PolicyConfig]:
+        """{adapter beside the trained one: how it follows that}; the one named "old" samples."""
+        raise NotImplementedError
+
+    @property
+    def guidance(self) -> float:
+        return either(self.forward.guidance, self.rollout.guidance)
+
+    @property
+    def needs_actions(self) -> bool:
+        return False  # there is no ratio of transitions
+
+    def problems(self) -> Iterator[str]:
+        """Noise in rollouts, groups that are all alike, and more noise levels than there are."""
+        yield from super().problems()
+        rollout, forward, name = self.rollout, self.forward, self.stage
+        if rollout.kind != "ode":
+            text = f"{name} learns from clean images, which noise makes worse. Use 'ode'."
+            yield f"rollout.kind: {rollout.kind!r}, but {text}"
+        if rollout.window is not None:
+            yield f"rollout.window: {name} trains no states of a rollout. Leave it out."
+        if rollout.shared_noise:
+            yield "rollout.shared_noise: an ode gives all images of a prompt alike. Use false."
+        start, stop = steps_within(rollout.steps, forward.within)
+        if forward.levels != "stratified" and forward.states > stop - start:
+            text = f"{forward.states} of {max(stop - start, 0)} sampler steps in {name}.within"
+            yield f"{name}.states: {text}. Use at most as many, or levels 'stratified'."
+
+
+class NftConfig(ForwardConfig):
+    """DiffusionNFT (2509.16117)."""
+
+    advantage: AdvantageName = "batch_std"
+    """Variant of flowalign.credit, as in `grpo`."""
+    beta: Positive = 1.0
+    """Distance of the positive and the negative velocity from the old policy's. Official: 1, or 0.1
+    for OCR and for several rewards."""
+    old: PolicyConfig = PolicyConfig()
+    """The old policy, which samples. Official: {decay: 0.5} for GenEval and PickScore; {decay:
+    0.999, rise: 0.0075, after: 75} for OCR. The default, the trained weights, is ours."""
+
+
+class NftStage(ForwardStage):
+    """DiffusionNFT on the rewards of one or more tasks."""
+
+    algorithm = "flowalign.teachers.nft:Nft"
+    stage: Literal["nft"]  # pyright: ignore[reportIncompatibleVariableOverride]
+    """Learn from rewards, on clean images."""
+    nft: NftConfig = NftConfig()
+
+    @property
+    def policies(self) -> dict[str, PolicyConfig]:
+        """The old policy, where it can differ from the student during an update: where it is an
+        average, or a rollout has several optimizer steps."""
+        needed = self.nft.old.decay > 0 or self.optimizer.updates_per_rollout > 1
+        return {"old": self.nft.old} if needed else {}
+
+
+class AwmConfig(ForwardConfig):
+    """Advantage weighted matching (2509.25050)."""
+
+    advantage: AdvantageName = "batch_std"
+    """Variant of flowalign.credit, as in `grpo`."""
+    advantage_clip: Positive = 1.0
+    """Advantages are clipped to +- this, as in Flow-Factory. The authors clip to +- 5 and divide by
+    5: the same as 5 here, with kl_weight, ema_kl_weight and optimizer.max_grad_norm times 5."""
+    within: Annotated[tuple[Share, Share], as_tuple] = (0.01, 0.9)
+    """The part of the way from noise (0) to the image (1) that noise levels are drawn from."""
+    weighting: Literal["ghuber", "uniform", "t", "t2", "huber"] = "ghuber"
+    """How the matching error becomes a log-likelihood; see
+    flowalign.teachers.awm.awm_log_prob."""
+    ghuber_power: Annotated[float, Field(gt=0, le=1)] = 0.25
+    """The power of ghuber."""
+    clip_range: Positive = 1.0
+    """PPO's epsilon. Only rollouts with several optimizer steps have ratios other than 1."""
+    ema_kl_weight: NotNegative = 0.0
+    """Weight of |v - v_average|^2, where an average of the weights gives v_average; 0 saves its
+    forward pass. Official: 1."""
+    average: PolicyConfig = PolicyConfig(decay=0.3)
+    """That average."""
+
+
+class AwmStage(ForwardStage):
+    """Advantage weighted matching on the rewards of one or more tasks."""
+
+    algorithm = "flowalign.teachers.awm:Awm"
+    stage: Literal["awm"]  # pyright: ignore[reportIncompatibleVariableOverride]
+    """Learn from rewards, on clean images."""
+    awm: AwmConfig = AwmConfig()
+
+    @property
+    def policies(self) -> dict[str, PolicyConfig]:
+        """The student's weights at the rollout, where that has several optimizer steps; and their
+        average, where ema_kl_weight asks for it."""
+        old = {"old": PolicyConfig()} if self.optimizer.updates_per_rollout > 1 else {}
+        return old | ({"average": self.awm.average} if self.awm.ema_kl_weight > 0 else {})

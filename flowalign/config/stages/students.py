@@ -1,0 +1,184 @@
+"""Learning from teachers, to which tasks are routed: on-policy distillation and SFT."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from flowalign.config.learning import LabellerConfig, TeacherConfig
+from flowalign.config.section import Count, FileName, Many, NotNegative, Positive, Section, Steps
+from flowalign.config.stages.base import either
+from flowalign.config.stages.training import TrainingStage
+
+
+class DistillationStage(TrainingStage):
+    """A student that learns from teachers: each task is routed to one of them."""
+
+    teachers: dict[FileName, TeacherConfig] = Field(
+        min_length=1, examples=[{"ocr": {"adapter": "runs/ocr"}}]
+    )
+    """Teachers by name."""
+
+    @property
+    def routing(self) -> dict[str, str]:
+        return {task.name: task.teacher or task.name for task in self.tasks}
+
+    @property
+    def labellers(self) -> Mapping[str, LabellerConfig]:
+        return {f"teachers.{name}": teacher for name, teacher in self.teachers.items()}
+
+    @property
+    def extrapolated(self) -> dict[str, TeacherConfig]:
+        return {f"teachers.{n}": t for n, t in self.teachers.items() if t.extrapolate != 1}
+
+    def problems(self) -> Iterator[str]:
+        """Tasks without a teacher, teachers without a task."""
+        yield from super().problems()
+        names, routing = sorted(self.teachers), self.routing
+        for index, task in enumerate(self.tasks):
+            if routing[task.name] not in names:
+                text = f"no teacher {routing[task.name]!r}; there are {names}. Name one of these"
+                yield f"tasks.{index}.teacher: {text}, or add it under `teachers`."
+        for name in sorted(self.teachers.keys() - set(routing.values())):
+            yield f"teachers.{name}: no task is routed to it. Give one `teacher: {name}`."
+
+
+class AnchorConfig(LabellerConfig):
+    """Manifold-anchor regularisation (MAR): a second teacher for the images of every task."""
+
+    weight: NotNegative = 0.04
+    """Lambda, relative to the distillation loss."""
+
+
+class StatesConfig(Section):
+    """Which states of a rollout are trained, of rollout.window."""
+
+    select: Literal["all", "window", "random", "low_noise", "high_noise"] = "all"
+    """all, or `count` steps that are drawn again for every update. window: steps in a row. random:
+    any steps. low_noise, high_noise: by Beta(5, 2), Beta(2, 5) over the place in the window."""
+    count: Count = 1
+    """Number of steps (unused with all). The rollout stops at the last one."""
+
+
+class StudentConfig(Section):
+    """On-policy distillation: the loss between the student and its teachers."""
+
+    gradient: Literal["pathwise", "policy", "published"] = "pathwise"
+    """pathwise: through the weighted velocity distance. policy: a clipped policy gradient on the
+    teacher's log-ratio. published: the official arithmetic."""
+    weighting: Literal["kl", "published", "mean", "velocity"] = "velocity"
+    """w(sigma) of the distance w |v - v_teacher|^2; see flowalign.training.losses.step_weights. The
+    defaults here and of states did best in the first tiny world; in the second, random states are
+    as good or better (docs/study.md). The paper has kl and all states."""
+    states: StatesConfig = StatesConfig(select="high_noise")
+    guidance: NotNegative | None = Field(default=None, examples=[1.0])
+    """CFG scale of the student in the loss; null = rollout.guidance."""
+    clip_range: Positive = 1e-4
+    """PPO's epsilon (policy, published)."""
+    advantage_clip: Positive = 5.0
+    """Advantages are clipped to +- this (policy, published)."""
+    label_dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """dtype of the stored labels."""
+    label_batch: Many = 64
+    """(image, step) pairs per forward pass of the teachers."""
+    fixed_prompts: Annotated[int, Field(ge=0, le=10_000)] = 8
+    """Prompts a task whose teachers' states stay the same through the run. Every evaluation
+    measures the distance to the target there; on the student's own path the states move with the
+    student. 0 = not measured."""
+    patience: Many | None = Field(default=None, examples=[3])
+    """The run ends where the mean of these distances on the teachers' paths has not fallen for so
+    many evaluations; null = at train.updates."""
+    diagnose_every: Many = 10
+    """Rollouts between two measurements of the cosines between the tasks' gradients."""
+
+    def problems(self) -> Iterator[str]:
+        """A weighting that belongs to another gradient, and patience without distances."""
+        if self.patience is not None and not self.fixed_prompts:
+            yield "patience: it needs fixed_prompts, which are 0."
+        if self.gradient == "published" and self.weighting != "published":
+            yield f"weighting: gradient {self.gradient!r} has 'published' only. Use it."
+
+
+class OpdStage(DistillationStage):
+    """A student by on-policy distillation from routed teachers."""
+
+    algorithm = "flowalign.training.student.opd:Opd"
+    stage: Literal["opd"]  # pyright: ignore[reportIncompatibleVariableOverride]
+    """Learn from teachers, on the student's own trajectories."""
+    student: StudentConfig = StudentConfig()
+    anchor: AnchorConfig | None = None
+    """The anchor of MAR; null = none."""
+
+    @property
+    def guidance(self) -> float:
+        return either(self.student.guidance, self.rollout.guidance)
+
+    @property
+    def needs_actions(self) -> bool:
+        return self.student.gradient != "pathwise"
+
+    @property
+    def needs_noise(self) -> bool:
+        return self.needs_actions or self.student.weighting in ("kl", "published")
+
+    @property
+    def clip_ranges(self) -> dict[str, float]:
+        return {"student.clip_range": self.student.clip_range} if self.needs_actions else {}
+
+    @property
+    def patience(self) -> int | None:
+        return self.student.patience
+
+    @property
+    def unrewarded(self) -> bool:
+        held_out = all(task.validation and not task.reward for task in self.tasks)
+        return held_out and self.student.fixed_prompts > 0
+
+    @property
+    def batch_sizes(self) -> dict[str, int]:
+        return super().batch_sizes | {"student.label_batch": self.student.label_batch}
+
+    @property
+    def labellers(self) -> Mapping[str, LabellerConfig]:
+        return {**super().labellers, **({"anchor": self.anchor} if self.anchor else {})}
+
+    def problems(self) -> Iterator[str]:
+        """A policy of two CFG scales, and more states than there are."""
+        yield from super().problems()
+        # PPO's ratio compares the new policy with the one that sampled, at its CFG scale.
+        if self.needs_actions and self.guidance != self.rollout.guidance:
+            text = f"{self.guidance}, but the rollout has {self.rollout.guidance}: a ratio of two"
+            yield f"student.guidance: {text} policies. Use the same, or gradient 'pathwise'."
+        for name, teacher in self.teachers.items():
+            if teacher.reference == "start" and not self.lora.init:
+                yield f"teachers.{name}.reference: 'start' is the base. Use it, or give lora.init."
+        if self.student.patience is not None and self.evaluation is None:
+            yield "student.patience: it counts evaluations, and evaluation is null."
+        states, width = self.student.states, self.rollout.width
+        if states.select != "all" and states.count > width:
+            yield f"student.states.count: {states.count} of {width} steps. Use at most {width}."
+
+
+class SftConfig(Section):
+    """Cold start: flow matching on images that the routed teachers sample."""
+
+    states: Steps = 4
+    """Noise levels at which each image is trained."""
+
+
+class SftStage(DistillationStage):
+    """A cold start from routed teachers' images."""
+
+    algorithm = "flowalign.training.student.sft:Sft"
+    stage: Literal["sft"]  # pyright: ignore[reportIncompatibleVariableOverride]
+    """Learn from teachers' images."""
+    sft: SftConfig = SftConfig()
+
+    def problems(self) -> Iterator[str]:
+        """A target beyond a teacher, which cannot sample images."""
+        yield from super().problems()
+        for key, teacher in self.extrapolated.items():
+            text = f"{teacher.extrapolate}, but `sft` learns from images of the teacher itself"
+            yield f"{key}.extrapolate: {text}. Leave it out, or use stage opd."
