@@ -171,7 +171,7 @@ def main(words: list[str]) -> int:
     import torch
     import transformers
 
-    diffusers.StableDiffusion3Pipeline, transformers.CLIPModel  # noqa: B018  (imported when named)
+    _ = diffusers.StableDiffusion3Pipeline, transformers.CLIPModel  # imported when named
     torch.set_num_threads(1)  # threads do not survive a fork
     chosen = [m for m in MUTATIONS if not words or any(word in m.formula for word in words)]
     missed, failed = 0, []

@@ -299,4 +299,4 @@ def test_the_published_pairs() -> None:
     assert any(text.startswith("its text_encoder ") for text in mismatches(*klein))
     predicted = predict(found)
     assert predicted.parts["transformers of 1 other bases"] == pytest.approx(16.3e9, rel=0.01)
-    assert predicted.shapes.downloads[base.id] == pytest.approx(16.1e9, rel=0.01)
+    assert predicted.downloads[base.id] == pytest.approx(16.1e9, rel=0.01)

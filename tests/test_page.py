@@ -17,8 +17,7 @@ from flowalign.commands.cli import main
 from flowalign.config import to_yaml
 from flowalign.training.report import page, samples
 from flowalign.training.report.pictures import png
-from flowalign.training.report.progress import Progress
-from flowalign.training.run.resume import WARNINGS
+from flowalign.training.report.progress import WARNINGS, Progress
 from flowalign.types import Example
 
 PROMPT = '<b>a sign</b> that says "A&B"'

@@ -16,7 +16,7 @@ from flowalign.commands import cli, sample, train
 from flowalign.config import RecipeStage, parse, to_yaml
 from flowalign.eval import report
 from flowalign.training.report import results
-from flowalign.training.run.resume import WARNINGS
+from flowalign.training.report.progress import WARNINGS
 
 
 def places(text: str) -> dict[str, Path]:

@@ -236,4 +236,4 @@ def test_an_evaluation_keeps_its_rows(random_model: str, tmp_path: Path) -> None
     assert process.returncode == 143 and "Traceback" not in said
     (rows,) = (tmp_path / "out").rglob("rows.0.jsonl")
     lines = rows.read_text().splitlines()
-    assert [json.loads(line)["row"]["index"] for line in lines][:2] == [0, 1]
+    assert [json.loads(line)["index"] for line in lines if line][:2] == [0, 1]

@@ -25,7 +25,8 @@ from flowalign.system.files import read_lines, replacing
 from flowalign.training import metrics
 from flowalign.training.report import pictures, results, samples
 from flowalign.training.report.drift.compare import Check
-from flowalign.training.run.resume import LOG, WARNINGS
+from flowalign.training.report.progress import WARNINGS
+from flowalign.training.run.resume import LOG
 
 PAGE = "report.html"
 NEWEST = 20  # warnings that are shown

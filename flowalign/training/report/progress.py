@@ -15,9 +15,9 @@ from pathlib import Path
 from flowalign.config import TrainingStage
 from flowalign.system.escape import harmless
 from flowalign.training import metrics
-from flowalign.training.run.resume import WARNINGS
 
 WINDOW = 20  # updates whose mean speed predicts the rest
+WARNINGS = "warnings.jsonl"  # of a run or recipe, in its folder
 LONGEST = 4000  # characters of a warning
 CLOCK = "%Y-%m-%d %H:%M:%S"  # of every line of a log
 OnMetrics = Callable[[dict[str, float]], object]

@@ -22,11 +22,11 @@ from flowalign.system import manifest
 from flowalign.system.files import read_lines, replacing
 from flowalign.system.manifest import Damaged
 from flowalign.training import metrics
+from flowalign.training.report.progress import WARNINGS
 
 CHECKPOINTS = "checkpoints"  # below the folder of a run
 LOG = "metrics.jsonl"  # of a run; each checkpoint has a copy
 SAMPLES = "samples"
-WARNINGS = "warnings.jsonl"
 SAMPLE = re.compile(r"[a-z_]+_(\d{6,})\.\w+")  # update_000020.png, held_out_000020.json
 NAME = re.compile(r"update_(\d{6,})")
 # what a resumed run may change, such as train.updates
