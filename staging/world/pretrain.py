@@ -15,7 +15,7 @@ from __future__ import annotations
 import argparse
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from pathlib import Path
 
@@ -150,7 +150,7 @@ class Clock:
 
 
 def train_vae(args: argparse.Namespace) -> None:
-    """L1 + MSE + L1 of the image gradients, which carry outlines and letters, plus 5e-4 KL."""
+    """The `reconstruction` of a posterior sample, plus 5e-4 KL."""
     device = torch.device(args.device)
     torch.manual_seed(args.seed)
     vae = parts.vae()
@@ -160,12 +160,10 @@ def train_vae(args: argparse.Namespace) -> None:
     encoder, decoder = vae.encoder, vae.decoder
     if args.compile:
         encoder, decoder = torch.compile(encoder), torch.compile(decoder)
-    optimizer = torch.optim.AdamW(
-        vae.parameters(), args.lr, betas=(0.9, 0.99), weight_decay=1e-4, fused=True
-    )
     source = loader(args, args.seed, args.batch, Rates(bad=0.1, bad_picture=0.1), 0.3)
-    painter, clock, step, began = Painter(device), Clock(args.seconds, 0.7), 0, time.time()
-    while clock.gone() < 1:
+    painter = Painter(device)
+
+    def loss() -> tuple[Tensor, Tensor]:
         images = painter(next(source))
         with parts.autocast(device):
             mean, logvar = encoder(images).float().chunk(2, 1)
@@ -174,25 +172,11 @@ def train_vae(args: argparse.Namespace) -> None:
             output = decoder(mean + (0.5 * logvar).exp() * noise).float()
         kl = 0.5 * (mean.square() + logvar.exp() - 1 - logvar).mean()
         error = output - images
-        edges = error.diff(dim=-1).abs().mean() + error.diff(dim=-2).abs().mean()
-        value = error.abs().mean() + error.square().mean() + edges + 5e-4 * kl
-        value.backward()
-        nn.utils.clip_grad_norm_(vae.parameters(), 1.0)
-        optimizer.param_groups[0]["lr"] = args.lr * clock.scale(step)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        step += 1
-        if step % args.log == 0:
-            psnr = -10 * math.log10(error.square().mean().item() / 4)
-            rate = step * args.batch / (time.time() - began)
-            print(
-                f"vae {step} steps  loss {value:.4f}  {psnr:.2f} dB  {rate:.0f} images/s",
-                flush=True,
-            )
+        return reconstruction(error, torch.ones_like(error[:, :1])) + 5e-4 * kl, error
+
+    fit(args, "vae", list(vae.parameters()), loss, decay=0.7)
     set_scale(vae, painter(next(source)))
-    write(vae, args.out / "vae.safetensors", shift=vae.config["shift_factor"],
-          scale=vae.config["scaling_factor"])  # fmt: skip
-    show_vae(vae, painter(next(source))[:24], args.out / "vae.png")
+    keep(vae, painter(next(source))[:24], args.out / "vae")
 
 
 def train_decoder(args: argparse.Namespace) -> None:
@@ -201,27 +185,50 @@ def train_decoder(args: argparse.Namespace) -> None:
     device = torch.device(args.device)
     torch.manual_seed(args.seed)
     vae = load_vae(args.vae).to(device, memory_format=torch.channels_last)
-    weights = list(vae.decoder.parameters())
-    optimizer = torch.optim.AdamW(weights, args.lr, betas=(0.9, 0.99), weight_decay=1e-4)
     source = loader(args, args.seed + 99, args.batch, Rates(bad=0.05, bad_picture=0.05), 0.15)
-    painter, clock, step, began = Painter(device), Clock(args.seconds, 0.9), 0, time.time()
-    while clock.gone() < 1:
+    painter = Painter(device)
+
+    def loss() -> tuple[Tensor, Tensor]:
         batch = next(source)
         images = painter(batch)
         ground = (batch.grounds.float() / 127.5 - 1)[:, :, None, None]
         drawn = ((images - ground).abs().amax(1, keepdim=True) > 0.04).float()
         weight = 1 + 3 * F.max_pool2d(drawn, 5, stride=1, padding=2)
-        weight = weight / weight.mean()
         with parts.autocast(device):
             with torch.no_grad():
                 mean, logvar = vae.encoder(images).float().chunk(2, 1)
                 noise = torch.randn(mean.shape, device=device)
                 latents = mean + 0.5 * (0.5 * logvar).exp() * noise
-            output = vae.decoder(latents).float()
-        error = output - images
-        across, down = error.diff(dim=-1).abs(), error.diff(dim=-2).abs()
-        edges = (across * weight[..., 1:]).mean() + (down * weight[..., 1:, :]).mean()
-        value = ((error.abs() + error.square()) * weight).mean() + edges
+            error = vae.decoder(latents).float() - images
+        return reconstruction(error, weight / weight.mean()), error
+
+    fit(args, "decoder", list(vae.decoder.parameters()), loss, decay=0.9)
+    keep(vae, painter(next(source))[:24], args.out / "vae_refined")
+
+
+def reconstruction(error: Tensor, weight: Tensor) -> Tensor:
+    """L1 + MSE + L1 of the image gradients, which carry outlines and letters, of errors [B,3,H,W].
+    weight [B,1,H,W]: of the pixels, 1 on average."""
+    across, down = error.diff(dim=-1).abs(), error.diff(dim=-2).abs()
+    edges = (across * weight[..., 1:]).mean() + (down * weight[..., 1:, :]).mean()
+    return ((error.abs() + error.square()) * weight).mean() + edges
+
+
+def fit(
+    args: argparse.Namespace,
+    name: str,
+    weights: list[nn.Parameter],
+    loss: Callable[[], tuple[Tensor, Tensor]],
+    decay: float,
+) -> None:
+    """Lower a loss by AdamW for --seconds. loss: its value and the pixels' errors, of a new
+    batch. decay: the share of the time in which the learning rate falls."""
+    optimizer = torch.optim.AdamW(
+        weights, args.lr, betas=(0.9, 0.99), weight_decay=1e-4, fused=True
+    )
+    clock, step, began = Clock(args.seconds, decay), 0, time.time()
+    while clock.gone() < 1:
+        value, error = loss()
         value.backward()
         nn.utils.clip_grad_norm_(weights, 1.0)
         optimizer.param_groups[0]["lr"] = args.lr * clock.scale(step)
@@ -231,10 +238,8 @@ def train_decoder(args: argparse.Namespace) -> None:
         if step % args.log == 0:
             psnr = -10 * math.log10(error.square().mean().item() / 4)
             rate = step * args.batch / (time.time() - began)
-            print(f"decoder {step} steps  {psnr:.2f} dB  {rate:.0f} images/s", flush=True)
-    write(vae, args.out / "vae_refined.safetensors", shift=vae.config["shift_factor"],
-          scale=vae.config["scaling_factor"])  # fmt: skip
-    show_vae(vae, painter(next(source))[:24], args.out / "vae_refined.png")
+            text = f"{name} {step} steps  loss {value:.4f}  {psnr:.2f} dB  {rate:.0f} images/s"
+            print(text, flush=True)
 
 
 @torch.no_grad()
@@ -247,11 +252,14 @@ def set_scale(vae: AutoencoderKL, images: Tensor) -> None:
 
 
 @torch.no_grad()
-def show_vae(vae: AutoencoderKL, images: Tensor, path: Path) -> None:
-    """Images above what the autoencoder makes of them."""
+def keep(vae: AutoencoderKL, images: Tensor, path: Path) -> None:
+    """Write an autoencoder, with its scale, and a sheet of images above what it makes of them."""
+    numbers = {"shift": vae.config["shift_factor"], "scale": vae.config["scaling_factor"]}
+    write(vae, path.with_suffix(".safetensors"), **numbers)
     latents = vae.encode(images, return_dict=False)[0].mean
     output = vae.decode(latents, return_dict=False)[0]
-    save_grid(torch.cat([images, output]) / 2 + 0.5, min(12, len(images)), path)
+    sheet = torch.cat([images, output]) / 2 + 0.5
+    save_grid(sheet, min(12, len(images)), path.with_suffix(".png"))
 
 
 def load_vae(path: Path) -> AutoencoderKL:
