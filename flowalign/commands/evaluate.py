@@ -100,20 +100,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 def settings(args: argparse.Namespace) -> dict[str, Any]:
     """The raw config: the evaluation of the model's family, its benchmarks by name. Raises
     ValueError for a name that it has not."""
-    from flowalign.backbone.loading import card_of
-    from flowalign.commands.init import SD35, family_folder, named_sources
+    from flowalign.commands.init import Draft, named_sources
     from flowalign.eval.images import find_images
-    from flowalign.training.preflight import FEW
 
-    data = read((family_folder(args.model) or SD35) / "eval.yaml")
-    data |= {"output": str(args.out), "model": data["model"] | {"id": args.model}}
-    if (card := card_of(args.model)) and card[0] <= FEW:  # distilled: its card decides
-        sampling = data["sampling"].items()
-        data["sampling"] = {key: v for key, v in sampling if key not in ("steps", "guidance")}
-    data["models"] = {"base": None, **(adapters := named_sources(args.lora))}
-    if len(adapters) > 1:
-        *others, last = adapters
-        data["compare"] = {last: others}
+    data = Draft("eval", args.model, args.out, teachers=args.lora).data()
+    data["output"] = str(args.out)
     shipped = {benchmark["name"]: benchmark for benchmark in data["benchmarks"]}
     known = shipped | more_benchmarks(args.model)
     if unknown := [name for name in args.benchmarks or () if name not in known]:
