@@ -113,9 +113,8 @@ def differences(
         text = "{}: {!r} and {!r}".format(key, *unequal[key])
         for name, here, there in zip(names, unequal[key], unequal[key][::-1], strict=True):
             if here is None:
-                text += (
-                    f". If another program's images were sampled so: models.{name}.{key}={there}"
-                )
+                hint = f"models.{name}.{key}={there}"
+                text += f". If another program's images were sampled so: {hint}"
         problems.append(text)
     shared = sorted(set(first["benchmarks"]) & set(second["benchmarks"]))
     if not shared:

@@ -21,7 +21,7 @@ import logging
 import math
 from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from contextlib import suppress
-from itertools import product, zip_longest
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -254,9 +254,10 @@ def _differences(
             texts += _differences(there, here, whole, f"{name}.")
             continue
         if isinstance(here, list) and isinstance(there, list):
-            pairs = zip_longest(there, here) if whole else zip(there, here, strict=False)
-            unequal = ((i, a, b) for i, (a, b) in enumerate(pairs) if a != b)
-            index, there, here = next(unequal, (0, None, None))
+            counts, pairs = (len(there), len(here)), enumerate(zip(there, here, strict=False))
+            index, (there, here) = next(((i, p) for i, p in pairs if p[0] != p[1]), (0, (0, 0)))
+            if there == here and whole and counts[0] != counts[1]:
+                texts.append(f"there were {counts[0]} {name} there, and are {counts[1]} here")
             name = f"{name}.{index}"
         if here != there:
             # a long value is a digest: its beginning is enough

@@ -102,7 +102,8 @@ def test_a_run_that_logs_nothing_but_its_loss_has_a_plot(tmp_path: Path):
     (tmp_path / "metrics.jsonl").write_text(
         '{"update": 1, "loss": 0.5}\n{"update": 2, "loss": 0.4}\n'
     )
-    metrics_plot(tmp_path / "metrics.jsonl", tmp_path / "metrics.png")
+    curves = pictures.read_metrics(tmp_path / "metrics.jsonl")
+    metrics_plot(pictures.charts(curves), tmp_path / "metrics.png")
     assert (tmp_path / "metrics.png").stat().st_size > 1000
 
 
@@ -134,9 +135,10 @@ def test_two_kinds_of_charts_are_drawn(tmp_path: Path) -> None:
     rows = [{"update": n, "reward": n / 40, "kl/task": 1.0, "kl/step_0": 2.0} for n in range(40)]
     log = tmp_path / "metrics.jsonl"
     log.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    metrics_plot(log, tmp_path / "metrics.png", "title")
+    drawn = pictures.charts(pictures.read_metrics(log))
+    metrics_plot(drawn, tmp_path / "metrics.png", "title")
     assert (tmp_path / "metrics.png").stat().st_size > 1000
-    charts = {chart.title: chart for chart in pictures.charts(pictures.read_metrics(log))}
+    charts = {chart.title: chart for chart in drawn}
     assert list(charts["KL to the teacher, by task"].curves) == ["task"]
     assert list(charts["KL to the teacher, by step"].curves) == ["step_0"]
 

@@ -340,7 +340,7 @@ def test_sft_learns_the_straight_way_to_the_teachers_images(
         (["tasks.0.teacher=odd"], ["teachers.even"]),
         (["rollout.kind=ode"], ["rollout.kind", "needs"]),
         (["student.gradient=published"], ["student.weighting", "published"]),
-        (["student.states={select: random, count: 4}"], ["student.states.count", "3 steps"]),
+        (["student.states={select: random, count: 4}"], ["count", "rollout.window"]),
         (["student.gradient=policy", "student.guidance=2"], ["student.guidance", "2.0", "1.0"]),
         (["teachers.odd.reference=start"], ["teachers.odd.reference", "lora.init"]),
         (["student.patience=1"], ["student.patience", "evaluation"]),

@@ -219,7 +219,7 @@ def _fidelity(config: Any, launch: Launch, inputs: Inputs) -> Iterator[str]:
             rows = inputs.prompts(benchmark.prompts, benchmark.name).metadata
             counts["benchmarks"] += len(rows[: benchmark.limit]) * benchmark.images
             if tiny and not _scenes(rows[:: max(1, len(rows) // 16)]):
-                text = f"'tiny', and {benchmark.prompts} has prompts of another world"
+                text = f"'tiny' needs prompts of the tiny world, and {benchmark.prompts} has others"
                 yield f"fidelity.reference: {text}. Name a folder of images, or fidelity=null."
     folder = Path(fidelity.reference)
     if not tiny and not image_files(folder):

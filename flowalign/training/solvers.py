@@ -13,11 +13,6 @@ from diffusers import DPMSolverMultistepScheduler
 from torch import Tensor
 
 
-def forwards(solver: str, steps: int, taken: int | None = None) -> int:
-    """Forward passes of the first `taken` of so many steps; None = of all."""
-    return steps if taken is None else taken
-
-
 class Dpm2:
     """One batch on its way along sigmas [T+1]. It has a state, so every batch needs its own."""
 

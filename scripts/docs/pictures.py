@@ -35,8 +35,10 @@ from flowalign.training.report.pictures import (
     COLUMNS,
     Block,
     Row,
+    charts,
     comparison,
     metrics_plot,
+    read_metrics,
     score_text,
 )
 
@@ -158,7 +160,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         curves(runs, args.docs / "beyond.png")
         return 0
     if args.student:
-        metrics_plot(args.student / "metrics.jsonl", args.docs / "flow_opd_metrics.png")
+        logged = read_metrics(args.student / "metrics.jsonl")
+        metrics_plot(charts(logged), args.docs / "flow_opd_metrics.png")
         return 0
     table = args.demo / "table"
     if not (table / "results.json").is_file():

@@ -153,7 +153,7 @@ def forecasts(stages: Mapping[str, Stage], device: Device) -> list[Forecast]:
         say = partial(predict, device_type=kind, processes=device.gpus, ranks=ranks, models={})
         one = Forecast(name, stage, device, say, ranks)
         try:
-            if stage.makes_adapter and not (adapter / ADAPTER).is_file():
+            if (stage.trains or stage.merges) and not (adapter / ADAPTER).is_file():
                 of = partial(ranks_of, ranks=ranks, model=stage.model)
                 ranks[str(adapter)] = stage.output_ranks(of)
             listed.append(replace(one, estimate=say(stage) if stage.samples else None))
@@ -178,7 +178,7 @@ def _needs(listed: Sequence[Forecast]) -> Iterator[Finding]:
     estimates = [forecast.estimate for forecast in listed if forecast.estimate]
     largest = max(estimates, key=lambda estimate: estimate.host, default=None)
     for stage in (forecast.stage for forecast in listed):
-        needed = [stage.model] if stage.samples or stage.makes_adapter else []
+        needed = [stage.model] if stage.samples or stage.merges else []
         for model in (m for m in (*needed, *stage.bases.values()) if not is_here(m)):
             size = largest and largest.downloads.get(model.id)
             sizes[model.id] = size and size / GB

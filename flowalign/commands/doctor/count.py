@@ -38,7 +38,6 @@ from flowalign.config.model import LoraConfig, ModelConfig
 from flowalign.training.algorithm import STUDENT, Compared, algorithm_class
 from flowalign.training.data import PromptError, load_prompts
 from flowalign.training.report.drift.monitor import checked
-from flowalign.training.solvers import forwards
 from flowalign.types import Conditioning, Source
 
 Ranks = Mapping[str, int]  # {layer: rank} of an adapter
@@ -455,15 +454,13 @@ class _Update:
     def _steps(self, updates: Sequence[int]) -> tuple[int, float]:
         """Trained states of an image, and the mean number of forward passes of its rollout over
         these updates."""
-        config, rollout = self.config, self.config.rollout
-        passes = forwards(rollout.solver, rollout.steps)
+        config, passes = self.config, self.config.rollout.steps
         if self.keeps.noise_levels:
             return self.keeps.noise_levels, passes
         trained = [algorithm_class(config).trained_steps(config, update) for update in updates]
         if self.keeps.latents:  # the rollout runs to its end
             return len(trained[0]), passes
-        taken = [steps[-1] + self.keeps.actions for steps in trained]
-        total = sum(forwards(rollout.solver, rollout.steps, count) for count in taken)
+        total = sum(steps[-1] + self.keeps.actions for steps in trained)
         return len(trained[0]), total / len(trained)
 
     def sampling(self) -> Iterator[Phase]:
@@ -521,8 +518,7 @@ class _Update:
         batch = min(rollout.batch_size, images)
         forward = model.forward(batch, Source(model.compared, rollout.guidance))
         decoded = model.decoded(batch, config.model.decode_batch)
-        passes = forwards(rollout.solver, rollout.steps)
-        flops = (forward.flops * passes + decoded.flops) / batch * images / every
+        flops = (forward.flops * rollout.steps + decoded.flops) / batch * images / every
         peak = self.stored + max(forward.peak, decoded.peak)
         return Phase("image drift", "alarm", peak + images * (model.latent + model.pixels), flops)
 

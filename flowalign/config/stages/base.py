@@ -42,8 +42,6 @@ class Stage(Section):
     """What runs it."""
     trains: ClassVar[bool] = False
     """Whether it is a training run."""
-    makes_adapter: ClassVar[bool] = False
-    """Whether it leaves an adapter in its folder."""
     merges: ClassVar[bool] = False
     """Whether it is a merge of adapters."""
     is_recipe: ClassVar[bool] = False

@@ -18,7 +18,7 @@ from flowalign.config.stages.base import Job, RanksOf
 class MergeStage(Job):
     """A merge of adapters of one base; see flowalign.teachers.merge."""
 
-    merges = makes_adapter = True
+    merges = True
     stage: Literal["merge"]  # pyright: ignore[reportIncompatibleVariableOverride]
     """Add weight updates."""
     adapters: list[Location] = Field(min_length=2, examples=[["runs/a/adapter", "runs/b/adapter"]])

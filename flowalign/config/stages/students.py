@@ -158,7 +158,8 @@ class OpdStage(DistillationStage):
             yield "student.patience: it counts evaluations, and evaluation is null."
         states, width = self.student.states, self.rollout.width
         if states.select != "all" and states.count > width:
-            yield f"student.states.count: {states.count} of {width} steps. Use at most {width}."
+            text = f"{states.count}, and rollout.window has only {width} steps"
+            yield f"student.states.count: {text}. Use at most {width}."
 
 
 class SftConfig(Section):

@@ -18,7 +18,7 @@ from flowalign.config.stages.base import Job, Judged, RanksOf, either, judged_at
 class TrainingStage(Job):
     """A training run. What it learns from depends on the stage."""
 
-    trains = makes_adapter = True
+    trains = True
     algorithm: ClassVar[str]
     """module:Class of what is learnt (`flowalign.training.algorithm.Algorithm`)."""
     seed: Seed = 0

@@ -59,17 +59,20 @@ class Alarm:
         cut = f"clip_fraction is {clipped:.2f}, {often % CLIPPED}most of the gradient is cut off"
         apart = f"the distance to the teachers is {times:.3g} times that of the first update, "
         apart += f"{often % FARTHER}the student diverges"
-        wrong = {"clipped": (clipped > CLIPPED) * (cut + remedy)}  # "" where nothing is
-        wrong["farther"] = (times > FARTHER) * (apart + remedy)
+        wrong = {  # "" where nothing is
+            "clipped": cut + remedy if clipped > CLIPPED else "",
+            "farther": apart + remedy if times > FARTHER else "",
+        }
         alone = metrics.KEPT_SHARE if len(self.rewards) == 1 else ""
         for task, reward in self.rewards.items():
             differs = values.get(metrics.TASK_ADVANTAGE + task, values.get(alone))
             if differs is not None and self.lasting.get(name := f"constant/{task}", 0) < LASTING:
-                wrong[name] = (differs == 0) * (
+                same = (
                     f"reward {reward} of task {task} gave the images of every prompt the same "
                     f"score in {LASTING} updates: nothing is learnt from it. Look at the samples, "
                     "and at the reward with `flowalign doctor --reward`"
                 )
+                wrong[name] = same if differs == 0 else ""
         for name, text in wrong.items():
             self.lasting[name] = self.lasting.get(name, 0) + 1 if text else 0
         return [text for name, text in wrong.items() if text and self.lasting[name] == LASTING]

@@ -88,13 +88,13 @@ def write(run: Path, config: TrainingStage | None = None) -> Path:
     of the run's files needs to be complete. config: None = what the run wrote. An evaluation wrote
     its page itself. Raises NoRun for a folder without a run."""
     keys = config.model_dump(mode="json") if config else _config(run)
-    kind, out = keys["stage"], run / PAGE
+    kind, out, curves = keys["stage"], run / PAGE, pictures.read_metrics(run / LOG)
     if kind == "eval":
         if not out.is_file():
             raise NoRun(f"{run} holds an evaluation without a table. Run `flowalign eval` again.")
         return out
-    if kind not in ("recipe", "merge"):
-        pictures.metrics_plot(run / LOG, run / pictures.CURVES, title=run.absolute().name)
+    charts = pictures.charts(curves)
+    pictures.metrics_plot(charts, run / pictures.CURVES, title=run.absolute().name)
     text = render(
         "run.html.j2",
         title=f"{run.absolute().name} ({kind})",
@@ -103,9 +103,9 @@ def write(run: Path, config: TrainingStage | None = None) -> Path:
         stages=[_stage(run / name, stage) for name, stage in (keys.get("stages") or {}).items()],
         warnings=read_lines(run / WARNINGS)[::-1][:NEWEST],
         clock=lambda seconds: time.strftime("%m-%d %H:%M", time.localtime(seconds)),
-        facts=_facts(run, keys),
+        facts=_facts(run, keys, curves),
         as_table=table,
-        meanings={c.title: c.about for c in pictures.charts(pictures.read_metrics(run / LOG))},
+        meanings={chart.title: chart.about for chart in charts},
         pictures=_pictures(run),
         drifts=_drifts(run, keys.get("alarm") or {}),
         config=to_yaml(config) if config else (run / "config.yaml").read_text("utf-8"),
@@ -141,17 +141,18 @@ def _stage(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
         "name": folder.name,
         "kind": config.get("stage"),
         "begun": folder.is_dir(),
-        "facts": _facts(folder, config),
+        "facts": _facts(folder, config, pictures.read_metrics(folder / LOG)),
         "page": f"{quote(folder.name)}/{PAGE}" if (folder / PAGE).is_file() else "",
         "remarks": found.get("remarks", []),
         "tables": found.get("tables", []),
     }
 
 
-def _facts(run: Path, config: Mapping[str, Any]) -> list[tuple[str, str]]:
+def _facts(
+    run: Path, config: Mapping[str, Any], curves: Mapping[str, pictures.Curve]
+) -> list[tuple[str, str]]:
     """The figures above the curves: (name, value)."""
-    facts, curves = [], pictures.read_metrics(run / LOG)
-    chosen, rows = results.kept(run), results.evaluations(run)
+    facts, chosen, rows = [], results.kept(run), results.evaluations(run)
     if last := max((points[-1][0] for points in curves.values()), default=0):
         total = (config.get("train") or {}).get("updates", "?")
         facts.append(("updates", f"{last} of {total}"))

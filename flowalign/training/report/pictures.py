@@ -221,10 +221,8 @@ def read_metrics(path: Path) -> dict[str, Curve]:
     return curves
 
 
-def metrics_plot(log: Path, path: Path, title: str = "") -> None:
-    """Plot the curves that show how a run went, of those that it logged: a chart for each kind.
-    Without any there is no plot."""
-    drawn = charts(read_metrics(log))
+def metrics_plot(drawn: Sequence[Chart], path: Path, title: str = "") -> None:
+    """Plot the `charts` of a run. Without any there is no plot."""
     if not drawn:
         return
     columns = 2 if len(drawn) in (2, 4) else min(ACROSS, len(drawn))
