@@ -24,7 +24,6 @@ from pathlib import Path
 
 from flowalign.commands import run
 from flowalign.config import ForwardStage, GrpoStage, TrainingStage, load
-from flowalign.training.solvers import forwards
 
 TASKS = ("geneval", "ocr")
 ALL = ["lora={rank: 32, alpha: 64}", "rollout.prompts=16", "train.updates=40"]
@@ -90,7 +89,7 @@ def passes(config: TrainingStage) -> float:
     """Forward passes an image of an update: those of sampling, and for each trained state 3 and one
     for each label without gradient."""
     rollout = config.rollout
-    sampling = forwards(rollout.solver, rollout.steps)
+    sampling = rollout.steps
     if isinstance(config, GrpoStage):
         return sampling + rollout.width * (3 + (config.grpo.kl_weight > 0))
     assert isinstance(config, ForwardStage)
