@@ -25,6 +25,7 @@ import parts
 import prompts
 import scenes
 import stream
+import styles
 import torch
 from diffusers import AutoencoderKL
 from mistakes import BLURRED, FADED, RIGHT, SPOTTED, WRONG, Rates
@@ -38,6 +39,7 @@ LONG_EVERY, LONG_SHARE = 24, 8  # one batch in so many has a longer T5 context, 
 EMA_DECAY = 0.999
 RING = 2**19  # latents that are kept on the device
 SCALE = ".scale_of_rows"  # of a packed matrix
+STYLED = 0.25  # share of the decoder's scenes
 FRESH = 16  # of so many scenes that are trained on, one is new
 
 
@@ -181,16 +183,22 @@ def train_vae(args: argparse.Namespace) -> None:
 
 def train_decoder(args: argparse.Namespace) -> None:
     """Train the decoder alone on, on the same latents, so that it can run beside the flow. What is
-    drawn counts four times as much as the plain background."""
+    drawn counts four times as much as the plain background. Some scenes are in a style of
+    `styles`, which the encoder has never seen."""
     device = torch.device(args.device)
     torch.manual_seed(args.seed)
     vae = load_vae(args.vae).to(device, memory_format=torch.channels_last)
     source = loader(args, args.seed + 99, args.batch, Rates(bad=0.05, bad_picture=0.05), 0.15)
     painter = Painter(device)
+    filters = [style.filter for style in styles.STYLES.values() if style.filter]
+    rng = np.random.default_rng(args.seed)
 
     def loss() -> tuple[Tensor, Tensor]:
         batch = next(source)
         images = painter(batch)
+        for row in range(int(STYLED * len(images))):
+            styled = filters[rng.integers(len(filters))](images[row : row + 1] / 2 + 0.5)
+            images[row : row + 1] = styled * 2 - 1
         ground = (batch.grounds.float() / 127.5 - 1)[:, :, None, None]
         drawn = ((images - ground).abs().amax(1, keepdim=True) > 0.04).float()
         weight = 1 + 3 * F.max_pool2d(drawn, 5, stride=1, padding=2)

@@ -1,0 +1,101 @@
+"""What a base of the tiny world should be: able, and often wrong.
+
+    python criteria.py FOLDER --files PROMPTS [--lora FOLDER] [--guidance 1 2.5] [--images 16]
+
+For each task of the test prompts: the score of one image (mean over all), of the best of 2, 4, 8
+and 16 images of a prompt, and for objects the score by tag and relation, and the share of images
+with a malformed region (one that the detector is less sure of than GenEval's counting threshold).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import parts
+import torch
+from detector import TinyDetector
+from diffusers import StableDiffusion3Pipeline
+from torch import Tensor
+
+from flowalign.eval.geneval import judge
+from flowalign.rewards import build
+
+CERTAIN = 0.9  # GenEval's threshold for counting
+OCR = {"engine": "rapidocr", "limit_side_len": 96, "limit_type": "max", "rec_width": 96}
+AT_ONCE = 64
+
+
+def sample(pipe: StableDiffusion3Pipeline, texts: list[str], guidance: float, seed: int) -> Tensor:
+    """One image [len(texts),3,96,96] in [0,1] for each text, by ten Euler steps."""
+    generator, images = torch.Generator().manual_seed(seed), []
+    for start in range(0, len(texts), AT_ONCE):
+        part = texts[start : start + AT_ONCE]
+        (drawn,) = pipe(
+            part, height=96, width=96, num_inference_steps=10, guidance_scale=guidance,
+            max_sequence_length=parts.T5_LENGTH, generator=generator, output_type="pt",
+            return_dict=False,
+        )  # fmt: skip
+        images.append(drawn)
+    return torch.cat(images)
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--files", type=Path, required=True, help="the folder of `prompts.py`")
+    parser.add_argument("--judge", help="folder of the preference model")
+    parser.add_argument("--lora", help="folder of an adapter")
+    parser.add_argument("--guidance", type=float, nargs="+", default=[1.0])
+    parser.add_argument("--images", type=int, default=16)
+    parser.add_argument("--prompts", type=int, default=100)
+    parser.add_argument("--tasks", nargs="+", default=["geneval", "ocr", "preference"])
+    parser.add_argument("--split", default="test")
+    parser.add_argument("--normalizer", type=float, default=25.0, help="of the preference score")
+    args = parser.parse_args()
+    parts.quiet()
+    pipe = StableDiffusion3Pipeline.from_pretrained(args.folder)
+    pipe.set_progress_bar_config(disable=True)
+    if args.lora:
+        pipe.load_lora_weights(args.lora, weight_name="pytorch_lora_weights.safetensors")
+    best = [k for k in (1, 2, 4, 8, 16, 32) if k <= args.images]
+    print(f"| task | guidance | {' | '.join(f'best of {k}' for k in best)} | besides |")
+    print("|---" * (len(best) + 3) + "|")
+    for task in args.tasks:
+        lines = (args.files / f"{task}_{args.split}.jsonl").read_text().splitlines()[: args.prompts]
+        rows = [json.loads(line) for line in lines for _ in range(args.images)]
+        texts = [row["prompt"] for row in rows]
+        for guidance in args.guidance:
+            images = sample(pipe, texts, guidance, seed=1)
+            besides = ""
+            if task == "geneval":
+                seen = TinyDetector()(images)
+                pairs = zip(rows, seen, strict=True)
+                scores = [float(judge(r, s.boxes, s.colors).correct) for r, s in pairs]
+                torn = [
+                    any(box[4] < CERTAIN for boxes in s.boxes.values() for box in boxes)
+                    for s in seen
+                ]
+                besides = f"malformed {sum(torn) / len(torn):.3f}"
+                kinds: dict[str, list[float]] = {}
+                for row, score in zip(rows, scores, strict=True):
+                    relation = row["include"][-1].get("position", [""])[0]
+                    for kind in {row["tag"], relation or row["tag"]}:
+                        kinds.setdefault(kind, []).append(score)
+                besides += "".join(f", {k} {sum(v) / len(v):.2f}" for k, v in sorted(kinds.items()))
+            elif task == "ocr":
+                found = build("ocr", **OCR)(images, texts, rows)
+                scores = found.value.tolist()
+                besides = f"exact {float(found.parts['exact'].mean()):.3f}"
+            else:
+                reward = build("pickscore", model=args.judge, normalizer=args.normalizer)
+                scores = reward(images, texts, rows).value.tolist()
+            each = torch.tensor(scores).view(-1, args.images)
+            cells = [f"{float(each.unfold(1, k, k).amax(-1).mean()):.3f}" for k in best]
+            print(f"| {task} | {guidance:g} | {' | '.join(cells)} | {besides} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
