@@ -61,7 +61,7 @@ def config_of(
         "tasks": [{"name": name, "prompts": "tiny/ocr_train"} for name in names],
         "teachers": {n: {"adapter": str(folder / n), "guidance": guidance} for n in names},
         "anchor": {"adapter": None, "guidance": guidance},
-        "student": {"states": {"select": "all"}, "label_batch": forward, "diagnose_every": 10**7},
+        "student": {"states": {"select": "all"}, "label_batch": forward},
         "rollout": {"steps": 10, "window": list(WINDOW), "guidance": guidance, "copies": 1,
                     "prompts": batches["prompts"], "batch_size": forward},
         "optimizer": {"micro_batch": learn},

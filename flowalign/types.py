@@ -278,16 +278,9 @@ class Detector(Protocol):
 class Teacher(Protocol):
     """A frozen velocity field that labels the states of a rollout."""
 
-    def __call__(
-        self,
-        rollout: Rollout,
-        known: tuple[Source, Tensor] | None = None,
-        *,
-        own: bool = False,
-    ) -> TeacherLabel:
-        """Velocities at rollout.states, routed by rollout.batch.tasks. known: a field whose
-        velocity [B,S,C,h,w] there need not be asked for again. own: the teachers' own, without
-        extrapolation."""
+    def __call__(self, rollout: Rollout, *, own: bool = False) -> TeacherLabel:
+        """Velocities at rollout.states, routed by rollout.batch.tasks. own: the teachers' own,
+        without extrapolation."""
         ...
 
     def sources(self, tasks: list[str]) -> list[Source]:

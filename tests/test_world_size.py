@@ -25,12 +25,12 @@ def stage(config: Any) -> dict[str, Any]:
 
 
 def three_tasks(model: str, folder: Path) -> dict[str, Any]:
-    """A student of two teachers and the base, with cosines of its tasks' gradients at every update.
-    Of two processes the first has images of one task, the second of two; the third task comes in
-    the last update."""
+    """A student of two teachers and the base. Of two processes the first has images of one task, the
+    second of two; the third task comes in the last update.
+    """
     found = fakes.distillation(
         model, folder / "opd", *SHARED, "rollout.copies=1", "anchor={adapter: null}",
-        "student.diagnose_every=1", "student.states={select: random, count: 2}",
+        "student.states={select: random, count: 2}",
         "optimizer.updates_per_rollout=1",  # DDP regroups its buckets at the next forward pass
         "rollout.prompts=4", "train.updates=3", "train.checkpoint_every=3",
     )  # fmt: skip

@@ -110,18 +110,9 @@ def merge(argv: Sequence[str]) -> int:
     from flowalign.training.report.progress import quiet
 
     quiet()
-    from flowalign.backbone.adapters import adapter_folder
     from flowalign.teachers import merge as merging
     from flowalign.training.report import results
-    from flowalign.training.run import lock
 
-    for source in args["adapters"]:
-        if lock.is_held(adapter_folder(source, newest=True).parent):
-            print(
-                f"flowalign merge: warning: the run of {source} goes on: this is the best adapter "
-                "up to now. Merge again when the run has ended.",
-                file=sys.stderr,
-            )
     report = merging.merge(args.pop("adapters"), out := args.pop("out"), **args)
     print(report if report.worst > 1e-6 else report.summary)  # layers, where one has an error
     print(results.merged(out))

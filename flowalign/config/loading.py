@@ -20,12 +20,12 @@ import os
 import re
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from pkgutil import resolve_name
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
 from yaml import YAMLError
 
+from flowalign.config.cards import card_of
 from flowalign.config.safe_yaml import dump_yaml, load_yaml
 from flowalign.config.section import ConfigError, did_you_mean, shown_value
 from flowalign.config.stages import STAGES, stage_class, stage_names, variant_problems
@@ -34,7 +34,6 @@ from flowalign.config.stages.training import TrainingStage
 from flowalign.system.hub_address import secrets
 
 C = TypeVar("C", bound=Stage)
-CARD_OF = "flowalign.backbone.loading:card_of"  # by name: the backbone is above the configs
 STEPS = 10  # of rollouts and evaluations, at most, where a config says nothing (as in Flow-GRPO)
 
 
@@ -240,7 +239,7 @@ def _by_model(data: Mapping[str, Any], sections: Collection[str]) -> Mapping[str
         return data
     given = {k: v for k, v in section.items() if v is not None or k not in ("steps", "guidance")}
     if not {"steps", "guidance"} <= given.keys() and isinstance(model.get("id"), str):
-        if card := resolve_name(CARD_OF)(model["id"]):  # here, as it imports the models' classes
+        if card := card_of(model["id"]):
             given = {"steps": min(card[0], STEPS), "guidance": card[1], **given}
     return {**data, kind: given} if given or kind in data else data
 

@@ -46,8 +46,7 @@ class RolloutConfig(Section):
     solver: Literal["euler", "dpm2"] = "euler"
     """How an ode is solved. dpm2 (DPM-Solver++) is of second order, and costs as much."""
     guidance: NotNegative = 4.5
-    """CFG scale; 1 = no unconditional pass. null = that of the model's card (`cards` of its
-    family), else 4.5."""
+    """CFG scale; 1 = no unconditional pass. null = that of the model's card, else 4.5."""
     window: Window | None = Field(default=None, examples=[[0, 5]])
     """[start, stop): the steps with noise and training; null = all but the last. Or {width, every,
     random}: a window of `width` steps that moves."""

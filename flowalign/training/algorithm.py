@@ -83,7 +83,6 @@ class Keeps:
     taught_images: bool = False  # teachers sample the images
     policies: Sequence[str] = ()  # frozen copies of the student's adapter
     compared: Sequence[Compared] = ()
-    task_gradients: bool = False  # the gradients of all tasks lie side by side, for a diagnostic
 
 
 @dataclass(frozen=True, kw_only=True)

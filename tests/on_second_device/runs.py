@@ -31,7 +31,7 @@ HERE, CPU = torch.device("second:1"), torch.device("cpu")
 SMOOTH = ["optimizer.eps=1.0", "optimizer.lr=30.0"]  # Adam's own steps blow up what rounding does
 PICKSCORE = "reward={name: pickscore, options: {model: tiny}}"
 DISTILLED = [
-    "student.diagnose_every=1", "student.states.select=all",
+    "student.states.select=all",
     "anchor={adapter: null, weight: 0.5, guidance: 2.0}",
 ]  # fmt: skip
 

@@ -153,8 +153,6 @@ def _small(config: TrainingStage, folder: str) -> TrainingStage:
     ]  # fmt: skip
     if prompts < rollout.prompts:  # few, and each task shall have some
         changes += [f"tasks.{i}.weight=1.0" for i in range(len(config.tasks))]
-    if "student" in type(config).model_fields:
-        changes.append("student.diagnose_every=1000")
     return parse(config.model_dump(mode="json") | {"evaluation": None}, changes)
 
 
