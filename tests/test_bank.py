@@ -1,7 +1,6 @@
 """Labels of a mixed batch are those of each teacher alone, and the student does not notice."""
 
 from pathlib import Path
-from typing import Any
 
 import fakes
 import pytest

@@ -268,11 +268,9 @@ def test_arithmetic_of_the_prediction(of):
 
 @pytest.mark.slow
 def test_a_window_that_moves_costs_what_its_width_costs(of):
-    moving = "rollout.window={width: 2, every: 3, random: true}"
+    moving = "rollout.window={width: 2, every: 3}"
     wide, narrow = of("rollout.window=[0, 3]"), of("rollout.window=[0, 2]")
     assert of(moving).phases == narrow.phases != wide.phases
-    rollout, guard = (phase(of(moving, *more), "rollout") for more in ([], ["grpo.ratio=guard"]))
-    assert guard.bytes > rollout.bytes and guard.flops == rollout.flops
 
 
 @pytest.mark.slow

@@ -90,44 +90,6 @@ def test_the_first_ratio_is_one_in_half_precision(
         assert ratio_errors(loop, rollout, keep, size).max() <= 1e-4
 
 
-def test_the_first_guard_ratio_is_one_and_its_loss_is_weighted_by_step(
-    random_model: str, tmp_path: Path
-) -> None:
-    overrides = ["grpo.ratio=guard", "rollout.window=[1, 3]", "optimizer.micro_batch=8",
-                 "train.updates=2"]  # fmt: skip
-    loop = fakes.wired(fakes.settings(random_model, tmp_path / "run", *overrides), moved=True)
-    prepared: Any = loop.prepare(loop.rollout(0))
-    sigmas = loop.algorithm.plan(0).sigmas
-    for pairs in pairs_of(prepared.rollout, torch.ones(8, dtype=torch.bool), 8):
-        step = loop.algorithm.loss(pairs, loop.algorithm.velocity(pairs), prepared)
-        assert step.metrics["ratio_error"] == 0
-        gaps = (sigmas[:-1] - sigmas[1:])[pairs.steps]
-        assert_close(step.total.detach(), (-prepared.advantage[pairs.rows] / gaps).mean())
-    loop.run()
-    assert all(line["ratio_error"] == 0 for line in lines(loop))
-
-
-def test_the_guard_ratio_of_a_second_step_is_the_published_one(
-    random_model: str, tmp_path: Path
-) -> None:
-    """Once the weights have moved, by way of the log-probabilities that the rollout kept."""
-    given = fakes.settings(random_model, tmp_path / "run", "grpo.ratio=guard")
-    loop = fakes.wired(given, moved=True)
-    prepared: Any = loop.prepare(loop.rollout(0))
-    for parameter in loop.parameters:
-        parameter.data += 0.2 * torch.randn(parameter.shape)
-    (pairs,) = pairs_of(prepared.rollout, torch.ones(8, dtype=torch.bool), 24)
-    velocity = loop.algorithm.velocity(pairs)
-    new = sde.scheduled_transition(loop.algorithm.plan(0), pairs.x, velocity, pairs.steps)
-    x_next, old = pairs.action()
-    std = new.std.flatten()
-    shift = ((new.mean - pairs.mean) ** 2).mean((1, 2, 3)) / (2 * std**2)  # type: ignore[operator]
-    published = (std * (sde.log_prob(new, x_next) - old + shift)).exp()
-    error = float((published - 1).abs().max().detach())
-    found = loop.algorithm.loss(pairs, velocity, prepared).metrics["ratio_error"]
-    assert error > 1e-3 and found == pytest.approx(error, rel=1e-3)
-
-
 def test_gradient_accumulation_changes_nothing(random_model: str, tmp_path: Path) -> None:
     whole = updated(random_model, tmp_path / "whole", *LINEAR, "optimizer.micro_batch=24")
     before = fakes.wired(fakes.settings(random_model, tmp_path / "before"), moved=True)

@@ -25,9 +25,8 @@ def stage(config: Any) -> dict[str, Any]:
 
 
 def three_tasks(model: str, folder: Path) -> dict[str, Any]:
-    """A student of two teachers and the base. Of two processes the first has images of one task, the
-    second of two; the third task comes in the last update.
-    """
+    """A student of two teachers and the base. Of two processes the first has images of one task,
+    the second of two; the third task comes in the last update."""
     found = fakes.distillation(
         model, folder / "opd", *SHARED, "rollout.copies=1", "anchor={adapter: null}",
         "student.states={select: random, count: 2}",

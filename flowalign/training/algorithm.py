@@ -76,7 +76,6 @@ class Keeps:
     images: bool = False  # decoded images
     latents: bool = False  # the ends of the trajectories; else they stop after the trained states
     actions: bool = False  # sampled successors of the trained states, and their log-probs
-    means: bool = False  # the means that those were sampled around
     noise_levels: int = 0  # states an image, made of its latents; 0 = states of its trajectory
     targets: Sequence[str] = ()  # dtype of each velocity that is stored for every state
     labels: bool = False  # teachers (and the anchor) label every state
@@ -123,7 +122,7 @@ class Algorithm(ABC, Generic[P]):
     @classmethod
     def trained_steps(cls, config: Any, update: int) -> tuple[int, ...]:
         """The steps whose states an update trains: a function of (seed, update)."""
-        return tuple(range(*window_of(config.rollout, config.seed, update)))
+        return tuple(range(*window_of(config.rollout, update)))
 
     def plan(self, update: int, size: Size | None = None) -> Schedule:
         """How the rollout of an update steps, and which of its states are trained; by default to
@@ -188,7 +187,6 @@ class Pairs:
     old_log_prob: Tensor | None  # [b] of x_next, under the policy that sampled it
     conditioning: Conditioning
     size: int  # rows of the forward pass, at least b
-    mean: Tensor | None = None  # [b,C,h,w] that x_next was sampled around, where the rollout has it
 
     def action(self) -> tuple[Tensor, Tensor]:
         """x_next and old_log_prob of a rollout that has them."""
@@ -231,7 +229,6 @@ def pairs_at(rollout: Rollout, rows: Tensor, columns: Tensor, size: int) -> Iter
             old_log_prob=None if rollout.log_probs is None else rollout.log_probs[r, c],
             conditioning=rollout.conditioning.select(r),
             size=size,
-            mean=None if rollout.means is None else rollout.means[r, c],
         )
 
 

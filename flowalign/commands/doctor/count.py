@@ -437,7 +437,7 @@ class _Update:
         self.pairs = self.images * self.states  # (image, step) that are trained
         # bytes: trained states and, where needed, what came after them; labels, or the velocities
         # that are matched; a rollout, before images are noised and after it
-        states = self.pairs * (1 + keeps.actions + keeps.means) * model.latent
+        states = self.pairs * (1 + keeps.actions) * model.latent
         widths = [DTYPES[dtype].itemsize for dtype in keeps.targets]
         labels = self.pairs * model.latent * sum(widths) // 4
         self.prompts = math.ceil(self.images / config.rollout.copies)

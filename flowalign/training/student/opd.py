@@ -67,7 +67,7 @@ class Opd(Algorithm[Labels]):
     @classmethod
     def trained_steps(cls, config: OpdStage, update: int) -> tuple[int, ...]:
         """Those of the window, or a draw among them: a function of (seed, update)."""
-        window = list(range(*window_of(config.rollout, config.seed, update)))
+        window = list(range(*window_of(config.rollout, update)))
         return chosen(config.student.states, window, (config.seed, update))
 
     # What the loop asks ------------------------------------------------------------------------
@@ -76,7 +76,7 @@ class Opd(Algorithm[Labels]):
         """The states that this update trains."""
         return dataclasses.replace(
             schedule_of(self.config, self.backbone, size),
-            window=window_of(self.config.rollout, self.config.seed, update),
+            window=window_of(self.config.rollout, update),
             chosen=self.trained_steps(self.config, update),
         )
 
