@@ -258,9 +258,8 @@ class Detector(Protocol):
 class Teacher(Protocol):
     """A frozen velocity field that labels the states of a rollout."""
 
-    def __call__(self, rollout: Rollout, *, own: bool = False) -> TeacherLabel:
-        """Velocities at rollout.states, routed by rollout.batch.tasks. own: the teachers' own,
-        without extrapolation."""
+    def __call__(self, rollout: Rollout) -> TeacherLabel:
+        """Velocities at rollout.states, routed by rollout.batch.tasks."""
         ...
 
     def sources(self, tasks: list[str]) -> list[Source]:

@@ -78,15 +78,13 @@ class Bank:
                 ) from error
 
     @torch.no_grad()
-    def __call__(self, rollout: Rollout, *, own: bool = False) -> TeacherLabel:
-        """Labels of all trained states. own: the teachers' own velocities, without extrapolation.
-        Raises NotFinite, on all processes, where the velocity of one is not finite."""
+    def __call__(self, rollout: Rollout) -> TeacherLabel:
+        """Labels of all trained states. Raises NotFinite, on all processes, where the velocity of
+        one is not finite."""
         names = [self.routing[task] for task in rollout.batch.tasks]
         device, steps = rollout.states.device, len(rollout.steps)
         sigmas = rollout.sigmas[rollout.steps].to(device)
         targets = {name: self.targets(name) for name in dict.fromkeys(names)}
-        if own:
-            targets = {name: [(self.source(name), 1.0)] for name in targets}
         beyond = any(len(sources) > 1 for sources in targets.values())
         velocity = torch.zeros_like(rollout.states, dtype=torch.float32 if beyond else self.dtype)
 

@@ -101,8 +101,8 @@ def merge(
     """
     weights = [1.0] * len(adapters) if weights is None else list(weights)
     _check_options(len(adapters), weights, method, rank, density)
-    if (out := Path(expanded(out)) / ADAPTER).exists():
-        raise FileExistsError(f"{out} is there already. Remove it, or write elsewhere.")
+    if (Path(out := expanded(out)) / ADAPTER).exists():
+        raise FileExistsError(f"{out} already holds an adapter. Remove it, or write elsewhere.")
     family = partial(read_family, ModelConfig(id=model)) if model else None
     loras = [read_lora(source, newest=True, family=family) for source in adapters]
     updates = [_updates(source, lora) for source, lora in zip(adapters, loras, strict=True)]
@@ -123,7 +123,7 @@ def merge(
             state[f"{layer}.lora_B.weight"] = merged.up.float().contiguous()
     lengths = {lora.text_length for lora in loras}
     write_lora(
-        out.parent,
+        out,
         state,
         describe(ranks, ranks, False, base),  # alpha = rank: scales are in B
         text_length=lengths.pop() if len(lengths) == 1 else None,

@@ -2,7 +2,7 @@
 
 A forked process has its own folder, environment, arguments and streams, runs a script or a module
 as `python SCRIPT` or `python -m MODULE` does, and ends with its exit status. Tests of the imports
-themselves, of the launcher and of Python's own end start real ones (`fakes.accelerate_launch`).
+themselves and of Python's own end start real ones.
 """
 
 from __future__ import annotations

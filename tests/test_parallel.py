@@ -150,14 +150,6 @@ def sft(model: str, folder: Path, *overrides: str) -> Path:
     return written(found, folder)
 
 
-def tasks(model: str, folder: Path, *overrides: str) -> Path:
-    """A run of which each process has one of two tasks, with advantages by the task's spread."""
-    overrides = ("rollout.prompts=2", "rollout.batch_size=8", "grpo.advantage=batch_std",
-                 "optimizer.micro_batch=4", "train.updates=2", *LINEAR, *overrides)  # fmt: skip
-    found = fakes.settings(model, folder / "run" / "alone", *overrides)
-    return written(fakes.mixed(found), folder)
-
-
 def nft(model: str, folder: Path, *overrides: str) -> Path:
     """A run whose second process has fewer micro-batches than the first, until its old policy, an
     average, is no longer the student: after the first of two steps of a rollout."""
@@ -187,12 +179,6 @@ def half(model: str, folder: Path) -> Path:
     return written(fakes.settings(model, folder / "run" / "alone", *given), folder)
 
 
-def sizes(model: str, folder: Path) -> Path:
-    """A run whose two image sizes take turns."""
-    given = ["model.sizes=[[32, 32], [32, 64]]", "train.updates=2", *LINEAR]
-    return written(fakes.settings(model, folder / "run" / "alone", *given), folder)
-
-
 def alone(path: Path) -> None:
     fakes.AcceleratorState._reset_state(reset_partial_state=True)
     assert train.main(["--config", str(path)]) == 0
@@ -202,7 +188,7 @@ def alone(path: Path) -> None:
 def folders(random_model: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """What one process makes of each of these runs: folder/run/alone beside folder/config.yaml."""
     found = {}
-    for make in (grpo, opd, sft, tasks, nft, awm, half, sizes):
+    for make in (grpo, opd, sft, nft, awm, half):
         folder = tmp_path_factory.mktemp(make.__name__)
         alone(make(random_model, folder))
         found[make.__name__] = folder
@@ -309,11 +295,3 @@ def test_every_family_is_sharded(tmp_path: Path) -> None:
     for output in outputs:
         assert_alike(output, 1e-5)
         assert any((v != 0).any() for key, v in state(output).items() if ".lora_B." in key)
-
-
-@pytest.mark.slow
-def test_fsdp_on_a_cpu_is_refused_in_words(random_model: str, tmp_path: Path) -> None:
-    path = written(fakes.settings(random_model, tmp_path / "run" / "alone"), tmp_path)
-    said = launch("fsdp2_8gpu", ["--honest"], ["--config", path], status=2)
-    assert "asked for FSDP, and accelerate started MULTI_CPU" in said
-    assert not (tmp_path / "run" / "alone" / "config.yaml").exists()

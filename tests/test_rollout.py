@@ -106,14 +106,6 @@ def test_only_copies_that_share_their_noise_start_alike(backbone: Backbone) -> N
     assert run(backbone).group.tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
 
 
-def test_another_key_is_another_noise(backbone: Backbone) -> None:
-    shape = backbone.latent_shape
-    draws = [Noise(key).draw(0, 0, shape, 2) for key in ((7, 0), (7, 1), (8, 0))]
-    flat = torch.cat([draw.flatten(1) for draw in draws])
-    assert torch.corrcoef(flat).triu(1).abs().max() < 0.35
-    assert torch.equal(Noise((7, 1)).draw(0, 0, shape, 2), draws[1])
-
-
 @pytest.mark.parametrize("kind", ["sde", "cps"])
 def test_only_trained_steps_are_kept_with_the_log_prob_of_what_is_kept(
     backbone: Backbone, kind: str

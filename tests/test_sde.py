@@ -150,20 +150,6 @@ def test_no_noise_is_the_euler_step_to_the_bit(kind, level):
     assert torch.equal(sde.sample(step, noise), euler)
 
 
-@pytest.mark.parametrize("kind", ["sde", "cps"])
-def test_the_mean_tends_to_the_euler_step_at_second_order_and_std_at_first(kind):
-    x, v, _ = toy()
-    euler = x - 0.2 * v
-
-    def at(level):
-        step = sde.transition(x, v, 0.7, 0.5, noise_level=level, kind=kind, sigma_max=0.96)
-        return float((step.mean - euler).norm()), float(step.std[0])
-
-    (far, wide), (near, thin) = at(2e-2), at(1e-2)
-    assert far / near == pytest.approx(4, rel=1e-3)
-    assert wide / thin == pytest.approx(2, rel=1e-3)
-
-
 @pytest.mark.parametrize("kind", ["sde", "cps", "ode"])
 def test_the_last_step_with_an_exact_velocity_gives_the_clean_image(kind):
     clean, eps, _ = toy()

@@ -47,7 +47,6 @@ TEACHER_ERROR = "velocity_error/"  # in place of TEACHER_KL if the rollout has n
 # of the teacher's trajectories, and its images with noise
 FIXED_PATH = "fixed_path/"
 FIXED_NOISED = "fixed_noised/"
-FIXED_TEACHER = "fixed_teacher/"  # as FIXED_PATH, to a teacher itself whose target lies beyond it
 
 # Evaluations
 EVAL = "eval/"
@@ -88,7 +87,6 @@ MEANINGS = {
     TEACHER_ERROR: "The distance to the teacher; should fall for every curve.",
     FIXED_PATH: "The distance to the target on the teacher's own path; should fall.",
     FIXED_NOISED: "The distance to the target on the teacher's noised images; should fall.",
-    FIXED_TEACHER: "The distance to a teacher whose target lies beyond it, on its own path.",
     KEPT_SHARE: "kept_share: the share of images that count (advantage not 0); near 1 is good.",
     CLIP_FRACTION: "clip_fraction: the share of clipped policy ratios; should be below 0.5.",
     INVALID_SHARE: "invalid_share: the share of images without a reward; should be 0.",
