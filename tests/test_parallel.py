@@ -15,8 +15,9 @@ from torch.testing import assert_close
 
 from flowalign.commands import run, train
 from flowalign.config import ConfigError, to_yaml
-from flowalign.training.algorithm import filled, pairs_of
+from flowalign.training.algorithm import pairs_of
 from flowalign.training.run import processes
+from flowalign.training.step import filled
 
 ROOT = Path(__file__).parent.parent
 ACCELERATE = ROOT / "configs" / "accelerate"

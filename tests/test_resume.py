@@ -73,13 +73,8 @@ def flipped(path: Path) -> None:
 
 DAMAGES: dict[str, Damage] = {
     "bit": lambda folder: flipped(folder / "ema.safetensors"),
-    "cut": lambda folder: (folder / "states.pt").write_bytes(b"PK"),
     "missing": lambda folder: (folder / "rng_0.json").unlink(),
-    "no manifest": lambda folder: (folder / "manifest.json").unlink(),
     "empty": lambda folder: (shutil.rmtree(folder), folder.mkdir())[1],
-    "mixed": lambda folder: shutil.copy(
-        folder.with_name("update_000002") / "states.pt", folder / "states.pt"
-    ),
     "older one's": lambda folder: (
         shutil.rmtree(folder),
         shutil.copytree(folder.with_name("update_000002"), folder),

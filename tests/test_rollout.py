@@ -70,17 +70,6 @@ def test_the_ode_is_the_pipeline_of_diffusers(backbone: Backbone, guidance: floa
     assert ours.std() > 1e-3
 
 
-@pytest.mark.parametrize("kind", ["sde", "cps"])
-def test_without_noise_the_sampler_tends_to_the_ode(backbone: Backbone, kind: str) -> None:
-    exact = images(run(backbone, "ode", window=None))
-    errors = [
-        float((images(run(backbone, kind, noise_level=level)) - exact).abs().mean())
-        for level in (1e-1, 1e-2, 1e-3)
-    ]
-    for coarse, fine in zip(errors, errors[1:], strict=False):
-        assert 7 < coarse / fine < 14  # first order in the noise
-
-
 @pytest.mark.parametrize("kind", ["sde", "cps", "ode"])
 def test_noise_belongs_to_the_image(backbone: Backbone, kind: str) -> None:
     whole = run(backbone, kind)

@@ -151,27 +151,6 @@ def test_no_noise_is_the_euler_step_to_the_bit(kind, level):
 
 
 @pytest.mark.parametrize("kind", ["sde", "cps", "ode"])
-def test_the_last_step_with_an_exact_velocity_gives_the_clean_image(kind):
-    clean, eps, _ = toy()
-    noisy = 0.9 * clean + 0.1 * eps
-    level = 0.0 if kind == "sde" else 0.7
-    step = sde.transition(
-        noisy, eps - clean, 0.1, 0.0, noise_level=level, kind=kind, sigma_max=0.96
-    )
-    assert_close(step.mean, clean)
-    assert_close(step.std, torch.zeros_like(step.std), atol=1e-12, rtol=0)
-
-
-def test_cps_keeps_the_noise_level():
-    """Coefficients preserved: from x0 = 0 the sample at sigma_next has variance sigma_next^2."""
-    _, eps, noise = toy(batch=2, shape=(4, 64, 64))
-    step = sde.transition(0.8 * eps, eps, 0.8, 0.5, noise_level=0.6, kind="cps", sigma_max=0.96)
-    assert float(sde.sample(step, noise).std()) == pytest.approx(0.5, rel=0.02)
-    signal = float(step.mean.std() / eps.std())
-    assert signal**2 + float(step.std[0]) ** 2 == pytest.approx(0.5**2, rel=1e-6)
-
-
-@pytest.mark.parametrize("kind", ["sde", "cps", "ode"])
 def test_mixed_steps_equal_row_by_row(kind):
     x, v, noise = toy(batch=4, dtype=torch.float32)
     grid = sde.sigmas(10, 3.0)

@@ -9,7 +9,7 @@ its file, its config section (a `TrainingStage` whose `algorithm` names the clas
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pkgutil import resolve_name
 from typing import Any, ClassVar, Generic, TypeVar
@@ -34,7 +34,6 @@ from flowalign.types import (
 )
 
 STUDENT = "student"  # name of the adapter that is trained
-MEASURED = 32  # (image, step) pairs an optimizer step that are compared with the base for the log
 
 
 # Algorithms --------------------------------------------------------------------------------------
@@ -230,25 +229,3 @@ def pairs_at(rollout: Rollout, rows: Tensor, columns: Tensor, size: int) -> Iter
             conditioning=rollout.conditioning.select(r),
             size=size,
         )
-
-
-def filled(parts: Iterable[Pairs], count: int) -> Iterator[tuple[Pairs, float]]:
-    """The micro-batches with weight 1; then, up to `count`, the last one again with weight 0."""
-    for pairs in parts:
-        count -= 1
-        yield pairs, 1.0
-    for _ in range(count):
-        yield pairs, 0.0
-
-
-def strided(numbers: Tensor, images: int, steps: int) -> tuple[Tensor, Tensor]:
-    """The pairs that are compared with the base for the log: rows [n] and columns [n] of a process.
-
-    numbers [B]: of its images among the `images` that all processes have for an optimizer step.
-    Over all processes about MEASURED pairs: each of the steps equally often, with images from all
-    over the batch. So the figure depends neither on the micro-batch nor on the processes.
-    """
-    each = min(images, -(-MEASURED // steps))
-    order = torch.arange(steps * each)
-    rows, places = (numbers[:, None] == order * images // len(order)).nonzero(as_tuple=True)
-    return rows, places % steps
