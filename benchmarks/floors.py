@@ -8,9 +8,9 @@ cheapest; the run has these batch sizes, too. Everything takes turns in one proc
 the repeats are shown, so that a load on the machine meets all alike; on a busy one take `--clock
 cpu`. `medium` is Stable Diffusion 3.5's structure at a sixth of its width, 70 million weights.
 
-An update trains two states of every image; text is encoded, no images are decoded, nothing is
-scored, and the cosines of the tasks' gradients, which come every tenth update, are left out. With
-several numbers after `--teachers` the prompts are spread evenly over so many. Wanted: 1.15 each.
+An update trains two states of every image; text is encoded, no images are decoded, and nothing is
+scored. With several numbers after `--teachers` the prompts are spread evenly over so many. Wanted:
+1.15 each.
 """
 
 from __future__ import annotations

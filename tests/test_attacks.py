@@ -24,13 +24,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import fakes
 import forked
 import psutil
 import pytest
-import torch
 import yaml
 
 from flowalign.commands import cli
+from flowalign.config import parse
 from flowalign.system.files import read_lines
 from flowalign.types import Scores
 
@@ -39,31 +40,14 @@ pytestmark = pytest.mark.long
 KILLED_RUNS = 3  # of a scenario
 KILLS = 2  # of a run, at most
 OUT = "out"  # the run's folder, below the one that it is started in
-WORDS = ("red", "blue", "green", "grey")
-TRAINED = [f'a {colour} sign that says "{text}"' for colour in WORDS for text in "ABCD"]
-HELD_OUT = [f'a {colour} cup that says "{text}"' for colour in WORDS for text in "EF"]
 
 
 # The run that is attacked ------------------------------------------------------------------------
 
-SCORED = "test_attacks.scored"  # raised by the rewards
 REMOVAL = ("os.remove", "os.rmdir", "shutil.rmtree")
-EVENTS = {"open", "os.rename", "os.mkdir", "os.truncate", SCORED, *REMOVAL}
+EVENTS = {"open", "os.rename", "os.mkdir", "os.truncate", *REMOVAL}
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 NUMBER = re.compile(r"[0-9a-f]{12}(?=\.(?:part|old))|\d+")
-
-
-def redness(images: Any, prompts: Sequence[str], metadata: Any) -> Scores:
-    """How much more red than the rest; tells the hook that images are being scored."""
-    sys.audit(SCORED)
-    red, rest = images[:, 0].mean((1, 2)), images[:, 1:].mean((1, 2, 3))
-    return Scores.of(red - rest, red=red)
-
-
-def noisy_redness(images: Any, prompts: Sequence[str], metadata: Any) -> Scores:
-    """The same plus noise of the global generators, which a checkpoint must hold."""
-    noise = torch.rand(len(images)) + random.random()
-    return Scores.of(redness(images, prompts, metadata).value + 1e-2 * noise)
 
 
 def measured_redness(images: Any, prompts: Sequence[str], metadata: Any) -> Scores:
@@ -73,14 +57,12 @@ def measured_redness(images: Any, prompts: Sequence[str], metadata: Any) -> Scor
     row |= {"threads": process.num_threads(), "children": len(process.children())}
     with open("usage.jsonl", "a") as file:
         file.write(json.dumps(row) + "\n")
-    return redness(images, prompts, metadata)
+    return fakes.redness(images, prompts, metadata)
 
 
 def place_of(event: str, args: tuple[Any, ...], folder: Path) -> str:
     """The operation and the file of an audit event, without numbers; "" for what does not write
     below the folder."""
-    if event == SCORED:
-        return event
     path, *rest = args
     if event == "open" and not (isinstance(rest[1], int) and rest[1] & WRITING):
         return ""
@@ -115,27 +97,19 @@ def victim(folder: str, fatal: str, *argv: str) -> int:
 # Scenarios ---------------------------------------------------------------------------------------
 
 
-def training(kind: str, base: Path, **changes: Any) -> dict[str, Any]:
+UPDATES = ["train.checkpoint_every=1", "train.keep=2", "train.sample_every=2", "rollout.steps=3",
+           "rollout.copies=2", "evaluation={every: 2, prompts: 2}", "alarm={every: 2}"]  # fmt: skip
+NOISY = {"name": "fakes:noisy_redness"}  # it draws from the global generators
+
+
+def training(kind: str, base: Path, *overrides: str) -> dict[str, Any]:
     """A run of five updates with a checkpoint each, of which two are kept."""
-    task = {
-        "prompts": str(base / "prompts.txt"), "validation": str(base / "held_out.txt"),
-        "reward": {"name": "test_attacks:noisy_redness"},
-    }  # fmt: skip
-    config: dict[str, Any] = {
-        "stage": kind, "output": OUT, "lora": {"rank": 4, "alpha": 8.0},
-        "model": {"id": str(base / "model"), "height": 32, "width": 32, "max_sequence_length": 32},
-        "tasks": [{**task, "name": "even"}, {**task, "name": "odd"}],
-        "rollout": {"steps": 3, "guidance": 1.0, "prompts": 2, "copies": 2, "batch_size": 4},
-        "optimizer": {"lr": 1e-3, "micro_batch": 4}, "ema": {"decay": 0.5, "every": 1},
-        "train": {"updates": 5, "checkpoint_every": 1, "keep": 2, "sample_every": 2,
-                  "trackers": []},
-        "evaluation": {"every": 2, "prompts": 2},
-    }  # fmt: skip
-    if kind != "grpo":
-        config["teachers"] = {name: {"adapter": str(base / name)} for name in ("even", "odd")}
-    if kind == "opd":
-        config["student"] = {"weighting": "kl", "states": {"select": "all"}}
-    return config | changes
+    given = ["train.updates=5", *UPDATES, *overrides]
+    make = fakes.settings if kind == "grpo" else functools.partial(fakes.distillation, stage=kind)
+    config = make(str(base / "model"), base / "run").model_dump(mode="json")
+    for task in config["tasks"]:
+        task |= {"validation": str(base / "prompts.txt"), "reward": NOISY}
+    return parse(config | {"output": OUT}, given).model_dump(mode="json")
 
 
 def merge(base: Path) -> dict[str, Any]:
@@ -147,23 +121,22 @@ def merge(base: Path) -> dict[str, Any]:
 
 def evaluation(base: Path) -> dict[str, Any]:
     """The base and the two teachers on eight prompts, with all images and texts kept."""
-    held_out = {"name": "cups", "prompts": str(base / "held_out.txt")}
-    return {
-        "stage": "eval", "output": OUT,
-        "model": training("grpo", base)["model"] | {"text_cache": "texts"},
-        "models": {"base": None, "even": str(base / "even"), "odd": str(base / "odd")},
-        "benchmarks": [{**held_out, "reward": {"name": "test_attacks:redness"}}],
-        "sampling": {"steps": 2, "guidance": 1.0, "batch_size": 2}, "keep_images": True,
-    }  # fmt: skip
+    models = {"base": None, "even": str(base / "even"), "odd": str(base / "odd")}
+    path = fakes.evaluation(
+        str(base / "model"), base, fakes.PROMPTS, models=models, keep_images=True, output=OUT
+    )
+    config = yaml.safe_load(path.read_text())
+    config["model"]["text_cache"] = "texts"
+    return config
 
 
 def recipe(base: Path) -> dict[str, Any]:
     """A teacher, a merge that holds it, a student, and a table."""
-    few = {"updates": 2, "checkpoint_every": 1, "keep": 1, "sample_every": 2, "trackers": []}
+    few = ["train.updates=2", "train.keep=1"]
     stages = {
-        "teacher": training("grpo", base, train=few),
+        "teacher": training("grpo", base, *few),
         "merged": merge(base) | {"adapters": ["stage:teacher", str(base / "odd")]},
-        "student": training("opd", base, train=few, lora={"init": "stage:merged"}),
+        "student": training("opd", base, *few) | {"lora": {"init": "stage:merged"}},
         "table": evaluation(base) | {"models": {"base": None, "student": "stage:student"}},
     }
     for stage in stages.values():
@@ -214,14 +187,10 @@ class Scenario:
 
 @pytest.fixture(scope="module")
 def base(random_model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model, two adapters and the prompts of all scenarios."""
-    import fakes
-
+    """A model and two adapters."""
     folder = tmp_path_factory.mktemp("attacks")
     shutil.copytree(random_model, folder / "model")
     fakes.teachers(str(folder / "model"), folder)
-    (folder / "prompts.txt").write_text("\n".join(TRAINED))
-    (folder / "held_out.txt").write_text("\n".join(HELD_OUT))
     return folder
 
 
@@ -263,10 +232,8 @@ def test_a_killed_run_ends_as_the_undisturbed_one(base: Path, kind: str, process
 def test_nothing_grows(base: Path, tmp_path: Path) -> None:
     """Open files, threads and children of the last quarter are those of the second; memory grows by
     less than 5 %."""
-    config = training("grpo", base)
-    for task in config["tasks"]:
-        task["reward"] = {"name": "test_attacks:measured_redness"}
-    config["train"] |= {"updates": 400, "trackers": ["tensorboard"], "keep_samples": 5}
+    given = ["train.updates=400", "train.trackers=[tensorboard]", "train.keep_samples=5"]
+    config = training("grpo", base, *given, "tasks.0.reward.name=test_attacks:measured_redness")
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
     words = [__file__, tmp_path, "", "train", "--config", "config.yaml"]
     done = forked.run(*words, env={**os.environ, "OMP_NUM_THREADS": "1"}, seconds=7200)

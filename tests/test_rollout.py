@@ -49,27 +49,6 @@ def images(rollout: Rollout) -> Tensor:
     return rollout.images
 
 
-@pytest.mark.parametrize("guidance", [1.0, 4.5])
-def test_the_ode_is_the_pipeline_of_diffusers(backbone: Backbone, guidance: float) -> None:
-    ours = images(run(backbone, "ode", window=None, guidance=guidance))
-    start = [
-        Noise((7, 0)).draw(p, c, backbone.latent_shape, 0)[0] for p in range(4) for c in (0, 1)
-    ]
-    theirs = backbone.pipe(
-        [prompt for prompt in fakes.PROMPTS[:4] for _ in (0, 1)],
-        latents=torch.stack(start),
-        height=32,
-        width=32,
-        num_inference_steps=STEPS,
-        guidance_scale=guidance,
-        max_sequence_length=backbone.text.max_sequence_length,
-        output_type="pt",
-    ).images
-    assert ours.shape == (8, 3, 32, 32)
-    assert_close(ours, theirs, rtol=0, atol=1e-5)
-    assert ours.std() > 1e-3
-
-
 @pytest.mark.parametrize("kind", ["sde", "cps", "ode"])
 def test_noise_belongs_to_the_image(backbone: Backbone, kind: str) -> None:
     whole = run(backbone, kind)
