@@ -85,7 +85,7 @@ def merge(
 
     adapters: folders or Hub ids, whatever `flowalign.backbone.adapters.read_lora` takes.
     weights: one each, 1 by default: the plain sum. 1/n each is the average, as in the only
-        published script, and what all shipped recipes take (docs/results.md compares both).
+        published script and in all shipped recipes.
     method: "concat": exact, the ranks add up. "svd": the best approximation of the sum of rank
         `rank` (default: the largest rank given; at most the sum of the ranks). "ties" (2306.01708):
         keep the `density` largest entries of each update, elect a sign, and average what agrees
@@ -114,9 +114,8 @@ def merge(
         torch.default_generator.manual_seed(seed)  # torch.manual_seed would reseed GPUs as well
         for layer in layers:
             scale = _depth_scale(layer, last, lines)
-            both = zip(updates, weights, strict=True)
-            pairs = [(update[layer], w * scale) for update, w in both if layer in update]
-            parts, scaled = zip(*pairs, strict=True)
+            own = [i for i, update in enumerate(updates) if layer in update]
+            parts, scaled = [updates[i][layer] for i in own], [scale * weights[i] for i in own]
             merged, errors[layer] = merge_layer(parts, scaled, method, rank, density)
             ranks[layer] = merged.down.shape[0]
             state[f"{layer}.lora_A.weight"] = merged.down.float().contiguous()

@@ -23,7 +23,7 @@ from flowalign.config import (
     TrainingStage,
     load,
 )
-from flowalign.config.cards import card_of
+from flowalign.config.loading import card_of
 from flowalign.training.preflight import Launch, check_world, world_problems
 
 __all__ = ["data"]  # a fixture

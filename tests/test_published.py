@@ -23,7 +23,7 @@ from flowalign.backbone import structure
 from flowalign.backbone.loading import family_of
 from flowalign.backbone.shapes import PUBLIC
 from flowalign.backbone.structure import build, find
-from flowalign.config.cards import card_of
+from flowalign.config.loading import card_of
 
 FOLDER = Path(__file__).parent / "published"
 NAMES = sorted(file.stem for file in FOLDER.glob("*.json"))

@@ -30,7 +30,7 @@ from flowalign.config import (
     stage_class,
     stage_names,
 )
-from flowalign.config.cards import card_of
+from flowalign.config.loading import card_of
 from flowalign.config.model import ModelConfig
 from flowalign.config.safe_yaml import dump_yaml
 from flowalign.system.exit import refusing

@@ -26,7 +26,7 @@ from flowalign.backbone.loading import text_length
 from flowalign.backbone.lora import misfit
 from flowalign.backbone.structure import family_without_text, read_family
 from flowalign.config import ConfigError, ModelConfig, SamplingConfig, TrainingStage, load
-from flowalign.config.cards import card_of
+from flowalign.config.loading import card_of
 from flowalign.system import devices
 from flowalign.system.exit import refusing
 from flowalign.system.files import expanded, replacing

@@ -16,6 +16,7 @@ or its index (`benchmarks.geneval.limit=8`, `benchmarks.0.limit=8`), and so it i
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 from collections.abc import Collection, Mapping, Sequence
@@ -25,7 +26,6 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 from yaml import YAMLError
 
-from flowalign.config.cards import card_of
 from flowalign.config.safe_yaml import dump_yaml, load_yaml
 from flowalign.config.section import ConfigError, did_you_mean, shown_value
 from flowalign.config.stages import STAGES, stage_class, stage_names, variant_problems
@@ -227,6 +227,18 @@ def parse(
     if problems:
         raise ConfigError(problems, source)
     return config
+
+
+def card_of(model: str) -> tuple[int, float] | None:
+    """(steps, guidance) of a public model's card (cards.yaml), of a Hub id or of a folder that is
+    called like the repository; None = not known."""
+    return _cards().get(Path(model).name.lower())
+
+
+@functools.cache
+def _cards() -> dict[str, tuple[int, float]]:
+    cards = load_yaml(Path(__file__).with_name("cards.yaml").read_text(encoding="utf-8"))
+    return {name: (steps, guidance) for name, (steps, guidance) in cards.items()}
 
 
 def _by_model(data: Mapping[str, Any], sections: Collection[str]) -> Mapping[str, Any]:

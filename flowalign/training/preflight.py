@@ -27,7 +27,7 @@ from flowalign.backbone.structure import cut_prompts, family_without_text, misma
 from flowalign.backbone.tiny import PREFERENCE
 from flowalign.backbone.tiny.scenes import rendered
 from flowalign.config import ConfigError, LoraConfig, ModelConfig, Stage, TrainingStage, load
-from flowalign.config.cards import card_of
+from flowalign.config.loading import card_of
 from flowalign.system import packages
 from flowalign.system.images import IMAGES, image_files
 from flowalign.training.algorithm import algorithm_class
