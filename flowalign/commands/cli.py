@@ -8,11 +8,12 @@ import platform
 import re
 import sys
 from collections.abc import Sequence
+from importlib import metadata
 from os.path import expanduser
 from pathlib import Path
 
 from flowalign import __version__
-from flowalign.system import exit, packages
+from flowalign.system import exit
 from flowalign.system.files import expanded
 
 COMMANDS = {
@@ -73,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def version() -> str:
     """The versions that matter, and where this package lies."""
-    libraries = ", ".join(f"{name} {packages.version(name)}" for name in ("torch", "diffusers"))
+    libraries = ", ".join(f"{name} {metadata.version(name)}" for name in ("torch", "diffusers"))
     place, python = Path(__file__).parents[1], platform.python_version()
     return f"flowalign {__version__} ({place}), {libraries}, Python {python}"
 

@@ -22,7 +22,6 @@ from flowalign.types import PromptBatch
 
 Row = tuple[str, dict[str, Any]]  # a prompt, its metadata
 QUESTION = ("proposition_id", "dependency", "tuple", "question_natural_language")
-LONGEST = 100_000  # characters of a prompt; text encoders read some 2,000
 MARKS = {  # what other programs do not take for words of a prompt
     "begin as a comment": r"^#",
     "have options, as of kohya or Midjourney": r"\s--[a-z]+\b",
@@ -57,11 +56,6 @@ def load_prompts(source: str | Path, task: str) -> PromptBatch:
     if not rows:
         raise PromptError(f"{path} holds no prompts. Write one a line.")
     prompts, metadata = map(list, zip(*rows, strict=True))
-    if (longest := max(map(len, prompts))) > LONGEST:
-        raise PromptError(
-            f"{path}: a prompt has {longest} characters, of which no model reads more than "
-            f"{LONGEST}. Is it one prompt a line?"
-        )
     return PromptBatch(prompts, [task] * len(prompts), metadata)
 
 
