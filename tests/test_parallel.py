@@ -9,6 +9,7 @@ import families
 import pytest
 import torch
 from accelerate.commands.config.config_args import ClusterConfig, load_config_from_file
+from accelerate.utils import DistributedType
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.testing import assert_close
@@ -57,6 +58,8 @@ def test_a_shorter_process_repeats_its_last_micro_batch_without_weight(
 
 class Started:
     """The state of an accelerator that was started with these settings of FSDP."""
+
+    distributed_type = DistributedType.FSDP
 
     def __init__(self, **plugin: Any) -> None:
         self.fsdp_plugin = type("Plugin", (), plugin)()
