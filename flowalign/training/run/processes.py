@@ -190,16 +190,15 @@ def from_main(function: Callable[[], T]) -> T:
     there is raised on all: an OSError, such as of a full disk, as it is, any other elsewhere as a
     RuntimeError."""
     outcome: list[Any] = [None, None]  # result, error
+    own: Exception | None = None
     if PartialState().is_main_process:
         try:
             outcome[0] = function()
         except Exception as error:
-            outcome[1] = error
-    error = outcome[1]
-    if error and not isinstance(error, OSError):
-        outcome[1] = RuntimeError(f"on the main process: {error}")
+            own, told = error, RuntimeError(f"on the main process: {error}")
+            outcome[1] = error if isinstance(error, OSError) else told
     broadcast_object_list(outcome)
-    if error := error or outcome[1]:
+    if error := own or outcome[1]:
         raise error
     return outcome[0]
 
