@@ -7,6 +7,7 @@ import io
 import json
 import random
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from functools import lru_cache
@@ -294,12 +295,8 @@ class PromptSampler:
         before, after = (self._before(u) for u in (update, update + 1))
         rows: list[tuple[float, str, int]] = []
         for task in self.sets:
-            first, end = (
-                sum(count for (name, _), count in drawn.items() if name == task)
-                for drawn in (before, after)
-            )
-            count = end - first
-            rows += [((j + 0.5) / count, task, first + j) for j in range(count)]
+            first, end = (sum(n for (t, _), n in d.items() if t == task) for d in (before, after))
+            rows += [((n + 0.5) / (end - first), task, first + n) for n in range(end - first)]
         rows.sort(key=lambda row: row[0])  # stable: ties keep the order of the tasks
         picked = [(self.sets[task], self._row(task, number)) for _, task, number in rows]
         return PromptBatch(
@@ -332,9 +329,8 @@ class PromptSampler:
     def _owed_most(self, drawn: Drawn) -> Size | None:
         """The size of the next batch, by what all its streams have been given so far."""
         total, slots = sum(self._weights.values()), self.prompts + sum(drawn.values())
-        owed: dict[Size | None, int] = {}
+        owed: Counter[Size | None] = Counter()
         for stream, weight in self._weights.items():
-            owed.setdefault(stream[1], 0)
             owed[stream[1]] += weight * slots - drawn[stream] * total
         return max(owed, key=owed.__getitem__)
 
