@@ -156,7 +156,8 @@ def merge_layer(
     combine = ties if method == "ties" else dare_linear
     dense = [p.up @ p.down for p in parts]  # only these methods drop entries of the matrix
     merged = combine(dense, torch.tensor(weights, dtype=down.dtype), density)
-    return _cut(*torch.linalg.svd(merged, full_matrices=False), rank)
+    left, sizes, right = torch.linalg.svd(merged, full_matrices=False)
+    return _cut(left, sizes, right, rank)
 
 
 def _cut(left: Tensor, sizes: Tensor, right: Tensor, rank: int) -> tuple[Factors, float]:
