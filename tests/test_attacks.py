@@ -206,11 +206,9 @@ def test_a_killed_run_ends_as_the_undisturbed_one(base: Path, kind: str, process
     trails = scenario.prepare()
 
     def chosen() -> str:
-        """An operation on a file that is drawn among all files."""
-        rank = rng.randrange(processes)
-        place = rng.choice(sorted(set(trails[rank])))
-        number = rng.choice([n for n, other in enumerate(trails[rank]) if other == place])
-        return f"{rank}:{number}"
+        """An operation on a file, each file with the same chance."""
+        rank, place = rng.choice(sorted({(r, p) for r, ps in enumerate(trails) for p in ps}))
+        return f"{rank}:{rng.choice([n for n, other in enumerate(trails[rank]) if other == place])}"
 
     for number in range(KILLED_RUNS):
         folder = scenario.whole.parent / f"killed_{number}"

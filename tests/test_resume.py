@@ -193,6 +193,13 @@ def test_what_is_in_the_way_of_a_checkpoint_is_replaced(tmp_path: Path) -> None:
     assert [path.name for path in checkpoints.folder.iterdir()] == ["update_000002"]
 
 
+def test_a_resumed_run_rotates_what_a_killed_one_did_not(tmp_path: Path) -> None:
+    several, one = Checkpoints(tmp_path, 3), Checkpoints(tmp_path, 1)
+    folders = [save(several, update) for update in (1, 2)]
+    one.restore(folders[1], 2, 2)
+    assert one.all() == folders[1:]
+
+
 def test_rotation_keeps_a_sound_checkpoint_rather_than_one_that_claims_to_be_newer(
     tmp_path: Path,
 ) -> None:

@@ -338,5 +338,5 @@ class Loop:
             self.evaluations.best, self.alarm.trained, self.alarm.watched = {}, [], []
             self.log.warn(self.update, [f"--resume: {text}" for text in changed])
         evaluated = self.evaluations.last
-        from_main(lambda: checkpoint.restore(self.folder, folder, self.update, evaluated))
+        from_main(lambda: self.checkpoints.restore(folder, self.update, evaluated))
         return True

@@ -97,6 +97,15 @@ class Checkpoints:
         from_main(write)
         return final
 
+    def restore(self, folder: Path, update: int, evaluated: int) -> None:
+        """Set the run back to the moment of one of them, which is sound; see `resume.truncate_to`.
+        Its adapter becomes the copy in it, if there is one. A killed run may not have rotated."""
+        resume.truncate_to(self.run, folder, update, evaluated)
+        if (folder / COPY).is_dir():
+            with files.replacing(self.run / ADAPTER, durable=True, swap=True) as part:
+                shutil.copytree(folder / COPY, part)
+        self._rotate(update)
+
     def _rotate(self, update: int) -> None:
         """Remove what is older than the newest `keep`. Folders that claim to be newer than this
         update were skipped by a resume, and do not count."""
@@ -146,15 +155,6 @@ def write_best_adapter(
         save_adapter(part)
         (part / SCORES).write_text(json.dumps(dict(scores)))
         manifest.write_manifest(part, {"scores": dict(scores)})
-
-
-def restore(run: Path, checkpoint: Path, update: int, evaluated: int) -> None:
-    """Set the folder of a run back to the moment of a sound checkpoint; see `resume.truncate_to`.
-    Its adapter becomes the copy in the checkpoint, if that has one."""
-    resume.truncate_to(run, checkpoint, update, evaluated)
-    if (checkpoint / COPY).is_dir():
-        with files.replacing(run / ADAPTER, durable=True, swap=True) as part:
-            shutil.copytree(checkpoint / COPY, part)
 
 
 # Random numbers ----------------------------------------------------------------------------------
