@@ -133,14 +133,15 @@ def launch(
     given = ["--config_file", str(file), "--num_processes", str(processes), "train.py"]
     args, *_ = _validate_launch_command(launch_command_parser().parse_args(given))
     started = ranks(command, processes, prepare_multi_gpu_env(args))
-    end = time.monotonic() + seconds
+    end, patience = time.monotonic() + seconds, 10.0  # seconds; the launcher has 30
     code = 0  # of the rank that failed first
     try:
         while None in (codes := [rank.poll() for rank in started]):
             code = code or next(filter(None, codes), 0)
             if code:
+                patience -= 1
                 for rank in started:
-                    rank.send_signal(signal.SIGTERM)
+                    rank.send_signal(signal.SIGTERM if patience > 0 else signal.SIGKILL)
             said = [rank.said() for rank in started]
             assert time.monotonic() < end, f"not done within {seconds} s: {said}"
             wait([rank.sentinel for rank in started if rank.poll() is None], timeout=1)
