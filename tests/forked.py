@@ -133,7 +133,7 @@ def launch(
     given = ["--config_file", str(file), "--num_processes", str(processes), "train.py"]
     args, *_ = _validate_launch_command(launch_command_parser().parse_args(given))
     started = ranks(command, processes, prepare_multi_gpu_env(args))
-    end, patience = time.monotonic() + seconds, 10.0  # seconds; the launcher has 30
+    end, patience = time.monotonic() + seconds, 30  # seconds, as the launcher has
     code = 0  # of the rank that failed first
     try:
         while None in (codes := [rank.poll() for rank in started]):
