@@ -96,6 +96,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_where_it_is_deterministic(
     random_model: str, tmp_path: Path
 ) -> None:
     """In processes of their own: cuBLAS reads its workspace's size when it starts."""
+
     def run(folder: Path, updates: int, *more: str) -> dict[str, Tensor]:
         found = fakes.distillation(
             random_model, folder, "train.deterministic=true", f"train.updates={updates}",
