@@ -8,9 +8,9 @@ cheapest; the run has these batch sizes, too. Everything takes turns in one proc
 the repeats are shown, so that a load on the machine meets all alike; on a busy one take `--clock
 cpu`. `medium` is Stable Diffusion 3.5's structure at a sixth of its width, 70 million weights.
 
-An update trains two states of every image; text is encoded, no images are decoded, nothing is
-scored, and the cosines of the tasks' gradients, which come every tenth update, are left out. With
-several numbers after `--teachers` the prompts are spread evenly over so many. Wanted: 1.15 each.
+An update trains two states of every image; text is encoded, no images are decoded, and nothing is
+scored. With several numbers after `--teachers` the prompts are spread evenly over so many. Wanted:
+1.15 each.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def config_of(
         "tasks": [{"name": name, "prompts": "tiny/ocr_train"} for name in names],
         "teachers": {n: {"adapter": str(folder / n), "guidance": guidance} for n in names},
         "anchor": {"adapter": None, "guidance": guidance},
-        "student": {"states": {"select": "all"}, "label_batch": forward, "diagnose_every": 10**7},
+        "student": {"states": {"select": "all"}, "label_batch": forward},
         "rollout": {"steps": 10, "window": list(WINDOW), "guidance": guidance, "copies": 1,
                     "prompts": batches["prompts"], "batch_size": forward},
         "optimizer": {"micro_batch": learn},

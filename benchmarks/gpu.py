@@ -243,7 +243,7 @@ def student_config(setup: Setup, case: Case) -> Any:
         *of_all(setup), "rollout.kind=sde",
         "rollout.steps=10", "rollout.window=[6, 8]", f"rollout.prompts={setup.prompts}",
         "rollout.copies=1", "rollout.batch_size=4", "student.states={select: all}",
-        "student.label_batch=8", "student.diagnose_every=1000000", "optimizer.micro_batch=4",
+        "student.label_batch=8", "optimizer.micro_batch=4",
     ]  # fmt: skip
     path = CONFIGS / "sd35_medium/student_flow_opd_paper.yaml"
     config = load(path, [*shape, *case.given], stage=OpdStage)

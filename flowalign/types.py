@@ -62,23 +62,15 @@ class Conditioning:
 
 @dataclass(frozen=True)
 class Schedule:
-    """sigmas [T+1] and how to step along them: noise inside the window only, Euler outside.
+    """Noise levels and how to step along them: noise inside the window only, Euler outside."""
 
-    kind: sde, cps or ode (`flowalign.sde.transition`). window (start, stop): the steps with noise
-    and training; None = no step has either. chosen: the steps of the window that are trained, in
-    order; None = all. actions: whether the sampled successors of the trained states are needed, and
-    their log-probs (an ode has none); means: whether the means that they were sampled around are,
-    too. solver: of an ode, one of `flowalign.training.solvers`.
-    """
-
-    sigmas: Tensor
-    kind: str
+    sigmas: Tensor  # [T+1]
+    kind: str  # sde, cps or ode (`flowalign.sde.transition`)
     noise_level: float
-    window: tuple[int, int] | None
-    chosen: tuple[int, ...] | None = None
-    actions: bool = True
-    means: bool = False
-    solver: str = "euler"
+    window: tuple[int, int] | None  # [start, stop) with noise and training; None = no step has any
+    chosen: tuple[int, ...] | None = None  # steps of the window that are trained; None = all
+    actions: bool = True  # are the successors of the trained states needed? (an ode has none)
+    solver: str = "euler"  # of an ode, one of `flowalign.training.solvers`
 
     @property
     def trained(self) -> list[int]:
@@ -93,32 +85,20 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Rollout:
-    """Trajectories sampled now. Only the S trained steps are kept.
+    """Trajectories sampled now. Only the S trained steps are kept."""
 
-    states, next_states [B,S,C,h,w] before and after each trained step, in their storage dtype;
-    schedule: along which they were sampled; log_probs [B,S] of the next states (both None where no
-    action is needed, or none is random); means [B,S,C,h,w] that the next states were sampled around
-    (None = not needed); latents [B,C,h,w] at the end of the trajectory and images [B,3,H,W] in
-    [0,1] (None where the rollout stopped before); group [B], the number of an image's prompt in the
-    batch of all processes, and copy [B], which of that prompt's images it is; batch: the prompts,
-    tasks and metadata of the B images, one row an image; own_sigmas [B,S]: noise levels of the
-    states, where they differ between images (None = the schedule's); sources [B]: who
-    sampled each image (None = the active adapter).
-    """
-
-    states: Tensor
-    next_states: Tensor | None
+    states: Tensor  # [B,S,C,h,w] before each trained step, in their storage dtype
+    next_states: Tensor | None  # [B,S,C,h,w] after it; None where none is needed, or random
     schedule: Schedule
-    log_probs: Tensor | None
-    latents: Tensor | None
-    images: Tensor | None
-    group: Tensor
-    copy: Tensor
-    batch: PromptBatch
+    log_probs: Tensor | None  # [B,S] of next_states
+    latents: Tensor | None  # [B,C,h,w] at the end; None where the rollout stopped before
+    images: Tensor | None  # [B,3,H,W] in [0,1]
+    group: Tensor  # [B] number of an image's prompt in the batch of all processes
+    copy: Tensor  # [B] which of that prompt's images it is
+    batch: PromptBatch  # a row an image
     conditioning: Conditioning
-    means: Tensor | None = None
-    own_sigmas: Tensor | None = None
-    sources: Sequence[Source] | None = None
+    own_sigmas: Tensor | None = None  # [B,S] of the states, where images differ; None = schedule's
+    sources: Sequence[Source] | None = None  # [B] who sampled each; None = the active adapter
 
     def __len__(self) -> int:
         return self.states.shape[0]
@@ -278,16 +258,8 @@ class Detector(Protocol):
 class Teacher(Protocol):
     """A frozen velocity field that labels the states of a rollout."""
 
-    def __call__(
-        self,
-        rollout: Rollout,
-        known: tuple[Source, Tensor] | None = None,
-        *,
-        own: bool = False,
-    ) -> TeacherLabel:
-        """Velocities at rollout.states, routed by rollout.batch.tasks. known: a field whose
-        velocity [B,S,C,h,w] there need not be asked for again. own: the teachers' own, without
-        extrapolation."""
+    def __call__(self, rollout: Rollout) -> TeacherLabel:
+        """Velocities at rollout.states, routed by rollout.batch.tasks."""
         ...
 
     def sources(self, tasks: list[str]) -> list[Source]:

@@ -26,16 +26,16 @@ LINKED = ("rewards", "teachers", "eval")
 BUDGET = {
     "backbone": 3304,
     "commands": 5210,
-    "config": 2188,
+    "config": 2166,
     "credit": 244,
     "eval": 2719,
     "flowalign": 64,
     "rewards": 4616,
     "sde": 185,
-    "system": 1183,
-    "teachers": 1099,
-    "training": 5712,
-    "types": 295,
+    "system": 1171,
+    "teachers": 1053,
+    "training": 5535,
+    "types": 267,
 }
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 # Methods of lists, dicts, texts, files ...: a call of one of these names says nothing of its class.

@@ -78,22 +78,13 @@ class Bank:
                 ) from error
 
     @torch.no_grad()
-    def __call__(
-        self,
-        rollout: Rollout,
-        known: tuple[Source, Tensor] | None = None,
-        *,
-        own: bool = False,
-    ) -> TeacherLabel:
-        """Labels of all trained states. known: whose velocity [B,S,C,h,w] there is known already.
-        own: the teachers' own velocities, without extrapolation. Raises NotFinite, on all
-        processes, where the velocity of one is not finite."""
+    def __call__(self, rollout: Rollout) -> TeacherLabel:
+        """Labels of all trained states. Raises NotFinite, on all processes, where the velocity of
+        one is not finite."""
         names = [self.routing[task] for task in rollout.batch.tasks]
         device, steps = rollout.states.device, len(rollout.steps)
         sigmas = rollout.sigmas[rollout.steps].to(device)
         targets = {name: self.targets(name) for name in dict.fromkeys(names)}
-        if own:
-            targets = {name: [(self.source(name), 1.0)] for name in targets}
         beyond = any(len(sources) > 1 for sources in targets.values())
         velocity = torch.zeros_like(rollout.states, dtype=torch.float32 if beyond else self.dtype)
 
@@ -105,16 +96,10 @@ class Bank:
             places = [(pair // steps, pair % steps) for pair in pairs]
             for source, weight in targets[name]:
                 passes += [(source, weight, place) for place in places]
-        place = passes[-1][2]
-        if known:
-            field, there = known
-            for _, weight, at in (part for part in passes if part[0] == field):
-                velocity[at] += weight * there[at]
-            passes = [part for part in passes if part[0] != field]
         # other processes may have more passes of the sharded base, in which all take part
         here = sum(source.adapter not in self.backbone.others for source, *_ in passes)
         missing = missing_steps(here, self.backbone.sharded)
-        passes += [(Source(None, 1.0), 0.0, place)] * missing
+        passes += [(Source(None, 1.0), 0.0, passes[-1][2])] * missing
         for adapter, group in groupby(passes, key=lambda part: part[0].adapter):
             with self.backbone.adapter(adapter):  # once per teacher: switching costs time
                 for source, weight, (row, column) in group:

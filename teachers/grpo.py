@@ -17,8 +17,8 @@ from flowalign.config import GrpoStage
 from flowalign.teachers.scored import Credit, Scored, ratio_metrics
 from flowalign.training import metrics
 from flowalign.training.algorithm import Algorithm, Compared, Keeps, Pairs, Parts
-from flowalign.training.losses import guard_log_ratio, guard_weights, kl_factors, policy_loss
-from flowalign.training.rollout import Size, schedule_of
+from flowalign.training.losses import kl_factors, policy_loss
+from flowalign.training.rollout import Size, schedule_of, window_of
 from flowalign.types import Gaussian, Rollout, Schedule, StepLoss
 
 
@@ -40,15 +40,13 @@ class Grpo(Algorithm[Credit]):
             images=True,
             latents=True,
             actions=True,
-            means=config.needs_means,
             compared=[Compared(None, 1.0)] if config.grpo.kl_weight > 0 else [],
         )
 
     def plan(self, update: int, size: Size | None = None) -> Schedule:
-        """All steps of the update's window, which is a function of (seed, update)."""
-        steps = self.trained_steps(self.config, update)
+        """All steps of the update's window."""
         schedule = schedule_of(self.config, self.backbone, size)
-        return replace(schedule, window=(steps[0], steps[-1] + 1))
+        return replace(schedule, window=window_of(self.config.rollout, update))
 
     def tensors(self) -> dict[str, list[Tensor]]:
         """What the advantages remember of earlier rollouts."""
@@ -60,23 +58,13 @@ class Grpo(Algorithm[Credit]):
         return self.scored.credit(rollout, update)
 
     def loss(self, pairs: Pairs, velocity: Tensor, prepared: Credit) -> StepLoss:
-        """The clipped policy loss, plus kl_weight times the KL to the base. With the ratio of
-        GRPO-Guard, the policy loss of a step is weighted by `losses.guard_weights`."""
+        """The clipped policy loss, plus kl_weight times the KL to the base."""
         s, x = self.settings, pairs.x
         schedule, advantage = prepared.rollout.schedule, prepared.advantage[pairs.rows]
         new = sde.scheduled_transition(schedule, x, velocity, pairs.steps)
         x_next, old = pairs.action()
-        if s.ratio == "guard":
-            assert pairs.mean is not None
-            log_ratio = guard_log_ratio(new, pairs.mean, x_next)
-            elements, ratio = policy_loss(
-                log_ratio, torch.zeros_like(log_ratio), advantage, clip_range=s.clip_range
-            )
-            weights = guard_weights(schedule.sigmas).to(elements.device)
-            elements = weights[pairs.steps] * elements
-        else:
-            log_prob = sde.log_prob(new, x_next)
-            elements, ratio = policy_loss(log_prob, old, advantage, clip_range=s.clip_range)
+        log_prob = sde.log_prob(new, x_next)
+        elements, ratio = policy_loss(log_prob, old, advantage, clip_range=s.clip_range)
         total = elements.mean()
         measured = ratio_metrics(ratio, s.clip_range)
         if s.kl_weight > 0:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from peft.utils.merge_utils import dare_linear, ties
@@ -84,7 +85,7 @@ def merge(
 
     adapters: folders or Hub ids, whatever `flowalign.backbone.adapters.read_lora` takes.
     weights: one each, 1 by default: the plain sum. 1/n each is the average, as in the only
-        published script, and what all shipped recipes take (docs/results.md compares both).
+        published script and in all shipped recipes.
     method: "concat": exact, the ranks add up. "svd": the best approximation of the sum of rank
         `rank` (default: the largest rank given; at most the sum of the ranks). "ties" (2306.01708):
         keep the `density` largest entries of each update, elect a sign, and average what agrees
@@ -99,8 +100,9 @@ def merge(
     concat; HubError for one that cannot be had; FileExistsError if `out` already holds an adapter.
     """
     weights = [1.0] * len(adapters) if weights is None else list(weights)
-    out = expanded(out)
-    _check_options(adapters, Path(out), weights, method, rank, density)
+    _check_options(len(adapters), weights, method, rank, density)
+    if (Path(out := expanded(out)) / ADAPTER).exists():
+        raise FileExistsError(f"{out} already holds an adapter. Remove it, or write elsewhere.")
     family = partial(read_family, ModelConfig(id=model)) if model else None
     loras = [read_lora(source, newest=True, family=family) for source in adapters]
     updates = [_updates(source, lora) for source, lora in zip(adapters, loras, strict=True)]
@@ -112,9 +114,8 @@ def merge(
         torch.default_generator.manual_seed(seed)  # torch.manual_seed would reseed GPUs as well
         for layer in layers:
             scale = _depth_scale(layer, last, lines)
-            both = zip(updates, weights, strict=True)
-            pairs = [(update[layer], w * scale) for update, w in both if layer in update]
-            parts, scaled = zip(*pairs, strict=True)
+            own = [i for i, update in enumerate(updates) if layer in update]
+            parts, scaled = [updates[i][layer] for i in own], [scale * weights[i] for i in own]
             merged, errors[layer] = merge_layer(parts, scaled, method, rank, density)
             ranks[layer] = merged.down.shape[0]
             state[f"{layer}.lora_A.weight"] = merged.down.float().contiguous()
@@ -140,28 +141,23 @@ def merge_layer(
     density: float,
 ) -> tuple[Factors, float]:
     """The merged update, and its relative error against what it stands for."""
-    down = torch.cat([part.down for part in parts])
-    up = torch.cat([w * part.up for w, part in zip(weights, parts, strict=True)], dim=1)
+    down = torch.cat([part.down for part in parts])  # [R,in]
+    up = torch.cat([w * part.up for w, part in zip(weights, parts, strict=True)], dim=1)  # [out,R]
     rank = rank or max(part.down.shape[0] for part in parts)
     if method == "concat":
         return Factors(down, up), 0.0
     if method == "svd":
-        return _low_rank(up, down, rank)
+        # up @ down has rank R at most: with up = Q_u R_u and down^T = Q_d R_d it is
+        # Q_u (R_u R_d^T) Q_d^T, whose singular values are those of a small matrix
+        q_up, r_up = torch.linalg.qr(up)
+        q_down, r_down = torch.linalg.qr(down.T)
+        left, sizes, right = torch.linalg.svd(r_up @ r_down.T, full_matrices=False)
+        return _cut(q_up @ left, sizes, right @ q_down.T, rank)
     combine = ties if method == "ties" else dare_linear
     dense = [p.up @ p.down for p in parts]  # only these methods drop entries of the matrix
     merged = combine(dense, torch.tensor(weights, dtype=down.dtype), density)
     left, sizes, right = torch.linalg.svd(merged, full_matrices=False)
     return _cut(left, sizes, right, rank)
-
-
-def _low_rank(up: Tensor, down: Tensor, rank: int) -> tuple[Factors, float]:
-    """The nearest update of that rank to up @ down, up [out,R], down [R,in]. Its rank is R at most,
-    so its singular values are those of a small matrix: up = Q_u R_u and down^T = Q_d R_d give
-    up @ down = Q_u (R_u R_d^T) Q_d^T."""
-    q_up, r_up = torch.linalg.qr(up)
-    q_down, r_down = torch.linalg.qr(down.T)
-    left, sizes, right = torch.linalg.svd(r_up @ r_down.T, full_matrices=False)
-    return _cut(q_up @ left, sizes, right @ q_down.T, rank)
 
 
 def _cut(left: Tensor, sizes: Tensor, right: Tensor, rank: int) -> tuple[Factors, float]:
@@ -175,11 +171,8 @@ def _cut(left: Tensor, sizes: Tensor, right: Tensor, rank: int) -> tuple[Factors
 def _depth_scale(layer: str, last: int, lines: tuple[float, float] | None) -> float:
     if lines is None:
         return 1.0
-    block = BLOCK.search(layer)
-    if block is None:
-        raise ValueError(
-            f"lines scales by depth, and {layer!r} is in no transformer block. Merge without lines."
-        )
+    if not (block := BLOCK.search(layer)):
+        raise ValueError(f"lines: {layer!r} is in no transformer block. Merge without lines.")
     shallow, deep = lines
     return shallow + (deep - shallow) * int(block[1]) / max(last, 1)
 
@@ -202,25 +195,18 @@ def _updates(folder: str | Path, lora: Lora) -> dict[str, Factors]:
 
 
 def _check_options(
-    adapters: Sequence[str | Path],
-    out: Path,
-    weights: Sequence[float],
-    method: str,
-    rank: int | None,
-    density: float,
+    count: int, weights: Sequence[float], method: str, rank: int | None, density: float
 ) -> None:
-    if method not in METHODS or not adapters or len(weights) != len(adapters):
+    if method not in METHODS or not count or len(weights) != count:
         raise ValueError(
-            f"method {method!r}, {len(adapters)} adapters, {len(weights)} weights; want a method "
-            f"of {', '.join(METHODS)}, one adapter or more, and one weight each."
+            f"method {method!r}, {count} adapters, {len(weights)} weights; want a method of "
+            f"{', '.join(METHODS)}, one adapter or more, and one weight each."
         )
     if not 0 < density <= 1 or rank is not None and (method == "concat" or rank < 1):
         raise ValueError(
             f"method {method!r}, rank {rank}, density {density}; want a density in (0, 1], and a "
             "rank of 1 or more only where the ranks are not added (concat)."
         )
-    if (out / ADAPTER).exists():
-        raise FileExistsError(f"{out} already holds an adapter. Remove it, or write elsewhere.")
 
 
 def _common_base(
@@ -228,20 +214,16 @@ def _common_base(
 ) -> str | None:
     """The base that the adapters name; None where none does. Refuses adapters of different bases,
     or with layers of other sizes."""
-    bases: dict[str, str | Path] = {}  # and whose
-    sizes: dict[str, tuple[tuple[int, int], str | Path]] = {}  # by layer: [out,in], and whose
+    named: dict[str, tuple[Any, str | Path]] = {}  # base, and each layer's [out,in]; and whose
     for path, lora, update in zip(adapters, loras, updates, strict=True):
+        facts = {name: [f.up.shape[0], f.down.shape[1]] for name, f in update.items()}
         if base := lora.metadata["base_model_name_or_path"]:  # not every file names its base
-            bases.setdefault(base, path)
-        if len(bases) > 1:
-            one, two = bases
-            raise ValueError(f"{bases[one]} was trained on {one}, {bases[two]} on {two}.")
-        for layer, factors in update.items():
-            size = factors.up.shape[0], factors.down.shape[1]
-            first, whose = sizes.setdefault(layer, (size, path))
-            if size != first:
+            facts = {"the base": base, **facts}
+        for what, value in facts.items():
+            first, whose = named.setdefault(what, (value, path))
+            if value != first:
                 raise ValueError(
-                    f"{whose} and {path} have layers of other sizes, such as {layer} with "
-                    f"{list(first)} and {list(size)}. Merge adapters of the same base."
+                    f"{what} is {first} in {whose}, and {value} in {path}. Merge adapters of the "
+                    "same base."
                 )
-    return next(iter(bases), None)
+    return named.get("the base", (None,))[0]

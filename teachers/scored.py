@@ -127,13 +127,12 @@ class Scored:
         lacking = torch.full((len(scores.value),), torch.nan)
         columns = torch.stack([scores.parts.get(label, lacking) for label in labels], 1)
         parts = self._gathered(columns).T
-        table = torch.tensor([[self.weights[name].get(label, 0.0) for label in labels]
-                              for name in names])  # fmt: skip
-        weights = table[task].T
+        table = [[self.weights[name].get(label, 0.0) for name in names] for label in labels]
+        weights = torch.tensor(table)[:, task]
         for number, name in enumerate(names):
-            for label, part in zip(labels, parts, strict=True):
-                rows = valid & (task == number)
-                if label in self.weights[name] and rows.any() and part[rows].isnan().all():
+            for label in self.weights[name]:
+                given = parts[labels.index(label)][valid & (task == number)]
+                if len(given) and given.isnan().all():
                     raise TrainingError(
                         f"the reward of task {name!r} has a weight for the part {label!r}, and its "
                         f"scores have no such part. Let `parts` of its Scores hold every key of "

@@ -8,11 +8,9 @@ from __future__ import annotations
 import functools
 import io
 import json
-import os
 import random
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import threading
@@ -25,7 +23,6 @@ from typing import Any
 from unittest import mock
 
 import forked
-import psutil
 import torch
 import yaml
 from accelerate.state import AcceleratorState
@@ -436,33 +433,3 @@ def finish_run(model: str, folder: Path) -> FinishedRun:
 
 ROOT = Path(__file__).parent.parent
 launch = forked.launch
-
-
-def accelerate_launch(
-    *command: object, processes: int = 2, seconds: float = 500
-) -> subprocess.CompletedProcess[str]:
-    """A script or module on so many CPU processes, as a user starts it; it has so many seconds.
-
-    `accelerate launch --cpu --num_processes 2` starts one only; it is --multi_gpu that starts more,
-    and the variable that makes them use the CPU and find each other.
-    """
-    given = ["--multi_gpu", "--num_processes", str(processes), "--num_machines", "1"]
-    given += ["--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]
-    paths = [str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "accelerate.commands.launch", *given, *map(str, command)],
-        env=os.environ
-        | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
-        | {"ACCELERATE_USE_CPU": "true"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        out, err = process.communicate(timeout=seconds)
-    except subprocess.TimeoutExpired:
-        for each in [*psutil.Process(process.pid).children(recursive=True), process]:
-            each.kill()  # or those that it started would live on, and hold the pipes
-        out, err = process.communicate()
-        raise AssertionError(f"not done within {seconds} s:\n{err[-5000:]}") from None
-    return subprocess.CompletedProcess(process.args, process.returncode, out, err)

@@ -2,7 +2,7 @@
 
 A forked process has its own folder, environment, arguments and streams, runs a script or a module
 as `python SCRIPT` or `python -m MODULE` does, and ends with its exit status. Tests of the imports
-themselves, of the launcher and of Python's own end start real ones (`fakes.accelerate_launch`).
+themselves and of Python's own end start real ones.
 """
 
 from __future__ import annotations
@@ -133,14 +133,15 @@ def launch(
     given = ["--config_file", str(file), "--num_processes", str(processes), "train.py"]
     args, *_ = _validate_launch_command(launch_command_parser().parse_args(given))
     started = ranks(command, processes, prepare_multi_gpu_env(args))
-    end = time.monotonic() + seconds
+    end, patience = time.monotonic() + seconds, 30  # seconds, as the launcher has
     code = 0  # of the rank that failed first
     try:
         while None in (codes := [rank.poll() for rank in started]):
             code = code or next(filter(None, codes), 0)
             if code:
+                patience -= 1
                 for rank in started:
-                    rank.send_signal(signal.SIGTERM)
+                    rank.send_signal(signal.SIGTERM if patience > 0 else signal.SIGKILL)
             said = [rank.said() for rank in started]
             assert time.monotonic() < end, f"not done within {seconds} s: {said}"
             wait([rank.sentinel for rank in started if rank.poll() is None], timeout=1)

@@ -48,8 +48,6 @@ MUTATIONS = [Mutation(*row) for row in [
     ("credit: GDPO", CREDIT, "(scores - scores.mean())", "(scores + scores.mean())", "credit"),
     ("credit: ADORA", CREDIT, "(values > bars)", "(values < bars)", "credit advantages"),
     ("PPO's clip", LOSSES, "torch.maximum(-adv", "torch.minimum(-adv", "losses loop"),
-    ("GRPO-Guard's ratio", LOSSES, "(new.mean - old_mean) * noise", "(new.mean + old_mean) * noise",
-     "losses"),
     ("GRPO: published KL", LOSSES, "return sigmas[:-1] - sigmas[1:] if form",
      "return sigmas[1:] - sigmas[:-1] if form", "losses distillation"),
     ("GRPO: weight of the KL", "teachers/grpo.py", "total + s.kl_weight", "total - s.kl_weight",

@@ -64,7 +64,7 @@ def test_two_processes_have_the_gradients_of_one(
     same = ["rollout.prompts=4", "rollout.copies=3", "train.updates=2", "train.checkpoint_every=2"]
     one, two = (run(random_model, tmp_path / name, *same) for name in ("one", "two"))
     assert cli.main(["train", "--config", str(one)]) == 0
-    done = fakes.accelerate_launch(fakes.ROOT / "train.py", "--config", two)
+    done = fakes.launch(fakes.ROOT / "train.py", "--config", two)
     assert done.returncode == 0, done.stderr[-4000:]
     norms = [read_metrics(tmp_path / n / "metrics.jsonl")["grad_norm"] for n in ("one", "two")]
     assert len(norms[0]) == 2 and norms[1] == [(u, pytest.approx(v, rel=1e-5)) for u, v in norms[0]]

@@ -1,7 +1,6 @@
 """Labels of a mixed batch are those of each teacher alone, and the student does not notice."""
 
 from pathlib import Path
-from typing import Any
 
 import fakes
 import pytest
@@ -55,31 +54,20 @@ def alone(model: str, member: Member, found: Rollout, guidance: float, rows: lis
     return fakes.velocities(backbone, found, rows, guidance)
 
 
-@pytest.mark.parametrize("guidance", [1.0, 3.0])
 def test_a_mixed_batch_is_each_teacher_alone_to_the_bit(
-    random_model: str, members: dict[str, Member], guidance: float
+    random_model: str, members: dict[str, Member]
 ) -> None:
-    student = fakes.adapted(random_model)
-    found = rollout(student)
-    scaled = {name: Member(m.adapter, guidance) for name, m in members.items()}
-    label = Bank(student, scaled, ROUTING, dtype=torch.float32)(found)
-    assert label.teacher == ["geneval"] * 2 + ["base"] * 2 + ["ocr"] * 2
-    for name, member in members.items():
-        rows = [i for i, teacher in enumerate(label.teacher) if teacher == name]
-        expected = alone(random_model, member, found, guidance, rows)
-        assert torch.equal(label.velocity[rows], expected)
-
-
-def test_every_teacher_has_its_own_guidance(random_model: str, members: dict[str, Member]) -> None:
+    """Each at its own CFG scale."""
     student = fakes.adapted(random_model)
     found = rollout(student)
     scales = {"base": 1.0, "ocr": 4.5, "geneval": 2.0}
     scaled = {name: Member(m.adapter, scales[name]) for name, m in members.items()}
     label = Bank(student, scaled, ROUTING, dtype=torch.float32)(found)
+    assert label.teacher == ["geneval"] * 2 + ["base"] * 2 + ["ocr"] * 2
     for name, member in members.items():
         rows = [i for i, teacher in enumerate(label.teacher) if teacher == name]
         expected = alone(random_model, member, found, scales[name], rows)
-        torch.testing.assert_close(label.velocity[rows], expected, rtol=0, atol=1e-5)
+        assert torch.equal(label.velocity[rows], expected)
 
 
 def test_batch_size_changes_nothing_and_labels_are_stored_in_bf16(
@@ -144,8 +132,6 @@ def test_a_target_beyond_its_teacher(
     start = members["ocr"].adapter
     bank = Bank(student, beyond, ROUTING, batch_size=3, dtype=torch.float32, start=start)
     label = bank(found)
-    known = Bank(student, {"base": Member(None, guidance)}, dict.fromkeys(ROUTING, "base"))(found)
-    shared = bank(found, (bank.source("base"), known.velocity))
     for task, reference in {"ocr": None, "geneval": start, "photo": None}.items():
         name = ROUTING[task]
         rows = [i for i, teacher in enumerate(label.teacher) if teacher == name]
@@ -153,30 +139,3 @@ def test_a_target_beyond_its_teacher(
         base = alone(random_model, Member(reference), found, guidance, rows)
         expected = base + beyond[name].extrapolate * (own - base)
         torch.testing.assert_close(label.velocity[rows], expected, rtol=0, atol=1e-5)
-        torch.testing.assert_close(shared.velocity[rows], expected, rtol=0, atol=0.02)
-
-
-def test_what_is_known_is_not_asked_for_again(
-    random_model: str, members: dict[str, Member], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    student = fakes.adapted(random_model)
-    found = rollout(student)
-    beyond = {name: Member(m.adapter, extrapolate=1.5) for name, m in members.items()}
-    bank = Bank(student, beyond, ROUTING)
-    asked: list[str | None] = []
-    velocity = student.velocity
-
-    def counted(*args: Any, **more: Any) -> Tensor:
-        asked.append(student.active)
-        return velocity(*args, **more)
-
-    monkeypatch.setattr(student, "velocity", counted)
-    label = bank(found)
-    assert len(asked) == 6
-    asked.clear()
-    bank(found, (bank.source("base"), label.velocity))
-    assert len(asked) == 2 and None not in asked
-    asked.clear()  # a teacher that is the anchor itself
-    alone = Bank(student, {"base": Member(None)}, dict.fromkeys(ROUTING, "base"))
-    same = alone(found, (alone.source("base"), label.velocity))
-    assert not asked and torch.equal(same.velocity, label.velocity)

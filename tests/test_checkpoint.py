@@ -92,16 +92,15 @@ def test_two_updates_and_two_more_are_four(
 
 @pytest.mark.parametrize(("before", "after"), [(2, 4), (4, 3)])
 def test_a_resumed_run_has_the_learning_rates_of_its_new_length(
-    random_model: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, before: int, after: int
+    random_model: str, tmp_path: Path, before: int, after: int
 ) -> None:
-    """As if it had always been so long; and it says so."""
+    """As if it had always been so long."""
     run(random_model, tmp_path / "run", LINEAR, f"train.updates={before}", *EVALUATED)
     shutil.rmtree(tmp_path / "run/checkpoints/update_000004", ignore_errors=True)
     loop = run(random_model, tmp_path / "run", LINEAR, f"train.updates={after}", *EVALUATED,
                resume=True)  # fmt: skip
     rates = [row["lr"] for row in state(loop)["metrics"] if "lr" in row]
     assert rates[2:] == pytest.approx([1e-3 * (1 - n / after) for n in range(2, after)])
-    assert "train.updates" in caplog.text
 
 
 FORWARD = ["optimizer.lr=1e-2", "{}.kl_weight=0.1"]
@@ -147,18 +146,6 @@ def test_so_they_are_under_every_algorithm(
     once = ran("once", "train.updates=2")
     ran("parts", "train.updates=1")
     assert_same(ran("parts", "train.updates=2", resume=True), once)
-
-
-def test_what_a_kill_left_half_written_is_ignored(
-    random_model: str, tmp_path: Path, whole: dict[str, Any]
-) -> None:
-    loop = run(random_model, tmp_path / "run", "train.updates=2")
-    part = loop.checkpoints.folder / ".update_000003.0123456789ab.part"
-    part.mkdir()
-    (part / "adapter.safetensors").write_text("half")
-    with open(loop.folder / "metrics.jsonl", "a") as file:  # updates after the checkpoint
-        file.write('{"update": 3, "reward": 9.0}\n{"update": 4, "rew')
-    assert_same(state(run(random_model, tmp_path / "run", resume=True)), whole)
 
 
 def interrupted(model: str, folder: Path, call: int, *overrides: str) -> Any:

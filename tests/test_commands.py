@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import warnings
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -90,7 +91,7 @@ def test_the_version_names_what_matters_and_where_it_lies(
     assert cli.main(["--version"]) == 0
     said = capsys.readouterr().out
     assert f"flowalign {__version__} ({ROOT / 'flowalign'})" in said
-    assert f"torch {packages.version('torch')}" in said and "diffusers" in said
+    assert f"torch {metadata.version('torch')}" in said and "diffusers" in said
 
 
 @pytest.mark.parametrize(

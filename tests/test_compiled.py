@@ -5,7 +5,6 @@ from pathlib import Path
 
 import fakes
 import pytest
-import test_checkpoint
 import torch
 from agreement import assert_same
 
@@ -51,25 +50,6 @@ def test_compiled_rollout_labels_and_update_are_the_eager_ones(
     eager = run(random_model, tmp_path / "eager", *given)
     compiled = run(random_model, tmp_path / "compiled", *given, backend=backend)
     assert_same(eager, compiled, values=1e-5, gradients=1e-5)
-
-
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-@pytest.mark.long
-def test_images_of_several_sizes(random_model: str, tmp_path: Path, backend: str) -> None:
-    """Sizes take turns, and the graph of one must not be taken for the other."""
-    sizes = ["model.sizes=[[32, 32], [32, 64]]", "train.updates=4"]
-    loops = []
-    for name in ("eager", "compiled"):
-        loop = fakes.wired(fakes.settings(random_model, tmp_path / name, *sizes), moved=True)
-        if name == "compiled":
-            loop.backbone.compile(backend=backend)
-        loop.run()
-        loops.append(loop)
-    eager, compiled = (test_checkpoint.state(loop)["metrics"] for loop in loops)
-    for one, two in zip(eager, compiled, strict=True):
-        assert two["ratio_error"] < 1e-5
-        assert two["reward"] == pytest.approx(one["reward"], abs=1e-5)
-        assert two["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-2)
 
 
 @pytest.mark.long

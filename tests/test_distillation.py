@@ -53,15 +53,6 @@ def test_kl_weights_give_the_written_kl_and_its_gradient(kind: str, noise_level:
     assert_close(gradient, expected, rtol=1e-10, atol=1e-14)
 
 
-def test_kl_weights_are_the_formula_of_the_paper() -> None:
-    """(-dt)/2 (1/s + s (1 - sigma)/(2 sigma))^2 of Flow-OPD's project page."""
-    sigma, dt = SIGMAS[1:-2], SIGMAS[2:-1] - SIGMAS[1:-2]
-    s = 0.7 * (sigma / (1 - sigma)).sqrt()
-    formula = -dt / 2 * (1 / s + s * (1 - sigma) / (2 * sigma)) ** 2
-    weights = step_weights(SIGMAS, weighting="kl", noise_level=0.7)[1:-1]
-    assert_close(weights, formula, rtol=1e-10, atol=0)
-
-
 @pytest.mark.parametrize("kind", ["sde", "cps", "ode"])
 def test_the_other_weightings_are_what_their_papers_match(kind: str) -> None:
     steps, noise = torch.arange(9), 0.0 if kind == "ode" else 0.7

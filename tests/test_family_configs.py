@@ -9,7 +9,6 @@ import torch
 from test_sd35_configs import ROOT, data, stages
 
 from flowalign.backbone import loading
-from flowalign.backbone.loading import card_of
 from flowalign.backbone.structure import PUBLIC
 from flowalign.commands import recipe
 from flowalign.commands.doctor import plan
@@ -24,6 +23,7 @@ from flowalign.config import (
     TrainingStage,
     load,
 )
+from flowalign.config.loading import card_of
 from flowalign.training.preflight import Launch, check_world, world_problems
 
 __all__ = ["data"]  # a fixture

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from flowalign.backbone import Backbone
-from flowalign.config import ADAPTER, ModelConfig, TrainConfig, to_yaml
+from flowalign.config import ADAPTER, ModelConfig, to_yaml
 from flowalign.rewards import score
 from flowalign.rewards.preference import PickScore
 from flowalign.rewards.scoring import AsyncScorer
@@ -96,8 +96,6 @@ def test_a_resumed_run_is_the_uninterrupted_one_where_it_is_deterministic(
     random_model: str, tmp_path: Path
 ) -> None:
     """In processes of their own: cuBLAS reads its workspace's size when it starts."""
-    if "deterministic" not in TrainConfig.model_fields:
-        pytest.skip("this version has no train.deterministic")
 
     def run(folder: Path, updates: int, *more: str) -> dict[str, Tensor]:
         found = fakes.distillation(

@@ -1,6 +1,7 @@
 """The training loop under GRPO, on a reward that is not ours and a model of random weights."""
 
 import dataclasses
+import math
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,10 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from flowalign import sde
-from flowalign.config import GrpoStage
-from flowalign.credit import group_relative
-from flowalign.rewards.scoring import score
-from flowalign.training.algorithm import Prepared, TrainingError, pairs_of, strided
+from flowalign.training.algorithm import Prepared, TrainingError, pairs_of
 from flowalign.training.loop import Loop
+from flowalign.training.losses import kl_factors
+from flowalign.training.step import strided
 from flowalign.types import Rollout, Scores
 
 LINEAR = ["optimizer.eps=1.0", "optimizer.lr=30.0"]  # Adam's first step ~ lr * gradient
@@ -90,44 +90,6 @@ def test_the_first_ratio_is_one_in_half_precision(
         assert ratio_errors(loop, rollout, keep, size).max() <= 1e-4
 
 
-def test_the_first_guard_ratio_is_one_and_its_loss_is_weighted_by_step(
-    random_model: str, tmp_path: Path
-) -> None:
-    overrides = ["grpo.ratio=guard", "rollout.window=[1, 3]", "optimizer.micro_batch=8",
-                 "train.updates=2"]  # fmt: skip
-    loop = fakes.wired(fakes.settings(random_model, tmp_path / "run", *overrides), moved=True)
-    prepared: Any = loop.prepare(loop.rollout(0))
-    sigmas = loop.algorithm.plan(0).sigmas
-    for pairs in pairs_of(prepared.rollout, torch.ones(8, dtype=torch.bool), 8):
-        step = loop.algorithm.loss(pairs, loop.algorithm.velocity(pairs), prepared)
-        assert step.metrics["ratio_error"] == 0
-        gaps = (sigmas[:-1] - sigmas[1:])[pairs.steps]
-        assert_close(step.total.detach(), (-prepared.advantage[pairs.rows] / gaps).mean())
-    loop.run()
-    assert all(line["ratio_error"] == 0 for line in lines(loop))
-
-
-def test_the_guard_ratio_of_a_second_step_is_the_published_one(
-    random_model: str, tmp_path: Path
-) -> None:
-    """Once the weights have moved, by way of the log-probabilities that the rollout kept."""
-    given = fakes.settings(random_model, tmp_path / "run", "grpo.ratio=guard")
-    loop = fakes.wired(given, moved=True)
-    prepared: Any = loop.prepare(loop.rollout(0))
-    for parameter in loop.parameters:
-        parameter.data += 0.2 * torch.randn(parameter.shape)
-    (pairs,) = pairs_of(prepared.rollout, torch.ones(8, dtype=torch.bool), 24)
-    velocity = loop.algorithm.velocity(pairs)
-    new = sde.scheduled_transition(loop.algorithm.plan(0), pairs.x, velocity, pairs.steps)
-    x_next, old = pairs.action()
-    std = new.std.flatten()
-    shift = ((new.mean - pairs.mean) ** 2).mean((1, 2, 3)) / (2 * std**2)  # type: ignore[operator]
-    published = (std * (sde.log_prob(new, x_next) - old + shift)).exp()
-    error = float((published - 1).abs().max().detach())
-    found = loop.algorithm.loss(pairs, velocity, prepared).metrics["ratio_error"]
-    assert error > 1e-3 and found == pytest.approx(error, rel=1e-3)
-
-
 def test_gradient_accumulation_changes_nothing(random_model: str, tmp_path: Path) -> None:
     whole = updated(random_model, tmp_path / "whole", *LINEAR, "optimizer.micro_batch=24")
     before = fakes.wired(fakes.settings(random_model, tmp_path / "before"), moved=True)
@@ -196,26 +158,6 @@ def test_a_few_updates_raise_the_reward(random_model: str, tmp_path: Path) -> No
     assert rewards[-3:].mean() > rewards[:3].mean() + 0.7 * spread
 
 
-def test_a_task_of_small_rewards_learns_as_much_as_the_others(
-    random_model: str, tmp_path: Path
-) -> None:
-    """One std over all tasks would leave advantages of 1e-3 to the one of the small range."""
-    found = fakes.settings(random_model, tmp_path / "run", "grpo.advantage=batch_std")
-    loop = fakes.wired(fakes.mixed(found, "train.updates=1"), moved=True)
-    rollout = loop.rollout(0)
-    tasks = rollout.batch.tasks
-    assert sorted(set(tasks)) == ["red", "vivid"]
-    advantage = loop.algorithm.prepare(rollout, 0).advantage
-    loop.run()
-    for name in ("red", "vivid"):
-        own = advantage[torch.tensor([task == name for task in tasks])]
-        assert float(own.std(correction=0)) > 0.5
-    (line,) = lines(loop)
-    assert 0 < line["task_reward_std/red"] < 0.01 * line["task_reward_std/vivid"]
-    assert abs(line["task_reward/red"]) < 0.1 * abs(line["task_reward/vivid"])
-    assert line["task_advantage/red"] > 0.3 and line["task_advantage/vivid"] > 0.3
-
-
 @pytest.mark.parametrize(("how", "reason"), [("nan", "returned nan"), ("raise", "on holiday")])
 def test_a_failing_reward_stops_the_run_with_its_reason(
     random_model: str, tmp_path: Path, how: str, reason: str
@@ -224,26 +166,6 @@ def test_a_failing_reward_stops_the_run_with_its_reason(
     found = fakes.settings(random_model, tmp_path / "run", options, reward="Faulty")
     with pytest.raises(TrainingError, match=f"max_invalid_share.*{reason}.*--resume"):
         fakes.wired(found).run()
-
-
-def test_a_nan_masks_its_image_alone(random_model: str, tmp_path: Path) -> None:
-    options = "tasks.0.reward.options={rows: [2]}"
-    loop = updated(random_model, tmp_path / "run", options, reward="Faulty")
-    assert lines(loop)[0]["invalid_share"] == pytest.approx(1 / 8)
-    before = fakes.wired(fakes.settings(random_model, tmp_path / "before"), moved=True)
-    rollout = before.rollout(0)
-    assert rollout.images is not None
-    value = score(
-        fakes.redness, rollout.images, rollout.batch.prompts, rollout.batch.metadata
-    ).value
-    rest = torch.tensor([0, 1, 3, 4, 5, 6, 7])
-    expected = group_relative(value[rest], rollout.group[rest], std="group")
-    found = fakes.settings(random_model, tmp_path / "again", options, reward="Faulty")
-    again = fakes.wired(found, moved=True)
-    advantage = again.algorithm.prepare(again.rollout(0), 0).advantage
-    assert_close(advantage[rest].cpu(), expected)
-    assert advantage[2] == 0
-    assert torch.isfinite(weights(loop)).all()
 
 
 def test_the_logged_kl_is_the_mean_over_all_trained_steps(
@@ -265,6 +187,22 @@ def test_the_logged_kl_is_the_mean_over_all_trained_steps(
     ]
     assert max(kls) > 1.5 * min(kls)
     assert logged == pytest.approx([sum(kls) / len(kls)] * 3, rel=1e-3)
+
+
+def test_the_kl_is_the_one_that_is_named(random_model: str, tmp_path: Path) -> None:
+    """The log shows the exact one either way, so that runs can be compared."""
+    plain = fakes.wired(fakes.settings(random_model, tmp_path / "plain")).algorithm  # no KL
+    for form in ("exact", "published"):
+        given = ["grpo.kl_weight=1.0", *[f"grpo.kl={form}"] * (form != "exact")]
+        loop = fakes.wired(fakes.settings(random_model, tmp_path / form, *given), moved=True)
+        prepared: Any = loop.prepare(loop.rollout(0))
+        sigmas = prepared.rollout.sigmas
+        for pairs in pairs_of(prepared.rollout, torch.ones(8, dtype=torch.bool), 8):  # a step each
+            velocity = loop.algorithm.velocity(pairs)
+            found = loop.algorithm.loss(pairs, velocity, prepared)
+            part = float((found.total - plain.loss(pairs, velocity, prepared).total).detach())
+            factor = float(kl_factors(sigmas, form)[pairs.steps[0]])
+            assert part == pytest.approx(factor * found.metrics["kl"], rel=1e-3)
 
 
 @pytest.mark.parametrize(("images", "count"), [(8, 3), (48, 9), (48, 1), (4, 40)])
@@ -313,95 +251,46 @@ def test_dropped_images_count_neither_for_the_policy_nor_for_the_kl(
     assert torch.equal(prepared.keep, prepared.advantage != 0) and prepared.keep.sum() == 4
 
 
-def test_the_kl_is_the_one_that_is_named(random_model: str, tmp_path: Path) -> None:
-    """exact is the default; published is that times -dt of the step, and the log shows the exact
-    one either way, so that runs can be compared."""
-    parts: dict[str, list[Tensor]] = {}
-    plain = fakes.wired(fakes.settings(random_model, tmp_path / "plain")).algorithm  # no KL
-    for form in ("default", "published"):
-        named = [f"grpo.kl={form}"] if form != "default" else []
-        found = fakes.settings(random_model, tmp_path / form, "grpo.kl_weight=1.0", *named)
-        assert isinstance(found, GrpoStage) and (found.grpo.kl == "exact") == (form == "default")
-        loop = fakes.wired(found, moved=True)
-        rollout = loop.rollout(0)
-        prepared = loop.algorithm.prepare(rollout, 0)
-        everything = torch.ones(len(rollout), dtype=torch.bool)
-        parts[form] = []
-        for pairs in pairs_of(rollout, everything, len(rollout)):  # one step each
-            velocity = loop.algorithm.velocity(pairs)
-            step = loop.algorithm.loss(pairs, velocity, prepared)
-            parts[form].append((step.total - plain.loss(pairs, velocity, prepared).total).detach())
-            exact = float(parts["default"][len(parts[form]) - 1])
-            assert step.metrics["kl"] == pytest.approx(exact, rel=1e-3)
-    sigmas = rollout.sigmas
-    minus_dt = (sigmas[:-1] - sigmas[1:])[list(rollout.steps)]
-    ratio = torch.stack(parts["published"]) / torch.stack(parts["default"])
-    assert_close(ratio, minus_dt.to(ratio), rtol=1e-3, atol=0)
+class Told:
+    """Redness that counts its evaluations, of four prompts each, and may say something else there:
+    a mean, half a point more or less; or, for NaN, that it failed on most images, and that what is
+    left is wonderful. On the class, as each run builds its own."""
 
-
-class Counting:
-    """Redness that counts its evaluations, of four prompts each, and may say something else there.
-    On the class, as each run builds its own."""
-
+    says: tuple[float | None, ...] = ()
     seen = 0
 
     def __call__(self, images: Tensor, prompts: list[str], metadata: list[Any]) -> Scores:
-        found = fakes.redness(images, prompts, metadata)
+        found, kind = fakes.redness(images, prompts, metadata), type(self)
         if not all(prompt.startswith("held") for prompt in prompts):
             return found
-        kind = type(self)
-        number, kind.seen = kind.seen, kind.seen + 1
-        return self.evaluation(number, found)
-
-    def evaluation(self, number: int, found: Scores) -> Scores:
-        """What is said at an evaluation, in place of redness."""
-        raise NotImplementedError
-
-
-class Tired(Counting):
-    """Fails on most images of its n-th evaluations, and finds what is left of them wonderful."""
-
-    evaluations: tuple[int, ...] = ()
-
-    def evaluation(self, number: int, found: Scores) -> Scores:
-        if number not in self.evaluations:
+        kind.seen += 1
+        said = dict(enumerate(kind.says, 1)).get(kind.seen)
+        if said is None:
             return found
-        value = torch.full_like(found.value, float("nan"))
-        value[0] = 99.0
-        return Scores.of(value, red=found.parts["red"])
+        value = torch.tensor([0.5, -0.5, 0.5, -0.5]) + said  # ± .29
+        lost = torch.tensor([99.0, *[torch.nan] * 3])
+        return Scores.of(lost if math.isnan(said) else value, red=found.parts["red"])
 
 
 @pytest.fixture
-def tired(monkeypatch: pytest.MonkeyPatch) -> type[Tired]:
-    monkeypatch.setattr(Tired, "seen", 0)
-    monkeypatch.setattr(Tired, "evaluations", ())
-    return Tired
+def told(monkeypatch: pytest.MonkeyPatch) -> type[Told]:
+    monkeypatch.setattr(Told, "seen", 0)
+    monkeypatch.setattr(Told, "says", ())
+    return Told
 
 
-def evaluated(
-    model: str, folder: Path, count: int, *, resume: bool = False, reward: str = "Tired"
-) -> Loop:
+def evaluated(model: str, folder: Path, count: int, *, resume: bool = False) -> Loop:
     """A run that is evaluated at every update, from 0 on."""
     held_out = folder.parent / "held_out.txt"
     held_out.parent.mkdir(parents=True, exist_ok=True)
     held_out.write_text("\n".join(f"held {letter}" for letter in "ABCD"))
     given = [f"tasks.0.validation={held_out}", "evaluation={every: 1, prompts: 4}",
-             f"tasks.0.reward.name=test_loop:{reward}", "train.checkpoint_every=1",
+             "tasks.0.reward.name=test_loop:Told", "train.checkpoint_every=1",
              "rollout.steps=2", f"train.updates={count}"]  # fmt: skip
     loop = fakes.wired(fakes.settings(model, folder, *given))
     assert loop.resume() == resume
     loop.run()
     return loop
-
-
-class Told(Counting):
-    """At its n-th evaluation what `means` says, and half a point more or less."""
-
-    means: tuple[float, ...] = ()
-
-    def evaluation(self, number: int, found: Scores) -> Scores:
-        value = torch.tensor([0.5, -0.5, 0.5, -0.5]) + self.means[number]  # ± .29
-        return Scores.of(value, red=found.parts["red"])
 
 
 @pytest.mark.parametrize(
@@ -415,18 +304,17 @@ class Told(Counting):
     ],
 )
 def test_the_first_weights_are_kept_only_where_those_after_are_clearly_worse(
-    random_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, means: Any, kept: int
+    random_model: str, tmp_path: Path, told: type[Told], means: Any, kept: int
 ) -> None:
-    monkeypatch.setattr(Told, "means", means)
-    monkeypatch.setattr(Told, "seen", 0)
-    loop = evaluated(random_model, tmp_path / "run", len(means) - 1, reward="Told")
+    told.says = means
+    loop = evaluated(random_model, tmp_path / "run", len(means) - 1)
     assert loop.evaluations.best == {"headline": pytest.approx(means[kept]), "update": kept}
 
 
 def test_an_evaluation_over_few_images_never_chooses_the_best(
-    random_model: str, tmp_path: Path, tired: type[Tired]
+    random_model: str, tmp_path: Path, told: type[Told]
 ) -> None:
-    tired.evaluations = (1,)
+    told.says = (None, torch.nan)
     loop = evaluated(random_model, tmp_path / "run", 2)
     rows = [row for row in lines(loop) if any(key.startswith("eval/") for key in row)]
     assert [row.get("eval/lost") for row in rows] == [None, 1, None]
@@ -436,21 +324,21 @@ def test_an_evaluation_over_few_images_never_chooses_the_best(
 
 
 def test_a_run_whose_last_evaluation_was_lost_stops_and_takes_it_again(
-    random_model: str, tmp_path: Path, tired: type[Tired]
+    random_model: str, tmp_path: Path, told: type[Told]
 ) -> None:
     whole = evaluated(random_model, tmp_path / "whole" / "run", 1)
-    tired.seen, tired.evaluations = 0, (1,)
+    told.seen, told.says = 0, (None, torch.nan)
     with pytest.raises(TrainingError, match="--resume"):
         evaluated(random_model, tmp_path / "run", 1)
     assert (tmp_path / "run" / "checkpoints" / "update_000001").is_dir()
-    tired.seen, tired.evaluations = 0, ()
+    told.seen, told.says = 0, ()
     again = evaluated(random_model, tmp_path / "run", 1, resume=True)
     assert again.evaluations.best == whole.evaluations.best
     assert [row for row in lines(again) if "eval/headline" in row] == [
         row for row in lines(whole) if "eval/headline" in row
     ]
     assert not any("eval/lost" in row for row in lines(again))
-    assert tired.seen == 1  # nothing else was repeated
+    assert told.seen == 1  # nothing else was repeated
 
 
 def test_nothing_is_learnt_where_no_image_is_kept(random_model: str, tmp_path: Path) -> None:

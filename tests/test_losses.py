@@ -7,8 +7,6 @@ from torch.testing import assert_close
 from flowalign import sde
 from flowalign.training.losses import (
     clip_fraction,
-    guard_log_ratio,
-    guard_weights,
     kl_factors,
     policy_loss,
 )
@@ -49,11 +47,6 @@ def test_the_ratio_of_equal_log_probs_is_exactly_one():
     loss, ratio = policy_loss(log_prob, log_prob.clone(), advantage, clip_range=1e-5)
     assert torch.equal(ratio, torch.ones(5))
     assert torch.equal(loss, -advantage)
-
-
-def test_the_gradient_at_ratio_one_is_that_of_the_policy_gradient():
-    _, _, gradient = loss_at([1.0] * 3, [0.3, -1.0, 4.0], clip_range=1e-5)
-    assert_close(gradient, -torch.tensor([0.3, -1.0, 4.0], dtype=torch.float64))
 
 
 def test_only_log_prob_carries_gradient():
@@ -100,76 +93,3 @@ def test_the_published_kl_is_the_exact_one_times_minus_dt_at_every_step():
     stronger = (exact / published)[:9]  # at an equal beta, on the steps that are trained
     assert float(stronger.max()) == pytest.approx(25, rel=0.03)
     assert float(stronger.min()) == pytest.approx(3.7, rel=0.03)
-
-
-def transitions(count, change, noise_level=0.7, dtype=torch.float64):
-    """An old and a new policy at every step but the last of a schedule, `count` rows each: sigmas,
-    steps, the new one's velocity, its transition, the old one's, and an x_next sampled from that.
-    """
-    sigmas = sde.sigmas(10, 3.0).to(dtype)
-    steps = torch.arange(9).repeat_interleave(count)
-    generator = torch.Generator().manual_seed(0)
-    x, old, noise = (
-        torch.randn(len(steps), 4, 8, 8, generator=generator, dtype=dtype) for _ in range(3)
-    )
-    shift = torch.randn(len(steps), 4, 8, 8, generator=generator, dtype=dtype)
-    new = (old + change * shift).requires_grad_()
-
-    def at(velocity):
-        now, after = sigmas[steps], sigmas[steps + 1]
-        return sde.transition(
-            x, velocity, now, after, noise_level=noise_level, sigma_max=float(sigmas[1])
-        )
-
-    before = at(old)
-    return sigmas, steps, new, at(new), before, sde.sample(before, noise)
-
-
-def test_the_guard_ratio_and_its_gradient_are_the_published_ones():
-    """Eq. 8 by way of the log-probabilities, evaluated apart: their difference, plus the shift of
-    its mean, times the standard deviation."""
-    _, _, velocity, new, old, x_next = transitions(2, 0.3)
-    found = guard_log_ratio(new, old.mean, x_next)
-    std = old.std.flatten()
-    shift = ((new.mean - old.mean) ** 2).flatten(1).mean(1) / (2 * std**2)
-    published = std * (sde.log_prob(new, x_next) - sde.log_prob(old, x_next) + shift)
-    assert_close(found, published, rtol=1e-10, atol=1e-12)
-    ours, theirs = (torch.autograd.grad(r.sum(), velocity, retain_graph=True)[0]
-                    for r in (found, published))  # fmt: skip
-    assert_close(ours, theirs, rtol=1e-8, atol=1e-12)
-
-
-def test_the_guard_ratio_is_centred_and_of_one_scale_where_the_plain_one_is_neither():
-    """The same change of velocity at every step, many draws of the noise."""
-    sigmas, steps, _, new, old, x_next = transitions(400, 0.3)
-    plain = (sde.log_prob(new, x_next) - sde.log_prob(old, x_next)).reshape(9, 400).detach()
-    guard = guard_log_ratio(new, old.mean, x_next).reshape(9, 400).detach()
-    error = lambda rows: rows.mean(1) / (rows.std(1) / 20)  # noqa: E731  in standard errors
-    assert bool((error(plain) < -2).all())  # its mean is below 0
-    assert bool((error(guard).abs() < 3.5).all())
-    weighted = guard * guard_weights(sigmas)[:9, None]
-    spread = weighted.std(1)[1:]  # from sigma < 1 on, where the slope is dt (1 + a^2 / 2)
-    assert float(spread.max() / spread.min()) < 1.15
-    assert float(plain.std(1)[1:].max() / plain.std(1)[1:].min()) > 3
-
-
-def test_the_guard_ratio_of_the_policy_that_sampled_is_exactly_one():
-    _, _, _, new, old, x_next = transitions(2, 0.0, dtype=torch.float32)
-    assert torch.equal(guard_log_ratio(new, old.mean, x_next).exp(), torch.ones(18))
-
-
-def test_guard_weights_even_out_the_gradient_by_the_velocity():
-    """At the policy that sampled: the gradient of the weighted log-ratio is the noise times
-    -(1 + a^2 / 2), whatever the step (the first has -1, as its sigma is 1)."""
-    sigmas, steps, velocity, new, old, x_next = transitions(3, 0.0)
-    ratio = guard_log_ratio(new, old.mean, x_next) * guard_weights(sigmas)[steps]
-    (gradient,) = torch.autograd.grad(ratio.sum(), velocity)
-    noise = (x_next - old.mean) / old.std
-    slope = torch.where(steps == 0, 1.0, 1 + 0.7**2 / 2).double()[:, None, None, None]
-    assert_close(gradient * 4 * 64, -slope * noise, rtol=1e-7, atol=1e-9)
-
-
-def test_a_step_without_noise_has_no_guard_ratio():
-    _, _, _, new, old, x_next = transitions(1, 0.1, noise_level=0.0)
-    with pytest.raises(ValueError, match="no log-probability"):
-        guard_log_ratio(new, old.mean, x_next)

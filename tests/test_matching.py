@@ -44,23 +44,6 @@ def ours(case: dict) -> tuple[Tensor, Tensor, Tensor]:
     return r, total.detach(), gradient
 
 
-def written_nft(v: Tensor, case: dict, r: Tensor) -> Tensor:
-    """Equation 5 of the paper with the weights of section 3.3, image by image, over predicted
-    images and not velocities."""
-    given, beta, losses = inputs(case), case["beta"], []
-    for i in range(len(v)):
-        x0, sigma, old = given["x0"][i], given["sigma"][i], given["v_old"][i]
-        noised = (1 - sigma) * x0 + sigma * given["noise"][i]
-        branches = []
-        for branch in (beta * v[i] + (1 - beta) * old, (1 + beta) * old - beta * v[i]):
-            predicted = noised - sigma * branch
-            weight = max(float((predicted.detach() - x0).abs().mean()), 1e-5)
-            branches.append(((predicted - x0) ** 2).mean() / weight)
-        losses.append((r[i] * branches[0] + (1 - r[i]) * branches[1]) / beta)
-    drift = ((v - given["v_ref"]) ** 2).mean((1, 2, 3))
-    return case["adv_clip"] * torch.stack(losses).mean() + case["kl_weight"] * drift.mean()
-
-
 @pytest.mark.parametrize("case", cases("nft"), ids=lambda case: str(case["id"]))
 def test_nft_is_the_published_arithmetic(case: dict) -> None:
     """Its `policy_loss` holds the KL, too: the code adds it in place."""
@@ -68,16 +51,6 @@ def test_nft_is_the_published_arithmetic(case: dict) -> None:
     assert_close(r, torch.tensor(case["r"], dtype=torch.float64), rtol=0, atol=1e-12)
     assert float(loss) == pytest.approx(case["loss"], rel=1e-9)
     expected = TENSORS[f"{case['prefix']}.grad_v"]
-    assert_close(gradient, expected, rtol=1e-6, atol=1e-9 * float(expected.abs().max()))
-
-
-@pytest.mark.parametrize("case", cases("nft"), ids=lambda case: str(case["id"]))
-def test_nft_is_the_papers_formula(case: dict) -> None:
-    r, loss, gradient = ours(case)
-    v = inputs(case)["v"].requires_grad_()
-    written = written_nft(v, case, r)
-    (expected,) = torch.autograd.grad(written, v)
-    assert float(loss) == pytest.approx(float(written.detach()), rel=1e-9)
     assert_close(gradient, expected, rtol=1e-6, atol=1e-9 * float(expected.abs().max()))
 
 
@@ -132,27 +105,3 @@ def test_awm_is_the_published_arithmetic(case: dict) -> None:
     (gradient,) = torch.autograd.grad(loss, given["v"])
     expected = TENSORS[f"{case['prefix']}.grad_v"]
     assert_close(gradient, expected, rtol=1e-6, atol=2e-7 * float(expected.abs().max()))
-
-
-@pytest.mark.parametrize("weighting", WEIGHTINGS)
-def test_the_gradient_of_awm_by_hand(weighting: str) -> None:
-    """At ratio 1: -A d log p / dv, and d log p / dv = -w'(m) 2 (v - target) / n."""
-    draw = torch.Generator().manual_seed(1)
-    v, target = (torch.randn(3, 2, 4, 4, generator=draw, dtype=torch.float64) for _ in range(2))
-    t = torch.tensor([0.2, 0.7, 1.0], dtype=torch.float64)
-    advantage = torch.tensor([-1.0, 0.4, 1.0], dtype=torch.float64)
-    log_prob = awm_log_prob(v.requires_grad_(), target, t, weighting=weighting)
-    loss, ratio = policy_loss(log_prob, log_prob.detach(), advantage, clip_range=1.0)
-    assert torch.equal(ratio, torch.ones_like(ratio))
-    (gradient,) = torch.autograd.grad(loss.sum(), v)
-    error = v.detach() - target
-    m = (error**2).mean((1, 2, 3))
-    slope = {
-        "uniform": torch.ones_like(m),
-        "t": t,
-        "t2": t**2,
-        "huber": t / 2 * (m + 1e-10) ** -0.5,
-        "ghuber": t * (m + 1e-10) ** (0.25 - 1),
-    }[weighting]
-    expected = (advantage * slope * 2 / error[0].numel())[:, None, None, None] * error
-    assert_close(gradient, expected, rtol=1e-9, atol=1e-12)

@@ -1,6 +1,5 @@
 """Merging adds whole weight updates, exactly where it can, and refuses what does not fit."""
 
-import shutil
 from functools import partial
 from pathlib import Path
 
@@ -9,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 from torch.testing import assert_close
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from flowalign.backbone import Backbone
 from flowalign.backbone.adapters import read_lora, write_lora
@@ -18,7 +16,6 @@ from flowalign.commands.doctor import advise
 from flowalign.commands.doctor.count import ranks_of
 from flowalign.config import Stage, parse
 from flowalign.teachers.merge import Factors, merge, merge_layer
-from flowalign.training.run import lock
 
 SHAPES = [(4, 4.0, 1), (6, 12.0, 2)]  # rank, alpha, seed
 
@@ -121,30 +118,6 @@ def test_svd_is_that_of_the_dense_update(rank: int) -> None:
         assert error == pytest.approx(lost, rel=1e-9, abs=1e-12)
 
 
-class Largest(TorchDispatchMode):
-    """Watches the size of the largest tensor that is made inside the `with`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.entries = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        for tensor in result if isinstance(result, tuple | list) else [result]:
-            if isinstance(tensor, Tensor):
-                self.entries = max(self.entries, tensor.numel())
-        return result
-
-
-@pytest.mark.parametrize("method", ["concat", "svd"])
-def test_no_whole_layer_is_built(method: str) -> None:
-    """1536 x 1536 in float64 is 19 MB and most of a second a layer, and SD3.5 has hundreds."""
-    parts = [Factors(torch.randn(4, 600).double(), torch.randn(500, 4).double()) for _ in "abc"]
-    with Largest() as seen:
-        merge_layer(parts, [1.0] * 3, method, 4, 0.5)
-    assert 0 < seen.entries <= 12 * 600
-
-
 @pytest.mark.parametrize("method", ["ties", "dare"])
 def test_with_nothing_dropped_one_adapter_is_itself(
     teachers: list[Path], tmp_path: Path, method: str
@@ -238,8 +211,8 @@ def test_adapters_that_do_not_fit_are_refused(random_model: str, tmp_path: Path)
     extra["transformer_blocks.0.attn.to_q.lora_magnitude_vector"] = torch.ones(32)
     write_lora(tmp_path / "dora", extra, metadata)
     for folder, message in (
-        (other, "trained on tiny, .* on large"),
-        (tmp_path / "wide", "of other sizes"),
+        (other, "tiny in .*large in "),
+        (tmp_path / "wide", r"is \[\d+, \d+\] in"),
         (tmp_path / "dora", "lora_magnitude_vector"),
         (tmp_path / "nothing", "no such folder"),
     ):
@@ -247,7 +220,7 @@ def test_adapters_that_do_not_fit_are_refused(random_model: str, tmp_path: Path)
             merge([one, folder], tmp_path / "out")
         assert not (tmp_path / "out").exists()
     unnamed = teacher(random_model, tmp_path / "unnamed", 2, 2.0, 1)
-    with pytest.raises(ValueError, match="trained on tiny, .* on large"):
+    with pytest.raises(ValueError, match="tiny in .*large in "):
         merge([unnamed, one, other], tmp_path / "out")
     merge([unnamed, one], tmp_path / "out", model="other")
     assert read_lora(tmp_path / "out").base == "tiny"
@@ -271,16 +244,3 @@ def test_the_command_merges_and_refuses(
     assert "| transformer_blocks.0.attn.to_q | 2 |" in capsys.readouterr().out
     assert main(command) == 2
     assert "already holds an adapter" in capsys.readouterr().err
-
-
-def test_an_adapter_whose_run_goes_on_is_merged_with_a_warning(
-    teachers: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    adapter = tmp_path / "run" / "adapter"
-    shutil.copytree(teachers[0], adapter)
-    with lock.holding(adapter.parent):
-        assert main(["merge", str(adapter), "--out", str(tmp_path / "first")]) == 0
-    assert str(adapter) in capsys.readouterr().err
-    (adapter.parent / lock.LOCK).touch()  # of a run that was killed
-    assert main(["merge", str(adapter), "--out", str(tmp_path / "second")]) == 0
-    assert str(adapter) not in capsys.readouterr().err

@@ -122,16 +122,6 @@ def test_images_without_an_advantage_are_left_out_where_no_other_term_or_step_ne
         assert gradient(loop, loop.algorithm.loss(pairs, velocity, found).total).abs().max() < 1e-6
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_few_updates_raise_the_reward(random_model: str, tmp_path: Path, stage: str) -> None:
-    overrides = ["optimizer.lr=3e-2", "rollout.copies=32", "rollout.batch_size=64",
-                 "optimizer.micro_batch=64", "train.updates=20"]  # fmt: skip
-    rows = lines(run(random_model, tmp_path / "run", *overrides, stage=stage))
-    rewards = torch.tensor([row["reward"] for row in rows])
-    assert rewards[-3:].mean() > rewards[:3].mean() + 0.7 * rows[0]["reward_std"]
-
-
 def test_the_drift_is_the_distance_to_the_base(random_model: str, tmp_path: Path) -> None:
     fresh = run(random_model, tmp_path / "fresh", "train.updates=1")
     assert lines(fresh)[0]["velocity_drift"] == 0
@@ -226,22 +216,6 @@ def test_the_old_policy_samples_and_follows(random_model: str, tmp_path: Path) -
     assert loop.backbone.active == STUDENT
 
 
-@pytest.mark.parametrize("ahead", ["true", "false"])
-def test_its_images_are_scored_while_the_next_are_sampled(
-    random_model: str, tmp_path: Path, ahead: str
-) -> None:
-    given = [AVERAGED, f"train.score_while_sampling={ahead}", "rollout.batch_size=3"]
-    loop = fakes.wired(fakes.forward(random_model, tmp_path / "run", *given), moved=True)
-    scored: Any = algorithm(loop).scored
-    found = loop.rollout(0)
-    assert loop.algorithm.sources(["red"]) and scored.scoring.waiting == (
-        8 if ahead == "true" else 0
-    )
-    value = fakes.redness(found.images, [], []).value  # pyright: ignore[reportArgumentType]
-    first, second = (scored.credit(found, 0).advantage.argmax() for _ in range(2))
-    assert first == second and value.std() > 0
-
-
 def test_an_update_of_nan_moves_no_policy(random_model: str, tmp_path: Path) -> None:
     loop = fakes.wired(fakes.forward(random_model, tmp_path / "run", AVERAGED), moved=True)
     before = weights(old(loop).parameters).clone()
@@ -252,27 +226,6 @@ def test_an_update_of_nan_moves_no_policy(random_model: str, tmp_path: Path) -> 
 
 
 # Resume, processes, compilation -------------------------------------------------------------------
-
-
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
-@pytest.mark.parametrize("stage", ["nft", "awm"])
-@pytest.mark.long
-def test_compiled_is_eager(random_model: str, tmp_path: Path, stage: str) -> None:
-    loops = []
-    for name in ("eager", "compiled"):
-        torch.compiler.reset()
-        found = fakes.forward(random_model, tmp_path / name, *STAGES[stage], stage=stage)
-        loops.append(fakes.wired(found, moved=True))
-    loops[1].backbone.compile(backend="aot_eager")
-    found = [prepared(loop) for loop in loops]
-    assert_close(found[1].rollout.states, found[0].rollout.states, rtol=0, atol=1e-5)
-    slopes = []
-    for loop in loops:
-        (pairs,) = pairs_of(found[0].rollout, torch.ones(8, dtype=torch.bool), 100)
-        total = loop.algorithm.loss(pairs, loop.algorithm.velocity(pairs), found[0]).total
-        slopes.append(gradient(loop, total))
-    torch.compiler.reset()
-    assert_close(slopes[1], slopes[0], rtol=0, atol=1e-5 * float(slopes[0].abs().max()))
 
 
 # Settings ----------------------------------------------------------------------------------------
@@ -301,19 +254,6 @@ def test_what_cannot_be_meant_is_refused(
         overrides = override.replace("{}", stage).split(" and ")
         fakes.forward(random_model, tmp_path / "run", *overrides, stage=stage)
     assert any(re.match(re.escape(said.replace("{}", stage)), p) for p in error.value.problems)
-
-
-@pytest.mark.parametrize(
-    ("stage", "key", "value"),
-    [("nft", "beta", 0), ("nft", "old.decay", 1.0),
-     ("awm", "clip_range", 0), ("awm", "weighting", "some"), ("awm", "ghuber_power", 0)],
-)  # fmt: skip
-def test_values_out_of_range_are_refused(
-    random_model: str, tmp_path: Path, stage: str, key: str, value: Any
-) -> None:
-    with pytest.raises(ConfigError) as error:
-        fakes.forward(random_model, tmp_path / "run", f"{stage}.{key}={value}", stage=stage)
-    assert any(p.startswith(f"{stage}.{key}: ") for p in error.value.problems)
 
 
 def test_the_loss_may_have_a_cfg_scale_of_its_own(random_model: str, tmp_path: Path) -> None:

@@ -38,7 +38,6 @@ LEVELS = {
 # Registries, whose entries are above them: a text names what is imported when it is asked for.
 BY_NAME = {
     "flowalign.eval.__main__": {"flowalign.commands.evaluate"},  # python -m flowalign.eval is it
-    "flowalign.config.loading": {"flowalign.backbone.loading"},  # the cards of the families
     "flowalign.config.stages.rewards": {
         f"flowalign.teachers.{name}" for name in ("grpo", "nft", "awm")
     },

@@ -20,9 +20,10 @@ from torch import nn
 from torch.testing import assert_close
 
 from flowalign.backbone import structure
-from flowalign.backbone.loading import card_of, family_of
+from flowalign.backbone.loading import family_of
 from flowalign.backbone.shapes import PUBLIC
 from flowalign.backbone.structure import build, find
+from flowalign.config.loading import card_of
 
 FOLDER = Path(__file__).parent / "published"
 NAMES = sorted(file.stem for file in FOLDER.glob("*.json"))

@@ -73,13 +73,8 @@ def flipped(path: Path) -> None:
 
 DAMAGES: dict[str, Damage] = {
     "bit": lambda folder: flipped(folder / "ema.safetensors"),
-    "cut": lambda folder: (folder / "states.pt").write_bytes(b"PK"),
     "missing": lambda folder: (folder / "rng_0.json").unlink(),
-    "no manifest": lambda folder: (folder / "manifest.json").unlink(),
     "empty": lambda folder: (shutil.rmtree(folder), folder.mkdir())[1],
-    "mixed": lambda folder: shutil.copy(
-        folder.with_name("update_000002") / "states.pt", folder / "states.pt"
-    ),
     "older one's": lambda folder: (
         shutil.rmtree(folder),
         shutil.copytree(folder.with_name("update_000002"), folder),
@@ -196,6 +191,13 @@ def test_what_is_in_the_way_of_a_checkpoint_is_replaced(tmp_path: Path) -> None:
     (checkpoints.folder / "update_000002").mkdir()
     manifest.check_manifest(save(checkpoints, 2))
     assert [path.name for path in checkpoints.folder.iterdir()] == ["update_000002"]
+
+
+def test_a_resumed_run_rotates_what_a_killed_one_did_not(tmp_path: Path) -> None:
+    several, one = Checkpoints(tmp_path, 3), Checkpoints(tmp_path, 1)
+    folders = [save(several, update) for update in (1, 2)]
+    one.restore(folders[1], 2, 2)
+    assert one.all() == folders[1:]
 
 
 def test_rotation_keeps_a_sound_checkpoint_rather_than_one_that_claims_to_be_newer(

@@ -150,41 +150,6 @@ def test_no_noise_is_the_euler_step_to_the_bit(kind, level):
     assert torch.equal(sde.sample(step, noise), euler)
 
 
-@pytest.mark.parametrize("kind", ["sde", "cps"])
-def test_the_mean_tends_to_the_euler_step_at_second_order_and_std_at_first(kind):
-    x, v, _ = toy()
-    euler = x - 0.2 * v
-
-    def at(level):
-        step = sde.transition(x, v, 0.7, 0.5, noise_level=level, kind=kind, sigma_max=0.96)
-        return float((step.mean - euler).norm()), float(step.std[0])
-
-    (far, wide), (near, thin) = at(2e-2), at(1e-2)
-    assert far / near == pytest.approx(4, rel=1e-3)
-    assert wide / thin == pytest.approx(2, rel=1e-3)
-
-
-@pytest.mark.parametrize("kind", ["sde", "cps", "ode"])
-def test_the_last_step_with_an_exact_velocity_gives_the_clean_image(kind):
-    clean, eps, _ = toy()
-    noisy = 0.9 * clean + 0.1 * eps
-    level = 0.0 if kind == "sde" else 0.7
-    step = sde.transition(
-        noisy, eps - clean, 0.1, 0.0, noise_level=level, kind=kind, sigma_max=0.96
-    )
-    assert_close(step.mean, clean)
-    assert_close(step.std, torch.zeros_like(step.std), atol=1e-12, rtol=0)
-
-
-def test_cps_keeps_the_noise_level():
-    """Coefficients preserved: from x0 = 0 the sample at sigma_next has variance sigma_next^2."""
-    _, eps, noise = toy(batch=2, shape=(4, 64, 64))
-    step = sde.transition(0.8 * eps, eps, 0.8, 0.5, noise_level=0.6, kind="cps", sigma_max=0.96)
-    assert float(sde.sample(step, noise).std()) == pytest.approx(0.5, rel=0.02)
-    signal = float(step.mean.std() / eps.std())
-    assert signal**2 + float(step.std[0]) ** 2 == pytest.approx(0.5**2, rel=1e-6)
-
-
 @pytest.mark.parametrize("kind", ["sde", "cps", "ode"])
 def test_mixed_steps_equal_row_by_row(kind):
     x, v, noise = toy(batch=4, dtype=torch.float32)

@@ -135,7 +135,7 @@ def test_a_benchmark_has_its_own_size(random_model: str, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
-        (["model.height=[32, 64]"], r"model\.height: .*model\.sizes: \[\["),
+        (["model.height=[32, 64]"], r"model\.height: "),
         (["model.sizes=[[32, 32], [32, 32]]"], r"model\.sizes: "),
         (["model.sizes=[[32, 32], [32, 40]]"], r"model\.sizes\.1\.1: .*16"),
         (["model.sizes=[]"], r"model\.sizes: "),

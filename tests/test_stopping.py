@@ -192,18 +192,6 @@ def test_the_clock_ends_a_run_after_one_update_at_least(
 
 
 @pytest.mark.slow
-def test_sigterm_ends_a_command_soon(random_model: str, tmp_path: Path) -> None:
-    path = config_file(random_model, tmp_path, "test_stopping:Called", f"{{folder: {tmp_path}}}")
-    process = started("train.py", "--config", path, "train.updates=1000")
-    wait_for(tmp_path, process, 1)
-    process.send_signal(signal.SIGTERM)
-    began = time.monotonic()
-    _, said = process.communicate(timeout=60)
-    assert process.returncode == 143 and time.monotonic() - began < 20
-    assert_saved(tmp_path, said, "SIGTERM")
-
-
-@pytest.mark.slow
 def test_a_signal_to_one_process_ends_all_where_they_meet(
     random_model: str, tmp_path: Path
 ) -> None:

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import shutil
 from pathlib import Path
 
 import fakes
@@ -208,7 +207,7 @@ def test_a_run_comes_nearer_to_its_teachers(random_model: str, tmp_path: Path) -
     assert after.mean() < 0.7 * before.mean()
     found = lines(loop)
     step = loop.algorithm.plan(0).trained[0]
-    names = {f"weight/step_{step}", f"kl/step_{step}", "kl/even", "gradient_cosine/even~odd"}
+    names = {f"weight/step_{step}", f"kl/step_{step}", "kl/even"}
     assert names <= found[0].keys()
     assert all(row["loss"] == pytest.approx(row["distill"]) for row in found)
 
@@ -236,37 +235,6 @@ def test_the_distance_at_fixed_states_is_that_to_the_targets(
         assert {name: row[name] for name in names} == {name: rows[0][name] for name in names}
         assert row["fixed_path/even"] == row["fixed_noised/even"] == 0
         assert min(row["fixed_path/odd"], row["fixed_noised/odd"]) > 1e-4
-
-
-@pytest.mark.slow
-def test_of_an_extrapolated_target_the_log_has_the_distance_to_the_teacher_too(
-    random_model: str, tmp_path: Path
-) -> None:
-    """A student that is its teacher is (lambda - 1) |v_teacher - v_base| away from the target."""
-    same = [f"lora.init={tmp_path / 'even'}", "optimizer.lr=1e-30", "ema=null", EXACT]
-    found = []
-    for scale in (2, 3):
-        given = [*same, "train.updates=1", f"teachers.even.extrapolate={scale}"]
-        config = evaluated(random_model, tmp_path, *given, f"output={tmp_path / str(scale)}")
-        train(config)
-        row = next(row for row in log_of(config) if metrics.HEADLINE in row)
-        assert row["fixed_teacher/even"] == 0 and "fixed_teacher/odd" not in row
-        found.append(row["fixed_path/even"])
-        card = (Path(config.output) / "adapter" / "README.md").read_text()
-        assert f"teachers.even: extrapolated from the base by {scale}" in card
-    assert found[1] == pytest.approx(4 * found[0], rel=1e-4) and found[0] > 1e-4
-
-
-@pytest.mark.slow
-def test_a_resumed_run_has_the_same_fixed_states(random_model: str, tmp_path: Path) -> None:
-    config = evaluated(random_model, tmp_path, "train.updates=2")
-    train(config)
-    shutil.rmtree(Path(config.output) / "checkpoints" / "update_000002")
-    before = log_of(config)
-    train(config, resume=True)
-    for old, new in zip(before, log_of(config), strict=True):
-        for key in old:
-            assert key.startswith("seconds") or key == "images_per_second" or old[key] == new[key]
 
 
 @pytest.mark.slow

@@ -54,9 +54,8 @@ class Family(ABC):
     FlowMatchEulerDiscreteScheduler.
 
     pipeline: the class in diffusers that `model_index.json` names.
-    targets: layers of a LoRA, by the end of their names. cards: (steps, guidance) of public models
-    by the name of their repository. negative: the prompt without content of CFG, always encoded
-    alone.
+    targets: layers of a LoRA, by the end of their names. negative: the prompt without content of
+    CFG, always encoded alone.
     since: the first diffusers whose images these are.
     foreign: layers of LoRAs by their names in the model's own code that diffusers does not convert
     rightly: those here that they are made of, side by side. {} is the number of a block.
@@ -69,7 +68,6 @@ class Family(ABC):
     name: ClassVar[str]
     pipeline: ClassVar[str]
     targets: ClassVar[Sequence[str]]
-    cards: ClassVar[Mapping[str, tuple[int, float]]] = {}
     foreign: ClassVar[Mapping[str, Sequence[str]]] = {}
     scale: ClassVar[str] = "guidance_scale"  # what the pipeline's call names it
     negative: ClassVar[str] = ""

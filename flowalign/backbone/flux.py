@@ -27,7 +27,6 @@ class Flux(PackedFamily):
     pipeline = "FluxPipeline"
     targets = JOINT_ATTENTION
     foreign = FINAL_LAYER
-    cards = {"flux.1-dev": (50, 3.5), "flux.1-krea-dev": (28, 4.5), "flux.1-schnell": (4, 1.0)}
     tokenizer = "tokenizer_2"
 
     @property

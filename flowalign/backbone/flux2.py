@@ -27,7 +27,6 @@ class Flux2(Family):
         for name in ("single_stream_modulation", "double_stream_modulation_img",
                      "double_stream_modulation_txt")
     }  # fmt: skip
-    cards = {"flux.2-dev": (50, 4.0)}
     patch = 1
 
     @property
@@ -90,10 +89,6 @@ class Flux2Klein(Flux2):
 
     name = "flux2_klein"
     pipeline = "Flux2KleinPipeline"
-    cards = {
-        "flux.2-klein-4b": (4, 1.0), "flux.2-klein-9b": (4, 1.0),
-        "flux.2-klein-base-4b": (50, 4.0), "flux.2-klein-base-9b": (50, 4.0),
-    }  # fmt: skip
 
     @property
     def guidance(self) -> Literal["cfg", "none"]:

@@ -72,13 +72,6 @@ def family_of(pipeline: str, name: str | None = None) -> type[Family]:
     return family
 
 
-def card_of(model: str) -> tuple[int, float] | None:
-    """(steps, guidance) of the card of a Hub id, or of a folder that is called like the repository;
-    None = not known."""
-    cards = {name: card for family in families().values() for name, card in family.cards.items()}
-    return cards.get(Path(model).name.lower())
-
-
 def resolve(model: str) -> str:
     """The folder of the shipped tiny model for "tiny"; any other folder, `expanded`, or id."""
     return str(TINY) if model == "tiny" else expanded(model)

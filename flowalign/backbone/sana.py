@@ -30,10 +30,6 @@ class Sana(Family):
         "attn1.to_q", "attn1.to_k", "attn1.to_v", "attn1.to_out.0",
         "attn2.to_q", "attn2.to_k", "attn2.to_v", "attn2.to_out.0",
     ]  # fmt: skip
-    cards = {
-        f"{name}_1024px{end}_diffusers": (20, 4.5)
-        for name, end in (("sana_1600m", "_bf16"), ("sana1.5_1.6b", ""), ("sana1.5_4.8b", ""))
-    }
     negative = "\0"  # no prompt is this text: it stands for the empty one without instruction
     longest = 300
     patch = 1

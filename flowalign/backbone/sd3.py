@@ -32,12 +32,6 @@ class SD3(Family):
     name = "sd3"
     pipeline = "StableDiffusion3Pipeline"
     targets = JOINT_ATTENTION
-    cards = {
-        "stable-diffusion-3.5-medium": (40, 4.5),
-        "stable-diffusion-3.5-large": (28, 3.5),
-        "stable-diffusion-3.5-large-turbo": (4, 1.0),  # the card's 0 means none, as 1 does
-        "stable-diffusion-3-medium-diffusers": (28, 7.0),
-    }
     tokenizer = "tokenizer_3"
     max_shift = 1.16
     foreign = FINAL_LAYER | {

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 from torch import Tensor
 from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
@@ -117,7 +117,7 @@ class TextEncoder:
                 # each alone, so that its file does not depend on the batch
                 text = {name: part[0].cpu() for name, part in self._encode([prompt]).items()}
                 with replacing(self._path(prompt)) as part:
-                    save_file(text, part)
+                    part.write_bytes(save(text))
 
     def _read(self, prompt: str) -> Text:
         path = self._path(prompt)

@@ -23,10 +23,6 @@ class ZImage(Family):
     name = "z_image"
     pipeline = "ZImagePipeline"
     targets = ["attention.to_q", "attention.to_k", "attention.to_v", "attention.to_out.0"]
-    cards = {
-        "z-image": (50, 5.0),
-        "z-image-turbo": (8, 1.0),  # its 9 are of diffusers' grid before 0.39; the last did nothing
-    }
 
     @classmethod
     def defaults(cls) -> tuple[int, float]:

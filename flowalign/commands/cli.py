@@ -8,11 +8,12 @@ import platform
 import re
 import sys
 from collections.abc import Sequence
+from importlib import metadata
 from os.path import expanduser
 from pathlib import Path
 
 from flowalign import __version__
-from flowalign.system import exit, packages
+from flowalign.system import exit
 from flowalign.system.files import expanded
 
 COMMANDS = {
@@ -73,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def version() -> str:
     """The versions that matter, and where this package lies."""
-    libraries = ", ".join(f"{name} {packages.version(name)}" for name in ("torch", "diffusers"))
+    libraries = ", ".join(f"{name} {metadata.version(name)}" for name in ("torch", "diffusers"))
     place, python = Path(__file__).parents[1], platform.python_version()
     return f"flowalign {__version__} ({place}), {libraries}, Python {python}"
 
@@ -110,18 +111,9 @@ def merge(argv: Sequence[str]) -> int:
     from flowalign.training.report.progress import quiet
 
     quiet()
-    from flowalign.backbone.adapters import adapter_folder
     from flowalign.teachers import merge as merging
     from flowalign.training.report import results
-    from flowalign.training.run import lock
 
-    for source in args["adapters"]:
-        if lock.is_held(adapter_folder(source, newest=True).parent):
-            print(
-                f"flowalign merge: warning: the run of {source} goes on: this is the best adapter "
-                "up to now. Merge again when the run has ended.",
-                file=sys.stderr,
-            )
     report = merging.merge(args.pop("adapters"), out := args.pop("out"), **args)
     print(report if report.worst > 1e-6 else report.summary)  # layers, where one has an error
     print(results.merged(out))

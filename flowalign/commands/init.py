@@ -16,7 +16,6 @@ from pydantic_core import to_jsonable_python
 
 from flowalign import rewards as reward_registry
 from flowalign.backbone import ModelError, family_of
-from flowalign.backbone.loading import card_of
 from flowalign.backbone.structure import find, model_family
 from flowalign.config import (
     LABELS,
@@ -31,6 +30,7 @@ from flowalign.config import (
     stage_class,
     stage_names,
 )
+from flowalign.config.loading import card_of
 from flowalign.config.model import ModelConfig
 from flowalign.config.safe_yaml import dump_yaml
 from flowalign.system.exit import refusing

@@ -22,10 +22,11 @@ from torch import Tensor
 from flowalign.backbone import DTYPES, Backbone, family_of, load_pipeline, pipeline_name, resolve
 from flowalign.backbone.adapters import Lora, read_lora
 from flowalign.backbone.family import default_length
-from flowalign.backbone.loading import card_of, text_length
+from flowalign.backbone.loading import text_length
 from flowalign.backbone.lora import misfit
 from flowalign.backbone.structure import family_without_text, read_family
 from flowalign.config import ConfigError, ModelConfig, SamplingConfig, TrainingStage, load
+from flowalign.config.loading import card_of
 from flowalign.system import devices
 from flowalign.system.exit import refusing
 from flowalign.system.files import expanded, replacing

@@ -16,11 +16,11 @@ or its index (`benchmarks.geneval.limit=8`, `benchmarks.0.limit=8`), and so it i
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from pkgutil import resolve_name
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
@@ -34,7 +34,6 @@ from flowalign.config.stages.training import TrainingStage
 from flowalign.system.hub_address import secrets
 
 C = TypeVar("C", bound=Stage)
-CARD_OF = "flowalign.backbone.loading:card_of"  # by name: the backbone is above the configs
 STEPS = 10  # of rollouts and evaluations, at most, where a config says nothing (as in Flow-GRPO)
 
 
@@ -230,6 +229,18 @@ def parse(
     return config
 
 
+def card_of(model: str) -> tuple[int, float] | None:
+    """(steps, guidance) of a public model's card (cards.yaml), of a Hub id or of a folder that is
+    called like the repository; None = not known."""
+    return _cards().get(Path(model).name.lower())
+
+
+@functools.cache
+def _cards() -> dict[str, tuple[int, float]]:
+    cards = load_yaml(Path(__file__).with_name("cards.yaml").read_text(encoding="utf-8"))
+    return {name: (steps, guidance) for name, (steps, guidance) in cards.items()}
+
+
 def _by_model(data: Mapping[str, Any], sections: Collection[str]) -> Mapping[str, Any]:
     """A config, unchecked, whose `rollout` or `sampling` has the steps and guidance of its model's
     card where it says nothing, or null. A base trains at STEPS of its many steps. What no card has
@@ -240,7 +251,7 @@ def _by_model(data: Mapping[str, Any], sections: Collection[str]) -> Mapping[str
         return data
     given = {k: v for k, v in section.items() if v is not None or k not in ("steps", "guidance")}
     if not {"steps", "guidance"} <= given.keys() and isinstance(model.get("id"), str):
-        if card := resolve_name(CARD_OF)(model["id"]):  # here, as it imports the models' classes
+        if card := card_of(model["id"]):
             given = {"steps": min(card[0], STEPS), "guidance": card[1], **given}
     return {**data, kind: given} if given or kind in data else data
 

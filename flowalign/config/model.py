@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 from pydantic_core import PydanticCustomError
@@ -73,14 +73,6 @@ class ModelConfig(Section):
             if size and size not in self.image_sizes:
                 listed = ", ".join(map(str, map(list, self.image_sizes)))
                 yield f"{place}.size: {list(size)} is none of the model's sizes, {listed}."
-
-    @field_validator("height", "width", mode="before")
-    @classmethod
-    def _one_number(cls, side: Any) -> Any:
-        if isinstance(side, list):
-            text = "one number. Several sizes are model.sizes: [[512, 512], [512, 768]]"
-            raise PydanticCustomError("list", text)
-        return side
 
     @field_validator("sizes")
     @classmethod

@@ -18,14 +18,8 @@ class WindowConfig(Section):
     width: Steps = Field(examples=[4])
     """Number of steps."""
     every: Many = 1
-    """Updates between two moves. MixGRPO has 25 in runs of several hundred updates."""
-    random: bool = False
-    """false: the window moves on by one step, from high to low noise, and starts over after its
-    last place. true: its place is drawn at random."""
-    within: Annotated[tuple[int, int], as_tuple] | None = Field(default=None, examples=[[0, 5]])
-    """[start, stop): the steps that its places are inside of; null = all but the last.
-    Flow-GRPO-Fast has {width: 3, random: true, within: [0, 5]} of 10 steps, drawn for every batch
-    that it samples, not for every update."""
+    """Updates between two moves, by one step from high to low noise; after its last place it starts
+    over. MixGRPO has 25 in runs of several hundred updates."""
 
 
 Window = Annotated[
@@ -46,11 +40,10 @@ class RolloutConfig(Section):
     solver: Literal["euler", "dpm2"] = "euler"
     """How an ode is solved. dpm2 (DPM-Solver++) is of second order, and costs as much."""
     guidance: NotNegative = 4.5
-    """CFG scale; 1 = no unconditional pass. null = that of the model's card (`cards` of its
-    family), else 4.5."""
+    """CFG scale; 1 = no unconditional pass. null = that of the model's card, else 4.5."""
     window: Window | None = Field(default=None, examples=[[0, 5]])
-    """[start, stop): the steps with noise and training; null = all but the last. Or {width, every,
-    random}: a window of `width` steps that moves."""
+    """[start, stop): the steps with noise and training; null = all but the last. Or {width, every}:
+    a window of `width` steps that moves."""
     shared_noise: bool = False
     """One initial noise for all images of a prompt."""
     prompts: Count = 8
@@ -64,10 +57,7 @@ class RolloutConfig(Section):
     def trained(self) -> tuple[int, int]:
         """[start, stop) of the steps with noise and training; of a window that moves, all the
         steps that it comes to."""
-        window = self.window
-        if isinstance(window, WindowConfig):
-            window = window.within
-        return window or (0, self.steps - 1)
+        return self.window if isinstance(self.window, tuple) else (0, self.steps - 1)
 
     @property
     def width(self) -> int:

@@ -87,15 +87,11 @@ FULL = (errno.ENOSPC, errno.EDQUOT)  # the disk is full, or the user's share of 
 
 
 def is_disk_full(error: BaseException) -> bool:
-    """Whether an error says that there is no room left, itself or what caused it. The errors of
-    safetensors and of other processes have only the system's text."""
+    """Whether an error says that there is no room left, itself or what caused it."""
     cause: BaseException | None = error
-    while cause is not None:
-        texts = (os.strerror(number) for number in FULL)
-        if getattr(cause, "errno", None) in FULL or any(text in str(cause) for text in texts):
-            return True
+    while cause and getattr(cause, "errno", None) not in FULL:
         cause = cause.__cause__ or cause.__context__
-    return False
+    return cause is not None
 
 
 def append(path: Path, text: str) -> None:

@@ -79,11 +79,3 @@ def entry_points(group: str) -> importlib.metadata.EntryPoints:
 @functools.lru_cache
 def _entry_points(group: str, path: tuple[str, ...]) -> importlib.metadata.EntryPoints:
     return importlib.metadata.entry_points(group=group)
-
-
-def version(distribution: str) -> str:
-    """The version of a distribution, or "not installed"."""
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"

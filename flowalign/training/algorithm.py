@@ -9,7 +9,7 @@ its file, its config section (a `TrainingStage` whose `algorithm` names the clas
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pkgutil import resolve_name
 from typing import Any, ClassVar, Generic, TypeVar
@@ -34,7 +34,6 @@ from flowalign.types import (
 )
 
 STUDENT = "student"  # name of the adapter that is trained
-MEASURED = 32  # (image, step) pairs an optimizer step that are compared with the base for the log
 
 
 # Algorithms --------------------------------------------------------------------------------------
@@ -76,14 +75,12 @@ class Keeps:
     images: bool = False  # decoded images
     latents: bool = False  # the ends of the trajectories; else they stop after the trained states
     actions: bool = False  # sampled successors of the trained states, and their log-probs
-    means: bool = False  # the means that those were sampled around
     noise_levels: int = 0  # states an image, made of its latents; 0 = states of its trajectory
     targets: Sequence[str] = ()  # dtype of each velocity that is stored for every state
     labels: bool = False  # teachers (and the anchor) label every state
     taught_images: bool = False  # teachers sample the images
     policies: Sequence[str] = ()  # frozen copies of the student's adapter
     compared: Sequence[Compared] = ()
-    task_gradients: bool = False  # the gradients of all tasks lie side by side, for a diagnostic
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,7 +121,7 @@ class Algorithm(ABC, Generic[P]):
     @classmethod
     def trained_steps(cls, config: Any, update: int) -> tuple[int, ...]:
         """The steps whose states an update trains: a function of (seed, update)."""
-        return tuple(range(*window_of(config.rollout, config.seed, update)))
+        return tuple(range(*window_of(config.rollout, update)))
 
     def plan(self, update: int, size: Size | None = None) -> Schedule:
         """How the rollout of an update steps, and which of its states are trained; by default to
@@ -189,7 +186,6 @@ class Pairs:
     old_log_prob: Tensor | None  # [b] of x_next, under the policy that sampled it
     conditioning: Conditioning
     size: int  # rows of the forward pass, at least b
-    mean: Tensor | None = None  # [b,C,h,w] that x_next was sampled around, where the rollout has it
 
     def action(self) -> tuple[Tensor, Tensor]:
         """x_next and old_log_prob of a rollout that has them."""
@@ -232,27 +228,4 @@ def pairs_at(rollout: Rollout, rows: Tensor, columns: Tensor, size: int) -> Iter
             old_log_prob=None if rollout.log_probs is None else rollout.log_probs[r, c],
             conditioning=rollout.conditioning.select(r),
             size=size,
-            mean=None if rollout.means is None else rollout.means[r, c],
         )
-
-
-def filled(parts: Iterable[Pairs], count: int) -> Iterator[tuple[Pairs, float]]:
-    """The micro-batches with weight 1; then, up to `count`, the last one again with weight 0."""
-    for pairs in parts:
-        count -= 1
-        yield pairs, 1.0
-    for _ in range(count):
-        yield pairs, 0.0
-
-
-def strided(numbers: Tensor, images: int, steps: int) -> tuple[Tensor, Tensor]:
-    """The pairs that are compared with the base for the log: rows [n] and columns [n] of a process.
-
-    numbers [B]: of its images among the `images` that all processes have for an optimizer step.
-    Over all processes about MEASURED pairs: each of the steps equally often, with images from all
-    over the batch. So the figure depends neither on the micro-batch nor on the processes.
-    """
-    each = min(images, -(-MEASURED // steps))
-    order = torch.arange(steps * each)
-    rows, places = (numbers[:, None] == order * images // len(order)).nonzero(as_tuple=True)
-    return rows, places % steps

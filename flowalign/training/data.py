@@ -7,6 +7,7 @@ import io
 import json
 import random
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from functools import lru_cache
@@ -22,7 +23,6 @@ from flowalign.types import PromptBatch
 
 Row = tuple[str, dict[str, Any]]  # a prompt, its metadata
 QUESTION = ("proposition_id", "dependency", "tuple", "question_natural_language")
-LONGEST = 100_000  # characters of a prompt; text encoders read some 2,000
 MARKS = {  # what other programs do not take for words of a prompt
     "begin as a comment": r"^#",
     "have options, as of kohya or Midjourney": r"\s--[a-z]+\b",
@@ -57,11 +57,6 @@ def load_prompts(source: str | Path, task: str) -> PromptBatch:
     if not rows:
         raise PromptError(f"{path} holds no prompts. Write one a line.")
     prompts, metadata = map(list, zip(*rows, strict=True))
-    if (longest := max(map(len, prompts))) > LONGEST:
-        raise PromptError(
-            f"{path}: a prompt has {longest} characters, of which no model reads more than "
-            f"{LONGEST}. Is it one prompt a line?"
-        )
     return PromptBatch(prompts, [task] * len(prompts), metadata)
 
 
@@ -300,12 +295,8 @@ class PromptSampler:
         before, after = (self._before(u) for u in (update, update + 1))
         rows: list[tuple[float, str, int]] = []
         for task in self.sets:
-            first, end = (
-                sum(count for (name, _), count in drawn.items() if name == task)
-                for drawn in (before, after)
-            )
-            count = end - first
-            rows += [((j + 0.5) / count, task, first + j) for j in range(count)]
+            first, end = (sum(n for (t, _), n in d.items() if t == task) for d in (before, after))
+            rows += [((n + 0.5) / (end - first), task, first + n) for n in range(end - first)]
         rows.sort(key=lambda row: row[0])  # stable: ties keep the order of the tasks
         picked = [(self.sets[task], self._row(task, number)) for _, task, number in rows]
         return PromptBatch(
@@ -338,9 +329,8 @@ class PromptSampler:
     def _owed_most(self, drawn: Drawn) -> Size | None:
         """The size of the next batch, by what all its streams have been given so far."""
         total, slots = sum(self._weights.values()), self.prompts + sum(drawn.values())
-        owed: dict[Size | None, int] = {}
+        owed: Counter[Size | None] = Counter()
         for stream, weight in self._weights.items():
-            owed.setdefault(stream[1], 0)
             owed[stream[1]] += weight * slots - drawn[stream] * total
         return max(owed, key=owed.__getitem__)
 

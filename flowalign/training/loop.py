@@ -216,12 +216,12 @@ class Loop:
 
     def _compare_with_base(self, rollout: Rollout) -> dict[str, float]:
         """Where it is due, the drift of a rollout from the base's images."""
-        if self.monitor is None or not self.monitor.due(rollout, self.update):
-            return {}
-        with self._phase("the drift of the rollout", metrics.SECONDS_DRIFT):
-            check = self.monitor.rollout(rollout, self.update)
-            values = self.log.drift(self.update, check, "the rollout")
-        self._check_drift()
+        values: dict[str, float] = {}
+        if self.monitor and self.monitor.due(rollout, self.update):
+            with self._phase("the drift of the rollout", metrics.SECONDS_DRIFT):
+                check = self.monitor.rollout(rollout, self.update)
+                values = self.log.drift(self.update, check, "the rollout")
+            self._check_drift()
         return values
 
     def _check_drift(self) -> None:
@@ -296,12 +296,9 @@ class Loop:
     def save(self) -> Path:
         """A complete checkpoint of this moment. Raises OSError on all processes if it cannot be
         written; the older ones are then as they were."""
+        alarm = to_json(self.alarm.state())
+        progress = {"steps": self.step.count, **self.evaluations.state(), "alarm": alarm}
         with ranks.phase("the checkpoint", self.update):
-            progress = {
-                "steps": self.step.count,
-                **self.evaluations.state(),
-                "alarm": to_json(self.alarm.state()),
-            }
             return self.checkpoints.save(
                 self.update,
                 tensors=self.step.tensors(),
@@ -331,8 +328,8 @@ class Loop:
         for path, reason in saved.skipped.items() if self.accelerator.is_main_process else ():
             text = "--resume: %s is not used: %s. The run continues from %s."
             log.warning(text, path, reason, folder.name)
-        rank = self.accelerator.process_index
-        states, progress = checkpoint.load(folder, rank, self.step.tensors())
+        tensors = self.step.tensors()
+        states, progress = checkpoint.load(folder, self.accelerator.process_index, tensors)
         self.step.load_states(states, progress["steps"])
         self.update = progress["update"]
         self.evaluations.load(progress)
@@ -340,15 +337,6 @@ class Loop:
         if changed := resume.changed_rewards(self.config, saved.about):  # and that is allowed
             self.evaluations.best, self.alarm.trained, self.alarm.watched = {}, [], []
             self.log.warn(self.update, [f"--resume: {text}" for text in changed])
-
-        def restore() -> None:
-            resume.truncate_to(self.folder, folder, self.update, self.evaluations.last)
-            checkpoint.restore_best_adapter(self.folder, folder)
-
-        from_main(restore)
-        before, now = saved.about["config"]["train"]["updates"], self.config.train.updates
-        if before != now and self.config.optimizer.schedule != "constant":
-            rate = self.step.lr.get_last_lr()[0]
-            text = f"train.updates was {before} and is {now}: the learning rate is that of the new "
-            self.log.warn(self.update, [f"--resume: {text}schedule, {rate:.3g} from here"])
+        evaluated = self.evaluations.last
+        from_main(lambda: self.checkpoints.restore(folder, self.update, evaluated))
         return True

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from flowalign import sde
-from flowalign.types import Gaussian
 
 
 def policy_loss(
@@ -58,37 +57,6 @@ def _clipped(
     ratio = torch.exp(log_prob - old_log_prob.detach())  # of means over C, h, w: near 1
     clipped = ratio.clamp(1 - clip_range, 1 + clip_range)
     return torch.maximum(-advantage * ratio, -advantage * clipped), ratio
-
-
-def guard_log_ratio(new: Gaussian, old_mean: Tensor, x_next: Tensor) -> Tensor:
-    """GRPO-Guard's normalised log-ratio [B] (RatioNorm, 2510.22319, eq. 8); its gradient is new's.
-
-    The plain log-ratio of two Gaussians of one std s, at x_next = old_mean + s noise, is
-        log rho = mean(delta noise) / s - mean(delta^2) / (2 s^2),   delta = new.mean - old_mean,
-    whose mean over the noise is below 0 and whose size grows as s falls. Guard adds the second term
-    back and multiplies by s, so that it is centred and of one scale at every step:
-        log rho_guard = s (log rho + mean(delta^2) / (2 s^2)) = mean(delta noise).
-    Written here in the last form, which does not cancel in float32. The means over C, h, w are
-    those of our log-probs (`sde.log_prob`), as in the authors' code (flow_grpo); the paper's
-    log-probs are sums. old_mean [B,C,h,w]: what x_next was sampled around; it carries no gradient.
-    The ratios are closer to 1 than the plain ones by the factor s, so that a clip_range for those
-    clips less here (verl-omni has 2e-6 with guard).
-    """
-    sde.require_noise(new)
-    old_mean = old_mean.detach().to(new.mean.dtype)
-    noise = (x_next.to(new.mean.dtype) - old_mean) / new.std
-    return sde.image_mean((new.mean - old_mean) * noise)
-
-
-def guard_weights(sigmas: Tensor) -> Tensor:
-    """GRPO-Guard's weight of each step's policy loss [T]: 1 / -dt (2510.22319, eq. 12, for
-    Flow-GRPO's sde). sigmas [T+1].
-
-    The gradient of `guard_log_ratio` by the velocity is the noise times the slope of the
-    transition's mean, which is dt (1 + a^2 / 2) there (dt at sigma = 1): divided by -dt, the steps
-    have an equal say.
-    """
-    return 1 / (sigmas[:-1] - sigmas[1:])
 
 
 def clip_fraction(ratio: Tensor, clip_range: float) -> Tensor:

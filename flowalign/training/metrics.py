@@ -43,12 +43,10 @@ ANCHOR = "anchor"
 WEIGHT = "weight/"  # of a trained step in the loss
 TEACHER_KL = "kl/"
 TEACHER_ERROR = "velocity_error/"  # in place of TEACHER_KL if the rollout has no noise
-GRADIENT_COSINE = "gradient_cosine/"  # of two tasks, a~b
 # At evaluations, mean |v - v_target|^2 at states that stay the same through the run, by task: those
 # of the teacher's trajectories, and its images with noise
 FIXED_PATH = "fixed_path/"
 FIXED_NOISED = "fixed_noised/"
-FIXED_TEACHER = "fixed_teacher/"  # as FIXED_PATH, to a teacher itself whose target lies beyond it
 
 # Evaluations
 EVAL = "eval/"
@@ -89,8 +87,6 @@ MEANINGS = {
     TEACHER_ERROR: "The distance to the teacher; should fall for every curve.",
     FIXED_PATH: "The distance to the target on the teacher's own path; should fall.",
     FIXED_NOISED: "The distance to the target on the teacher's noised images; should fall.",
-    FIXED_TEACHER: "The distance to a teacher whose target lies beyond it, on its own path.",
-    GRADIENT_COSINE: "Cosine of two tasks' gradients: below 0 the tasks pull against each other.",
     KEPT_SHARE: "kept_share: the share of images that count (advantage not 0); near 1 is good.",
     CLIP_FRACTION: "clip_fraction: the share of clipped policy ratios; should be below 0.5.",
     INVALID_SHARE: "invalid_share: the share of images without a reward; should be 0.",

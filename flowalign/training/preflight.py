@@ -21,12 +21,13 @@ from flowalign import rewards
 from flowalign.backbone import Family, ModelError, adapters
 from flowalign.backbone.adapters import AdapterError, HubError, Lora, read_lora
 from flowalign.backbone.attention import unavailable
-from flowalign.backbone.loading import card_of, prompt_length
+from flowalign.backbone.loading import prompt_length
 from flowalign.backbone.lora import adapted_layers, misfit
 from flowalign.backbone.structure import cut_prompts, family_without_text, mismatches, read_family
 from flowalign.backbone.tiny import PREFERENCE
 from flowalign.backbone.tiny.scenes import rendered
 from flowalign.config import ConfigError, LoraConfig, ModelConfig, Stage, TrainingStage, load
+from flowalign.config.loading import card_of
 from flowalign.system import packages
 from flowalign.system.images import IMAGES, image_files
 from flowalign.training.algorithm import algorithm_class

@@ -38,7 +38,6 @@ class Stream(IntEnum):
 
     STATES = 1  # which states an update trains
     SFT = 2  # noise levels and noise of sft
-    WINDOW = 3  # where a random window lies
     NOISE = 4  # noise on the images that nft and awm learn from
     LEVELS = 5  # their noise levels
     FIXED = 6  # states that stay the same through a run
@@ -54,7 +53,6 @@ def schedule_of(config: TrainingStage, backbone: Backbone, size: Size | None = N
         noise_level=r.noise_level,
         window=r.trained,
         actions=config.needs_actions,
-        means=config.needs_means,
         solver=r.solver,
     )
 
@@ -66,22 +64,17 @@ def clean_schedule(
     return Schedule(backbone.sigmas(steps, size), "ode", 0.0, None, solver=solver)
 
 
-def window_of(rollout: RolloutConfig, seed: int, update: int) -> tuple[int, int]:
-    """[start, stop) of the steps with noise and training in an update: a function of (seed,
-    update), so that a resumed run has the same.
+def window_of(rollout: RolloutConfig, update: int) -> tuple[int, int]:
+    """[start, stop) of the steps with noise and training in an update.
 
     A window that moves (MixGRPO, 2507.21802) goes on by one step every `every` updates, from high
-    to low noise, or is drawn among its places. After the last place it starts over, as with
-    the `roll_back` that the authors' scripts set; without it, it would stay there to the end.
+    to low noise. After the last place it starts over, as with the `roll_back` that the authors'
+    scripts set; without it, it would stay there to the end.
     """
     window, (start, stop) = rollout.window, rollout.trained
     if not isinstance(window, WindowConfig):
         return start, stop
-    places, move = stop - start - window.width + 1, update // window.every
-    if window.random:
-        start += int(np.random.default_rng([seed, move, Stream.WINDOW]).integers(places))
-    else:
-        start += move % places
+    start = update // window.every % (stop - window.width + 1)
     return start, start + window.width
 
 
@@ -183,7 +176,6 @@ def sample(
         next_states=joined.next_states,
         schedule=schedule,
         log_probs=joined.log_probs,
-        means=joined.means,
         latents=joined.last if finish else None,
         images=_joined(images, back),
         group=torch.tensor([prompt for prompt, _ in places]),
@@ -241,7 +233,6 @@ class _Trajectory(NamedTuple):
     states: Tensor  # [B,S,C,h,w], the trained ones
     next_states: Tensor | None  # [B,S,C,h,w]; None where no action is needed, or none is random
     log_probs: Tensor | None  # [B,S] of next_states
-    means: Tensor | None  # [B,S,C,h,w] that next_states were sampled around; None = not kept
     last: Tensor  # [B,C,h,w] latents
 
 
@@ -256,7 +247,7 @@ def _trajectory(
     """Sample one batch. noise [B,1+N,C,h,w]: the start, and one for each noisy step."""
     noise = noise.to(backbone.device)
     x, trained, noisy = noise[:, 0], schedule.trained, schedule.noisy
-    states, following, log_probs, means = [], [], [], []
+    states, following, log_probs = [], [], []
     count = len(schedule.sigmas) - 1
     # steps: to the end, or until the last trained state (and its action) is known
     taken = count if finish else trained[-1] + schedule.actions if trained else 0
@@ -279,11 +270,9 @@ def _trajectory(
         if step in trained and schedule.actions:
             following.append(x)
             log_probs.append(sde.log_prob(gaussian, x))  # of x as it is stored, in float32
-            means += [gaussian.mean] * schedule.means
     return _Trajectory(
         states=torch.stack(states, 1) if states else x.new_zeros(len(x), 0, *x.shape[1:]),  # S = 0
         next_states=torch.stack(following, 1) if following else None,
         log_probs=torch.stack(log_probs, 1) if log_probs else None,
-        means=torch.stack(means, 1) if means else None,
         last=x,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -16,18 +16,12 @@ from torch.optim.lr_scheduler import LambdaLR
 from flowalign.backbone import Backbone
 from flowalign.config import TrainingStage
 from flowalign.training import metrics, nonfinite
-from flowalign.training.algorithm import (
-    STUDENT,
-    Algorithm,
-    Prepared,
-    filled,
-    pairs_at,
-    pairs_of,
-    strided,
-)
+from flowalign.training.algorithm import STUDENT, Algorithm, Pairs, Prepared, pairs_at, pairs_of
 from flowalign.training.nonfinite import NotFinite
 from flowalign.training.run import processes
 from flowalign.training.run.processes import Means
+
+MEASURED = 32  # (image, step) pairs an optimizer step that are compared with the base for the log
 
 
 class Step:
@@ -189,6 +183,28 @@ class Step:
         if self.accelerator.scaler and states["scaler"]:
             self.accelerator.scaler.load_state_dict(states["scaler"])
         self.count = count
+
+
+def filled(parts: Iterable[Pairs], count: int) -> Iterator[tuple[Pairs, float]]:
+    """The micro-batches with weight 1; then, up to `count`, the last one again with weight 0."""
+    for pairs in parts:
+        count -= 1
+        yield pairs, 1.0
+    for _ in range(count):
+        yield pairs, 0.0
+
+
+def strided(numbers: Tensor, images: int, steps: int) -> tuple[Tensor, Tensor]:
+    """The pairs that are compared with the base for the log: rows [n] and columns [n] of a process.
+
+    numbers [B]: of its images among the `images` that all processes have for an optimizer step.
+    Over all processes about MEASURED pairs: each of the steps equally often, with images from all
+    over the batch. So the figure depends neither on the micro-batch nor on the processes.
+    """
+    each = min(images, -(-MEASURED // steps))
+    order = torch.arange(steps * each)
+    rows, places = (numbers[:, None] == order * images // len(order)).nonzero(as_tuple=True)
+    return rows, places % steps
 
 
 def build_optimizer(

@@ -341,9 +341,7 @@ class _Trained(_Model):
         self.compared = start if alarm else None  # of the alarm: None = the base
         for key, teacher in beyond.items():
             name = start if teacher.reference == "start" else None
-            reference = _Labeller(self, Source(name, config.guidance_of(teacher)))
-            if name or [reference] != self.targets.get("anchor"):  # the anchor labels all states
-                self.targets[key].append(reference)
+            self.targets[key].append(_Labeller(self, Source(name, config.guidance_of(teacher))))
         self.backbone.activate(STUDENT)
 
     def adapter_parts(self, config: TrainingStage, policies: int, processes: int) -> dict[str, int]:
@@ -439,7 +437,7 @@ class _Update:
         self.pairs = self.images * self.states  # (image, step) that are trained
         # bytes: trained states and, where needed, what came after them; labels, or the velocities
         # that are matched; a rollout, before images are noised and after it
-        states = self.pairs * (1 + keeps.actions + keeps.means) * model.latent
+        states = self.pairs * (1 + keeps.actions) * model.latent
         widths = [DTYPES[dtype].itemsize for dtype in keeps.targets]
         labels = self.pairs * model.latent * sum(widths) // 4
         self.prompts = math.ceil(self.images / config.rollout.copies)
@@ -528,10 +526,8 @@ class _Update:
         batch = self.pairs // config.optimizer.updates_per_rollout
         batch = min(config.optimizer.micro_batch, batch)
         meter, lora = model.updated(batch, config, compared), size(model.student)
-        tasks = len(config.tasks) if self.keeps.task_gradients else 1
-        cosines = (tasks - 1) * lora  # the gradients of all tasks, side by side
         step = 3 * lora if model.device_type == "cuda" else lora  # gradients, and foreach's copies
-        peak = self.stored + max(meter.peak + cosines, step)
+        peak = self.stored + max(meter.peak, step)
         each = [model.forward(batch, Source(c.adapter, config.guidance)).flops for c in compared]
         flops = meter.flops - sum((1 - c.share) * f for c, f in zip(compared, each, strict=True))
         sizes = {"optimizer.micro_batch": batch}

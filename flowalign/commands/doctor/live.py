@@ -38,7 +38,6 @@ from flowalign.training import metrics
 from flowalign.training.algorithm import TrainingError, algorithm_class, pairs_of
 from flowalign.training.data import load_prompts, subset
 from flowalign.training.loop import Loop
-from flowalign.training.losses import guard_log_ratio
 from flowalign.training.rollout import Noise, generate, places, sample, schedule_of
 from flowalign.types import Metadata, PromptBatch, Rollout, Scores
 
@@ -153,8 +152,6 @@ def _small(config: TrainingStage, folder: str) -> TrainingStage:
     ]  # fmt: skip
     if prompts < rollout.prompts:  # few, and each task shall have some
         changes += [f"tasks.{i}.weight=1.0" for i in range(len(config.tasks))]
-    if "student" in type(config).model_fields:
-        changes.append("student.diagnose_every=1000")
     return parse(config.model_dump(mode="json") | {"evaluation": None}, changes)
 
 
@@ -187,10 +184,7 @@ def _ratio(config: TrainingStage, loop: Loop, rollout: Rollout) -> Iterator[Find
         x_next, old = pairs.action()
         velocity = pairs.velocity(loop.backbone, config.rollout.guidance).detach()
         new = sde.scheduled_transition(steps, pairs.x, velocity, pairs.steps)
-        if pairs.mean is None:
-            change = sde.log_prob(new, x_next) - old
-        else:
-            change = guard_log_ratio(new, pairs.mean, x_next)
+        change = sde.log_prob(new, x_next) - old
         worst = max(worst, float((change.exp() - 1).abs().nan_to_num(math.inf).max()))
     limit = min(config.clip_ranges.values())
     text = f"ratio: within {worst:.2g} of 1 before the first update"

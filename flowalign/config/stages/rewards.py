@@ -27,9 +27,6 @@ class GrpoConfig(AdvantageConfig):
 
     clip_range: Positive = 1e-4
     """PPO's epsilon (log-probs are means over pixels, so ratios stay within 1e-4 of 1)."""
-    ratio: Literal["plain", "guard"] = "plain"
-    """guard: GRPO-Guard's normalised ratio and weights of the steps (flowalign.training.losses).
-    Its ratios are closer to 1, so that it wants a smaller clip_range."""
     kl_weight: NotNegative = 0.0
     """Weight of the KL to the base model; 0 saves its forward pass."""
     kl: Literal["exact", "published"] = "exact"
@@ -44,10 +41,6 @@ class GrpoStage(RewardStage):
     stage: Literal["grpo"]  # pyright: ignore[reportIncompatibleVariableOverride]
     """Learn from rewards."""
     grpo: GrpoConfig = GrpoConfig()
-
-    @property
-    def needs_means(self) -> bool:
-        return self.grpo.ratio == "guard"
 
     @property
     def clip_ranges(self) -> dict[str, float]:

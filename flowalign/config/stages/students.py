@@ -90,8 +90,6 @@ class StudentConfig(Section):
     patience: Many | None = Field(default=None, examples=[3])
     """The run ends where the mean of these distances on the teachers' paths has not fallen for so
     many evaluations; null = at train.updates."""
-    diagnose_every: Many = 10
-    """Rollouts between two measurements of the cosines between the tasks' gradients."""
 
     def problems(self) -> Iterator[str]:
         """A weighting that belongs to another gradient, and patience without distances."""

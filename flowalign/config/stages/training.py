@@ -44,11 +44,6 @@ class TrainingStage(Job):
         return self.learns_from_rewards
 
     @property
-    def needs_means(self) -> bool:
-        """Whether the loss needs the means that those successors were sampled around."""
-        return False
-
-    @property
     def needs_noise(self) -> bool:
         """Whether it learns nothing from rollouts without noise."""
         return self.needs_actions

@@ -308,8 +308,6 @@ def charts(curves: Mapping[str, Curve]) -> list[Chart]:
               log=True),
         chart("targets on the teachers' paths", "mean square", below(metrics.FIXED_PATH)),
         chart("targets on noised images", "mean square", below(metrics.FIXED_NOISED)),
-        chart("teachers, of targets beyond them", "mean square", below(metrics.FIXED_TEACHER)),
-        chart("gradients of two tasks", "cosine", below(metrics.GRADIENT_COSINE)),
         chart("shares of the images", "share", shares),
     ]  # fmt: skip
     drawn = [one for one in drawn if one.curves]

@@ -25,8 +25,8 @@ from torch import Tensor
 
 from flowalign.system import files, manifest
 from flowalign.system.devices import current
+from flowalign.training.run import resume
 from flowalign.training.run.processes import from_main
-from flowalign.training.run.resume import CHECKPOINTS, LOG, checkpoints, name_of, update_of
 
 ADAPTER = "adapter"  # below the folder of a run: the best adapter that was evaluated, else the last
 COPY = "kept"  # the same below a checkpoint, whose adapter.safetensors is what is being trained
@@ -38,12 +38,14 @@ class Checkpoints:
 
     def __init__(self, run: Path, keep: int) -> None:
         self.run, self.keep = run, keep
-        self.folder = run / CHECKPOINTS
+        self.folder = run / resume.CHECKPOINTS
 
     def all(self) -> list[Path]:
         """Those with a manifest, oldest first. Whether their files are as it says,
         `flowalign.training.run.resume.newest` finds out."""
-        return [path for path in checkpoints(self.run) if (path / manifest.MANIFEST).is_file()]
+        return [
+            path for path in resume.checkpoints(self.run) if (path / manifest.MANIFEST).is_file()
+        ]
 
     def latest(self) -> Path | None:
         """The newest of them, if any."""
@@ -68,13 +70,13 @@ class Checkpoints:
         drawn, rest = get_rng()
         # as bytes: gather_object fails to unpickle these tensors (torch 2.11)
         rngs: list[tuple[bytes, str]] = gather_object([(save(drawn), json.dumps(rest))])
-        final = self.folder / name_of(update)
+        final = self.folder / resume.name_of(update)
 
         def write() -> None:
             with files.replacing(final, durable=True, swap=True) as part:
                 part.mkdir()
-                if (self.run / LOG).exists():
-                    shutil.copyfile(self.run / LOG, part / LOG)
+                if (self.run / resume.LOG).exists():
+                    shutil.copyfile(self.run / resume.LOG, part / resume.LOG)
                 if best:
                     shutil.copytree(self.run / ADAPTER, part / COPY)
                 # all bytes pass through Python: a full disk is then an OSError, and no error of
@@ -95,13 +97,22 @@ class Checkpoints:
         from_main(write)
         return final
 
+    def restore(self, folder: Path, update: int, evaluated: int) -> None:
+        """Set the run back to the moment of one of them, which is sound; see `resume.truncate_to`.
+        Its adapter becomes the copy in it, if there is one. A killed run may not have rotated."""
+        resume.truncate_to(self.run, folder, update, evaluated)
+        if (folder / COPY).is_dir():
+            with files.replacing(self.run / ADAPTER, durable=True, swap=True) as part:
+                shutil.copytree(folder / COPY, part)
+        self._rotate(update)
+
     def _rotate(self, update: int) -> None:
         """Remove what is older than the newest `keep`. Folders that claim to be newer than this
         update were skipped by a resume, and do not count."""
-        complete = [path for path in self.all() if update_of(path) <= update]
-        oldest = update_of(complete[-self.keep :][0])
-        for old in checkpoints(self.run):
-            if update_of(old) < oldest:
+        complete = [path for path in self.all() if resume.update_of(path) <= update]
+        oldest = resume.update_of(complete[-self.keep :][0])
+        for old in resume.checkpoints(self.run):
+            if resume.update_of(old) < oldest:
                 aside = self.folder / f".{old.name}"
                 os.replace(old, aside)  # it disappears at once, as it came
                 shutil.rmtree(aside)
@@ -144,13 +155,6 @@ def write_best_adapter(
         save_adapter(part)
         (part / SCORES).write_text(json.dumps(dict(scores)))
         manifest.write_manifest(part, {"scores": dict(scores)})
-
-
-def restore_best_adapter(run: Path, checkpoint: Path) -> None:
-    """Make the adapter of a run the copy in a sound checkpoint, if that has one."""
-    if (checkpoint / COPY).is_dir():
-        with files.replacing(run / ADAPTER, durable=True, swap=True) as part:
-            shutil.copytree(checkpoint / COPY, part)
 
 
 # Random numbers ----------------------------------------------------------------------------------

@@ -27,19 +27,6 @@ def check_free(folder: str | Path) -> None:
         pass
 
 
-def is_held(folder: Path) -> bool:
-    """Whether a run goes on in a folder, of this machine or on a disk whose locks others see."""
-    if not (folder / LOCK).exists():
-        return False
-    try:
-        with filelock.FileLock(folder / LOCK, blocking=False):
-            return False
-    except filelock.Timeout:
-        return True
-    except (OSError, NotImplementedError):
-        return False
-
-
 @contextmanager
 def holding(folder: str | Path, active: bool = True) -> Iterator[None]:
     """Hold a folder inside the `with`; ConfigError if another process, or this one, does already,

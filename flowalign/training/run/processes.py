@@ -13,7 +13,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -29,6 +29,7 @@ from accelerate.utils import (
     gather_object,
 )
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn.parallel import DistributedDataParallel
 
 from flowalign.backbone import Backbone
@@ -69,7 +70,6 @@ def state(*configs: Stage) -> PartialState:
             "`accelerate launch --config_file configs/accelerate/ddp_2cpu.yaml ...`."
         )
         raise ConfigError([text], "launcher")
-    ranks.follow_launcher()
     return made
 
 
@@ -101,14 +101,7 @@ def start(config: TrainingStage) -> Accelerator:
             project_dir=config.output, logging_dir=str(Path(config.output) / "tensorboard")
         ),
     )
-    kind = started.distributed_type
-    if kind == DistributedType.FSDP:
-        problems = list(_fsdp_problems(config, started.state))
-    elif asked:
-        problems = [f"asked for FSDP, and accelerate started {kind.value}: it needs GPUs."]
-    else:
-        problems = []
-    if problems:
+    if asked and (problems := list(_fsdp_problems(config, started.state))):
         raise ConfigError(problems, "accelerate")
     return started
 
@@ -127,9 +120,6 @@ def part() -> None:
         PartialState().destroy_process_group()
 
 
-Errors = tuple[type[Exception], ...]
-
-
 @dataclass
 class ExitStatus:
     """Around the work of a command; `code`: 0 done, 1 it had to stop, 2 it was refused, 130, 143 or
@@ -139,8 +129,8 @@ class ExitStatus:
     interrupted: how to go on after an interrupt, where the work itself does not say.
     """
 
-    refused: Errors
-    stopped: Errors
+    refused: tuple[type[Exception], ...]
+    stopped: tuple[type[Exception], ...]
     interrupted: str
     code: int = 0
 
@@ -151,35 +141,33 @@ class ExitStatus:
         if error is None:
             part()
             return True
-        if isinstance(lost := ranks.explain(error) or error, ranks.LostRank):
-            if lost.first:
-                print(harmless(f"stopped: {lost}"), file=sys.stderr)
-            self.code = 1
-            return True
+        error = ranks.explain(error) or error
+        text = f"stopped: {error}"
         if isinstance(error, KeyboardInterrupt):
             ours = error if isinstance(error, Interrupted) else Interrupted.by(signal.SIGINT)
             note = self.interrupted if ours.note is None else ours.note
-            if note:
-                print(f"interrupted ({ours}): {note}", file=sys.stderr)
-            self.code = ours.code
+            self.code, text = ours.code, note and f"interrupted ({ours}): {note}"
+        elif isinstance(error, ranks.LostRank):
+            self.code, text = 1, text if error.first else ""
         elif isinstance(error, self.refused):
-            print(harmless(str(error)), file=sys.stderr)
-            self.code = 2
+            self.code, text = 2, str(error)
         elif isinstance(error, self.stopped):
-            print(harmless(f"stopped: {error}"), file=sys.stderr)
             self.code = 1
-        elif isinstance(error, Exception) and files.is_disk_full(error):
-            print(
-                f"stopped: the disk is full ({error}). What was finished is kept. Free some space, "
-                "and run the same command again, `train` with --resume.",
-                file=sys.stderr,
-            )
+        elif files.is_disk_full(error):
+            text = f"stopped: the disk is full ({error}). What was finished is kept. Free some "
+            text += "space, and run the same command again, `train` with --resume."
             self.code = 1
-        ranks.leave(f"{type(error).__name__}: {error}")
+        if self.code and text:
+            print(harmless(text), file=sys.stderr)
+        if not isinstance(error, ranks.LostRank):
+            ranks.leave(f"{type(error).__name__}: {error}")
         return self.code != 0
 
 
 def _fsdp_problems(config: TrainingStage, state: Any) -> Iterator[str]:
+    if (kind := state.distributed_type) != DistributedType.FSDP:
+        yield f"asked for FSDP, and accelerate started {kind.value}: it needs GPUs."
+        return
     plugin = state.fsdp_plugin
     if config.model.dtype == "float16":
         yield "model.dtype: 'float16' does not go with FSDP2. Use another dtype, or DDP."
@@ -202,16 +190,15 @@ def from_main(function: Callable[[], T]) -> T:
     there is raised on all: an OSError, such as of a full disk, as it is, any other elsewhere as a
     RuntimeError."""
     outcome: list[Any] = [None, None]  # result, error
+    own: Exception | None = None
     if PartialState().is_main_process:
         try:
             outcome[0] = function()
         except Exception as error:
-            outcome[1] = error
-    error = outcome[1]
-    if error and not isinstance(error, OSError):
-        outcome[1] = RuntimeError(f"on the main process: {error}")
+            own, told = error, RuntimeError(f"on the main process: {error}")
+            outcome[1] = error if isinstance(error, OSError) else told
     broadcast_object_list(outcome)
-    if error := error or outcome[1]:
+    if error := own or outcome[1]:
         raise error
     return outcome[0]
 
@@ -274,16 +261,6 @@ class Parallel:
         """Around forward and backward pass of a micro-batch."""
         return nullcontext() if last else self.accelerator.no_sync(model)
 
-    @contextmanager
-    def aside(self, backbone: Backbone) -> Iterator[None]:
-        """Around torch.autograd.grad, for a gradient of this process alone. It bypasses the
-        wrapper: DDP takes every forward pass for one of all processes."""
-        wrapped, backbone.transformer = backbone.transformer, backbone.core
-        try:
-            yield
-        finally:
-            backbone.transformer = wrapped
-
     def average(self, parameters: Sequence[nn.Parameter]) -> None:
         """Average the gradients over all processes, where the backward pass has not."""
 
@@ -297,8 +274,6 @@ class Fsdp2(Parallel):
 
     def prepare(self, backbone: Backbone, optimizer: torch.optim.Optimizer) -> Any:
         """Without accelerate's cast of inputs and weights: it would round the timesteps to bf16."""
-        from torch.distributed.fsdp import MixedPrecisionPolicy
-
         plugin: Any = self.accelerator.state.fsdp_plugin
         plugin.ignored_modules = ADAPTERS
         plugin.mixed_precision_policy = MixedPrecisionPolicy()  # no cast

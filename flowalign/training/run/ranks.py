@@ -1,26 +1,20 @@
-"""What the ranks of a run say when one of them, or their launcher, is gone.
+"""Which rank ended a run, where and why.
 
 Each rank writes its phase, and the error that it ends with, into the store of the process group,
-as torch names no rank where a collective operation fails. Over NCCL it may not fail: the launcher
+as torch names no rank where a collective operation fails. Over NCCL it may not fail: then torchrun
 ends the other ranks, or torch after its timeout (TORCH_NCCL_ASYNC_ERROR_HANDLING in its docs).
 """
 
 from __future__ import annotations
 
-import functools
 import os
 import socket
-import sys
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 import torch
 from torch.distributed import distributed_c10d as c10d
-
-LOOK = 1.0  # seconds between two looks for the launcher
-AGAIN = "To continue, give the same command again, for training with --resume."
 
 
 class LostRank(RuntimeError):
@@ -56,45 +50,30 @@ def explain(error: BaseException) -> LostRank | None:
     alone = not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1
     if alone or not collective or isinstance(error, LostRank):
         return None
-    time.sleep(2 * LOOK)  # if the launcher is gone, its thread ends this process now
-    said: list[str] = []
-    (reader := threading.Thread(target=_read, args=(said,), daemon=True)).start()
-    reader.join(5)  # seconds: the process that serves the store may be stopped
-    *notes, readers = said or ["the store, served by rank 0 or the launcher, does not answer", ""]
-    of_torch = str(error).partition("\n")[0]
-    lost = LostRank(f"a rank is gone or hangs: {'; '.join(notes)}. torch: {of_torch}. {AGAIN}")
-    lost.first = readers == "1" or (not readers and torch.distributed.get_rank() < 2)
+    notes: list[str] = []
+    lost = LostRank()
+    # in a thread, as the process that serves the store may be stopped, and never answer
+    (reader := threading.Thread(target=_read, args=(notes, lost), daemon=True)).start()
+    reader.join(5)
+    lost.args = (
+        f"a rank is gone or hangs: {'; '.join(notes) or 'the store of their phases is gone, too'}. "
+        f"torch: {str(error).splitlines()[0]}. To continue, give the same command again, for "
+        "training with --resume.",
+    )
     return lost
+
+
+def _read(notes: list[str], lost: LostRank) -> None:
+    """Add what each rank has written, and whether this one reads it first."""
+    with suppress(RuntimeError):  # the store is gone with the process that served it
+        store = c10d._get_default_store()
+        lost.first = store.add("flowalign/readers", 1) == 1
+        for rank in range(torch.distributed.get_world_size()):
+            keys = [k for end in ("", "/error") if store.check([k := f"flowalign/{rank}{end}"])]
+            notes.append(f"rank {rank}" + "".join(store.get(key).decode() for key in keys))
 
 
 def _write(text: str, key: str = "") -> None:
     with suppress(RuntimeError, ValueError):  # the store is gone, or there is no process group
         key = f"flowalign/{torch.distributed.get_rank()}{key}"
         c10d._get_default_store().set(key, text)  # it waits for no answer
-
-
-def _read(said: list[str]) -> None:
-    """Add what each rank has written, and the number of ranks that have read it."""
-    with suppress(RuntimeError):  # the store is gone
-        store, notes = c10d._get_default_store(), []
-        for rank in range(torch.distributed.get_world_size()):
-            keys = [k for end in ("", "/error") if store.check([k := f"flowalign/{rank}{end}"])]
-            notes.append(f"rank {rank}" + "".join(store.get(key).decode() for key in keys))
-        said += [*notes, str(store.add("flowalign/readers", 1))]
-
-
-@functools.cache
-def follow_launcher() -> None:
-    """Start a thread that ends this process, which holds a GPU, soon after its launcher."""
-    launcher = os.getppid()
-
-    def follow() -> None:
-        while os.getppid() == launcher:
-            time.sleep(LOOK)
-        if os.environ.get("RANK") == "0":
-            with suppress(OSError, ValueError):  # a terminal that is gone
-                print(f"stopped: the launcher (process {launcher}) ended. {AGAIN}", file=sys.stderr)
-        os._exit(1)  # whatever the main thread waits for; files are complete at any moment
-
-    if "TORCHELASTIC_RUN_ID" in os.environ:  # of torchrun; a shell may end before its process
-        threading.Thread(target=follow, name="launcher", daemon=True).start()

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from flowalign import __version__
 from flowalign.backbone.adapters import file_digest
 from flowalign.config import ConfigError, Stage, TrainingStage
 from flowalign.config.loading import load, parse
@@ -54,8 +55,6 @@ def checkpoints(run: Path) -> list[Path]:
 def identity(config: TrainingStage) -> dict[str, Any]:
     """What a checkpoint of this run says of itself: its config, the version of flowalign, and the
     digests of the adapters that it reads and of its rewards' code, by their key in the config."""
-    from flowalign import __version__
-
     return {
         "config": config.model_dump(mode="json"),
         "version": __version__,

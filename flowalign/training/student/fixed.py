@@ -64,9 +64,6 @@ def fixed_states(
         images, _ = noised(path, levels, key)
         for prefix, states in ((metrics.FIXED_PATH, path), (metrics.FIXED_NOISED, images)):
             found.append(Fixed(prefix + task, states, teachers(states).velocity))
-        if f"teachers.{config.routing[task]}" in config.extrapolated:
-            own = teachers(path, own=True).velocity
-            found.append(Fixed(metrics.FIXED_TEACHER + task, path, own))
     return found
 
 

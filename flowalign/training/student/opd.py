@@ -8,23 +8,19 @@ teacher for that prompt's task. Flow-OPD, DiffusionOPD and DanceOPD are settings
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
-from accelerate.utils import gather_object
 from torch import Tensor
 
 from flowalign import sde
 from flowalign.config import OpdStage, StatesConfig
 from flowalign.training import metrics
-from flowalign.training.algorithm import Algorithm, Keeps, Pairs, Parts, Prepared, pairs_of
+from flowalign.training.algorithm import Algorithm, Keeps, Pairs, Parts, Prepared
 from flowalign.training.losses import policy_loss, published_loss, step_weights, velocity_error
 from flowalign.training.rollout import Size, Stream, schedule_of, window_of
-from flowalign.training.run import processes
-from flowalign.training.run.processes import Means
 from flowalign.training.student.fixed import Fixed, distances, fixed_states
 from flowalign.types import Rollout, Schedule, StepLoss
 
@@ -66,13 +62,12 @@ class Opd(Algorithm[Labels]):
             actions=config.needs_actions,
             targets=[config.student.label_dtype] * (2 if config.anchor else 1),
             labels=True,
-            task_gradients=True,
         )
 
     @classmethod
     def trained_steps(cls, config: OpdStage, update: int) -> tuple[int, ...]:
         """Those of the window, or a draw among them: a function of (seed, update)."""
-        window = list(range(*window_of(config.rollout, config.seed, update)))
+        window = list(range(*window_of(config.rollout, update)))
         return chosen(config.student.states, window, (config.seed, update))
 
     # What the loop asks ------------------------------------------------------------------------
@@ -81,23 +76,19 @@ class Opd(Algorithm[Labels]):
         """The states that this update trains."""
         return dataclasses.replace(
             schedule_of(self.config, self.backbone, size),
-            window=window_of(self.config.rollout, self.config.seed, update),
+            window=window_of(self.config.rollout, update),
             chosen=self.trained_steps(self.config, update),
         )
 
     def prepare(self, rollout: Rollout, update: int) -> Labels:
         """Label the trained states, once: the labels do not depend on the student's weights."""
         assert self.teachers
-        anchor = known = None
-        if self.anchor:  # the base, as a rule: what targets are extrapolated from, too
-            anchor = self.anchor(rollout).velocity
-            known = self.anchor.sources(rollout.batch.tasks[:1])[0], anchor
-        label = self.teachers(rollout, known)
+        label = self.teachers(rollout)
         policy = self.settings.gradient == "policy"
         measured, weights = {}, weights_of(rollout.schedule, self.settings.weighting)
         for step in rollout.steps:
             measured[metrics.WEIGHT + metrics.step_label(step)] = float(weights[step])
-        labels = Labels(
+        return Labels(
             rollout=rollout,
             keep=torch.ones(len(rollout), dtype=torch.bool),
             metrics=measured,
@@ -105,12 +96,9 @@ class Opd(Algorithm[Labels]):
             velocity=label.velocity,
             weights=weights,
             kl_weights=weights_of(rollout.schedule, "kl"),
-            anchor=anchor,
+            anchor=self.anchor(rollout).velocity if self.anchor else None,
             advantage=self._log_ratios(rollout, label.velocity) if policy else None,
         )
-        if update % self.settings.diagnose_every:
-            return labels
-        return dataclasses.replace(labels, metrics={**measured, **self._cosines(labels)})
 
     def loss(self, pairs: Pairs, velocity: Tensor, prepared: Labels) -> StepLoss:
         """Distillation + anchor_weight * anchor, means over b pairs."""
@@ -185,28 +173,6 @@ class Opd(Algorithm[Labels]):
             by_name.setdefault(kind + label, []).append(value)
         means = {name: sum(some) / len(some) for name, some in by_name.items()}
         return means, {name: len(some) for name, some in by_name.items()}
-
-    def _cosines(self, labels: Labels) -> dict[str, float]:
-        """Cosines of the gradients of the tasks' losses, each on one micro-batch of its images."""
-        tasks = labels.rollout.batch.tasks
-        names = set(tasks)
-        if self.backbone.sharded:  # every process takes part in each of these gradients
-            names = set(gather_object(sorted(names)))
-        active = [p for p in self.backbone.core.parameters() if p.requires_grad]
-        grads, means = {}, Means()
-        for name in sorted(names) if len(names) > 1 else []:
-            of_task = torch.tensor([task == name for task in tasks])
-            rows = of_task if of_task.any() else torch.ones_like(of_task)  # only to take part
-            pairs = next(pairs_of(labels.rollout, rows, self.config.optimizer.micro_batch))
-            with processes.of(self.accelerator).aside(self.backbone):
-                velocity = self.velocity(pairs)
-                parts = torch.autograd.grad(self.loss(pairs, velocity, labels).total, active)
-            if of_task.any():
-                grads[name] = torch.cat([part.flatten() for part in parts])
-        for a, b in itertools.combinations(grads, 2):
-            cosine = torch.nn.functional.cosine_similarity(grads[a], grads[b], dim=0)
-            means.add(f"{metrics.GRADIENT_COSINE}{a}~{b}", float(cosine))
-        return means.over_processes()  # those that have both tasks
 
 
 def weights_of(schedule: Schedule, weighting: str) -> Tensor:
