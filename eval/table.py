@@ -65,17 +65,14 @@ class Results:
         """The prompts of the report, whose images are at hand: those of all models alike."""
         return next(iter(self.judged.values()))[benchmark.name].pictured(benchmark.copies)
 
-    def images(self, model: str, benchmark: Benchmark, index: int) -> list[Tensor]:
-        """A model's images of a prompt; [] if one of them was not kept."""
-        copies, pictured = benchmark.copies, self.pictured(benchmark)
+    def image(self, model: str, benchmark: Benchmark, index: int, copy: int) -> Tensor | None:
+        """A model's image [3,H,W] of a prompt; None if it was not kept."""
+        pictured = self.pictured(benchmark)
         if index in pictured:
-            first = pictured.index(index) * copies
-            files = self.judged[model][benchmark.name].pictures[first : first + copies]
-            return list(map(pixels_of, files))
+            place = pictured.index(index) * benchmark.copies + copy
+            return pixels_of(self.judged[model][benchmark.name].pictures[place])
         store = self.stores.get((model, benchmark.image_set))
-        found = [store.load((index, copy)) for copy in range(copies)] if store else []
-        kept = [image for image in found if image is not None]
-        return kept if len(kept) == copies else []
+        return store.load((index, copy)) if store else None
 
     def means(self, benchmark: Benchmark, model: str) -> list[float]:
         """Of each prompt the mean score of its images; NaN = none of them has a score."""
