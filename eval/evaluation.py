@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from contextlib import nullcontext
 from itertools import product
 from pathlib import Path
 
@@ -80,9 +79,9 @@ def _evaluate(config: EvalStage, accelerator: Accelerator) -> None:
     with phase("loading the models"):
         model, device = config.model if config.adapters else None, accelerator.device
         sets = build_sets(config.scored, "benchmarks", device, model, config.given)
-        if size := sets[0].prompts.size:  # of the images, where no model says it
-            update = {} if model else {"height": size[0], "width": size[1], "sizes": None}
-        config = config.model_copy(update={"model": config.model.model_copy(update=update)})
+        if not model and (size := sets[0].prompts.size):  # no model says the size of the images
+            update = {"height": size[0], "width": size[1], "sizes": None}
+            config = config.model_copy(update={"model": config.model.model_copy(update=update)})
         reference = load_reference(config, sets, device)
         if model:
             backbone = Backbone.load(model, device)
@@ -90,7 +89,7 @@ def _evaluate(config: EvalStage, accelerator: Accelerator) -> None:
             weights = placement.fingerprint(base)  # before the adapters
             digests = load_adapters(backbone, config)
             update = {"max_sequence_length": backbone.text.max_sequence_length}  # where it is null
-    config = config.model_copy(update={"model": config.model.model_copy(update=update)})
+            config = config.model_copy(update={"model": model.model_copy(update=update)})
     stores = open_stores(config, sets, weights, digests, accelerator)
     exports = [
         Export(Path(config.output), model, images, stores[model, images.name])
@@ -114,8 +113,8 @@ def _evaluate(config: EvalStage, accelerator: Accelerator) -> None:
         benchmarks = [judge for images in sets for judge in images.judges]
         panels = drift_panels(config, backbone, sets, judged)
         seeds = {config.settings_of(model)["seed"] for model in config.models}
-        shared = f"same prompts{' and noise' * (len(seeds) == 1 and None not in seeds)}"
-        print(write_files(config, Results(benchmarks, judged, distances, panels, shared, stores)))
+        alike = f"same prompts{' and noise' * (len(seeds) == 1 and None not in seeds)}"
+        print(write_files(config, Results(benchmarks, judged, distances, panels, alike, stores)))
         for export in exports:
             export.write()
             print(f"{export.images.layout}: {export.folder}")
@@ -135,11 +134,11 @@ def load_adapters(backbone: Backbone, config: EvalStage) -> dict[str, str | None
             backbone.load_adapter(_adapter(name), lora, frozen=True)
         except (ValueError, RuntimeError, KeyError, OSError) as error:
             # torch's message: what is wrong, then one line per weight
-            lines = (str(error) or type(error).__name__).strip().splitlines()
-            reason = " ".join(line.strip() for line in lines[:2])
+            reason = " ".join(map(str.strip, str(error).strip().splitlines()[:2]))
             text = (
-                f"models.{name}: {folder!r} does not load onto {config.model.id} ({reason}). Name "
-                "an adapter that was trained on this base, or the base it belongs to."
+                f"models.{name}: {folder!r} does not load onto {config.model.id} "
+                f"({reason or type(error).__name__}). Name an adapter that was trained on this "
+                "base, or the base it belongs to."
             )
             raise ConfigError([text]) from error
     if config.model.compile:  # after the adapters: they change the layers
@@ -149,13 +148,6 @@ def load_adapters(backbone: Backbone, config: EvalStage) -> dict[str, str | None
 
 def _adapter(name: str) -> str:
     return f"eval_{name}"  # a bare `attn`, say, would also match the model's layers
-
-
-def using(backbone: Backbone | None, config: EvalStage, name: str) -> AbstractContextManager[None]:
-    """One of the config's models, inside the `with`."""
-    if backbone is None or name in config.given:
-        return nullcontext()
-    return backbone.adapter(None if config.models[name] is None else _adapter(name))
 
 
 def admit(folders: Iterable[Store | Export]) -> None:
@@ -193,9 +185,11 @@ def score_models(
         for name, images in product(config.models, sets):
             bar.update(task, description=harmless(f"{name}: {images.name}"))
             work = f"the evaluation of {name} on {images.name}"
-            with phase(work), using(backbone, config, name):
+            model = None if name in config.given else backbone
+            adapter = _adapter(name) if config.adapters.get(name) else None
+            with phase(work), model.adapter(adapter) if model else nullcontext():
                 scored = judge_set(
-                    None if name in config.given else backbone,
+                    model,
                     images,
                     config.sampling_of(name),
                     accelerator,
@@ -236,25 +230,22 @@ def drift_panels(
     without `alarm`, and without the base model among the models."""
     base = next((name for name, adapter in config.adapters.items() if adapter is None), None)
     panels: list[Panel] = []
-    if config.alarm is None or base is None or backbone is None:
-        return panels
-    for images in sets:
+    for images in sets if config.alarm and base and backbone else ():
+        assert config.alarm and base and backbone
         first = images.judges[0].name if images.judges else ""
         if not first or not judged[base][first].pictures:
             continue
         pictured = judged[base][first].pictured(images.copies)  # the same for all models
         numbers = [prompt for prompt in pictured for _ in range(images.copies)]
         batch = images.prompts.select(numbers)
-        by_judge = {judge.name: judge.reward for judge in images.judges}
-        statistics = ImageStatistics.of(backbone.family, by_judge)
-        if statistics.text:  # what one judge reads is measured of its images
-            statistics = replace(statistics, text=frozenset([images.name]))
+        # what one judge reads is measured of its images
+        read = dict((images.name, j.reward) for j in images.judges if hasattr(j.reward, "engine"))
+        statistics = ImageStatistics.of(backbone.family, read)
         for model in (name for name in config.models if name != base):
             both = judged[base][first].pictures, judged[model][first].pictures
-            origins = zip(numbers, batch.prompts, batch.metadata, strict=True)
+            about = zip(numbers, batch.prompts, batch.metadata, strict=True)
             pairs = [
-                Pair(before, after, images.name, *origin)
-                for before, after, origin in zip(*both, origins, strict=True)
+                Pair(*two, images.name, *rest) for *two, rest in zip(*both, about, strict=True)
             ]
             check = check_drift(pairs, statistics)
             panels.append(Panel(f"{model} on {images.name}", config.alarm.warn, check))

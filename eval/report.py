@@ -29,7 +29,6 @@ from flowalign.eval.table import (
     details,
     markdown,
     tables,
-    tally,
 )
 from flowalign.rewards import describe
 from flowalign.system import manifest
@@ -66,7 +65,7 @@ def write_files(config: EvalStage, results: Results) -> str:
         content |= {"remarks": said, "tables": [table.plain() for table in scores]}
         heads = [f"{escaped(text, length=1000)}\n" for text in said]
         short = "\n".join([*heads, *map(markdown, scores)])
-        tallies = [f"- {escaped(tally(*change))}\n" for change in compared(results, config.compare)]
+        tallies = [f"- {escaped(said)}\n" for *_, said in compared(results, config.compare)]
         changed = f"\nWhat changed:\n\n{''.join(tallies)}" if tallies else ""
         long, measured = details(results.rows), escaped(" ".join(sentences), length=10_000)
         texts["table.md"] = f"{short}\nEvery metric:\n\n{long}{changed}\n{measured}\n"
@@ -342,7 +341,7 @@ def changes(
         return all(cell.image() is not None for model in models for cell in line.cells[model])
 
     listed = []
-    for model, other, benchmark, gaps in compared(results, compare):
+    for model, other, benchmark, gaps, said in compared(results, compare):
         pair, sides = (other, model), []
         for sign in (1, -1):
             order = [i for i, gap in enumerate(gaps) if gap * sign > 0]
@@ -352,7 +351,7 @@ def changes(
                 if kept(grids[benchmark.name][i], pair)
             )
             sides.append([*islice(found, EXTREMES)])
-        listed.append((tally(model, other, benchmark, gaps), pair, sides))
+        listed.append((said, pair, sides))
     return listed
 
 

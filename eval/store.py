@@ -7,8 +7,8 @@
             settings.json       what the scores depend on, besides image, prompt and metadata
             rows.<process>.jsonl    one line per scored image, NaN as null
 
-A row is written after its image. An image without a whole line is scored again; one without a whole
-PNG is sampled again. All processes share the folder.
+A row is written after its image. An image without a whole line is scored again; one without a file
+is sampled again. All processes share the folder.
 
 A run with a larger or smaller `limit` is the same run, because the noise of an image depends on the
 index of its prompt. So is one with another batch size, apart from float rounding.
@@ -17,9 +17,8 @@ index of its prompt. So is one with another batch size, apart from float roundin
 from __future__ import annotations
 
 import json
-import logging
 import math
-from collections.abc import Collection, Container, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Mapping, Sequence
 from contextlib import suppress
 from itertools import product
 from pathlib import Path
@@ -27,7 +26,6 @@ from typing import TYPE_CHECKING, Any
 
 from accelerate import Accelerator
 from accelerate.utils import gather_object
-from PIL import Image
 from torch import Tensor
 
 from flowalign.config import EvalStage
@@ -35,7 +33,7 @@ from flowalign.eval.stats import from_json
 from flowalign.rewards import describe
 from flowalign.system.escape import shown
 from flowalign.system.files import append, read_lines, replacing, to_json
-from flowalign.system.images import pixels_of
+from flowalign.system.images import read_image, stacked
 from flowalign.system.manifest import file_sha256, json_sha256
 from flowalign.training.data import spread
 from flowalign.training.report.pictures import png
@@ -43,8 +41,6 @@ from flowalign.types import PromptBatch
 
 if TYPE_CHECKING:
     from flowalign.eval.suite import ImageSet
-
-log = logging.getLogger("flowalign")
 
 Key = tuple[int, int]  # an image: index of its prompt in the set, number of the copy
 ImageRow = dict[str, Any]  # the scores of an image by one judge
@@ -109,13 +105,17 @@ class Store:
         for judge, prompts in judges.items():
             wanted = {key: (prompts.prompts[key[0]], prompts.metadata[key[0]]) for key in keys}
             for path in sorted(self.score_folders[judge].glob("rows.*.jsonl")):
-                for row in _rows(path):
-                    key = row["index"], row.get("copy", 0)
-                    if (row["prompt"], row["metadata"]) != wanted.get(key):
-                        continue
-                    # a failed image may have been scored later
-                    if not is_valid(rows[judge].get(key)):
-                        rows[judge][key] = row
+                for line in read_lines(path):
+                    with suppress(LookupError, TypeError):  # no row of ours
+                        row = from_json(line)
+                        key, about = (row["index"], row["copy"]), (row["prompt"], row["metadata"])
+                        # a failed image may have been scored later
+                        if (
+                            "value" in row
+                            and about == wanted.get(key)
+                            and not is_valid(rows[judge].get(key))
+                        ):
+                            rows[judge][key] = row
         return rows
 
     def append(self, judge: str, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -136,33 +136,21 @@ class Store:
                 part.write_bytes(png(image))
 
     def load(self, key: Key) -> Tensor | None:
-        """The image [3,H,W] in [0,1], on the CPU; None if there is no whole one."""
-        return pixels_of(self._path(key).read_bytes()) if self.has(key) else None
+        """The image [3,H,W] in [0,1], on the CPU; None if there is none. Raises StoreError for a
+        file that is damaged."""
+        if not self.has(key):
+            return None
+        try:
+            return stacked(read_image(self._path(key)))[0]
+        except ValueError as error:
+            raise StoreError(f"{error} Delete it, and run this again.") from error
 
     def has(self, key: Key) -> bool:
-        """Whether there is a whole image."""
-        if self._files:
-            return True
-        path = self._path(key)
-        try:
-            with Image.open(path) as image:
-                image.verify()  # the checksums of its chunks
-        except FileNotFoundError:
-            return False
-        except Exception:  # PIL raises whatever its decoders do
-            log.warning("%s is damaged; the image is sampled again.", path)
-            return False
-        return True
+        """Whether there is an image: a file appears whole, or not at all."""
+        return bool(self._files) or self._path(key).is_file()
 
     def _path(self, key: Key) -> Path:
         return self._files[key] if self._files else self.folder / f"{key[0]:05}_{key[1]}.png"
-
-
-def _rows(path: Path) -> Iterator[ImageRow]:
-    """The rows of a file, without the lines that no store wrote or that a kill cut off."""
-    for line in read_lines(path):
-        with suppress(ValueError, LookupError, TypeError):
-            yield from_json(line["row"] if "sha256" in line else line)  # of an earlier version
 
 
 def is_valid(row: Mapping[str, Any] | None) -> bool:
@@ -232,8 +220,17 @@ def check_record(
             f"are ({shown(repr(error))}). {again}"
         ) from None
     recorded.pop("sha256", None)  # of an earlier version
-    if problems := _differences(recorded, wanted, whole):
-        raise StoreError(f"{folder} holds images of another run: {'; '.join(problems)}. {again}")
+    there, here = _flat(recorded), _flat(wanted)
+    keys = [key for key in here | there if there.get(key) != here.get(key)]
+    if not whole:  # of lists only what both have
+        keys = [key for key in keys if not key[-1].isdecimal() or key in there.keys() & here.keys()]
+    if keys:
+        texts = (
+            f"{key} was {shown(repr(there.get(key)), 40)} there, and is "
+            f"{shown(repr(here.get(key)), 40)} here"
+            for key in keys[:3]
+        )
+        raise StoreError(f"{folder} holds images of another run: {'; '.join(texts)}. {again}")
     return recorded
 
 
@@ -243,24 +240,10 @@ def write_record(path: Path, content: Mapping[str, Any]) -> None:
         part.write_text(json.dumps(content, indent=1, default=str))
 
 
-def _differences(
-    recorded: Any, wanted: Mapping[str, Any], whole: bool, prefix: str = ""
-) -> list[str]:
-    """What differs, one text each: "sampling.steps was 10 there, and is 40 here"."""
-    recorded, texts = recorded if isinstance(recorded, Mapping) else {}, []
-    for key in dict.fromkeys([*wanted, *recorded]):
-        there, here, name = recorded.get(key), wanted.get(key), f"{prefix}{key}"
-        if isinstance(here, Mapping):
-            texts += _differences(there, here, whole, f"{name}.")
-            continue
-        if isinstance(here, list) and isinstance(there, list):
-            counts, pairs = (len(there), len(here)), enumerate(zip(there, here, strict=False))
-            index, (there, here) = next(((i, p) for i, p in pairs if p[0] != p[1]), (0, (0, 0)))
-            if there == here and whole and counts[0] != counts[1]:
-                texts.append(f"there were {counts[0]} {name} there, and are {counts[1]} here")
-            name = f"{name}.{index}"
-        if here != there:
-            # a long value is a digest: its beginning is enough
-            a, b = (t if len(t := repr(v)) <= 40 else f"{t[:16]}...'" for v in (there, here))
-            texts.append(f"{name} was {a} there, and is {b} here")
-    return texts
+def _flat(value: Any, key: str = "") -> dict[str, Any]:
+    """{dotted key: value} of a value from JSON."""
+    if not isinstance(value, Mapping | list):
+        return {key: value}
+    pairs = value.items() if isinstance(value, Mapping) else enumerate(value)
+    inner = (_flat(item, f"{key}.{name}" if key else str(name)) for name, item in pairs)
+    return {name: item for part in inner for name, item in part.items()}

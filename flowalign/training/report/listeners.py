@@ -9,6 +9,7 @@ import json
 import logging
 import math
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +96,7 @@ class RunLog:
             update, self.alarm.drift(check.drifts, self.limits.warn, where, self.limits.reference)
         )
         if self.main:
-            content, keep = to_json(check.to_json()), self.settings.keep_samples
+            content, keep = to_json(asdict(check)), self.settings.keep_samples
             samples.write_json(self.folder, kind, update, content, keep)
         worst = [drift for drift in check.drifts if drift.beyond(self.limits.stop)]
         if worst:
