@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from itertools import product
 from pathlib import Path
@@ -11,7 +11,7 @@ from pathlib import Path
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import Progress
 
 from flowalign import rewards
 from flowalign.backbone import Backbone, ModelError, placement
@@ -75,7 +75,7 @@ def _evaluate(config: EvalStage, accelerator: Accelerator) -> None:
     if accelerator.is_main_process:
         files.remove_leftovers(config.output)
     accelerator.wait_for_everyone()
-    backbone, weights, digests, update = None, "", {}, {}
+    backbone, weights, digests = None, "", {}
     with phase("loading the models"):
         model, device = config.model if config.adapters else None, accelerator.device
         sets = build_sets(config.scored, "benchmarks", device, model, config.given)
@@ -96,7 +96,14 @@ def _evaluate(config: EvalStage, accelerator: Accelerator) -> None:
         for model, images in product(config.models, sets)
         if images.layout
     ]
-    admit([*stores.values(), *exports])  # the last check: from here on, it writes
+    problems = dict[str, str]()
+    for folder in [*stores.values(), *exports]:
+        try:
+            folder.check()
+        except StoreError as error:  # what is equal in several folders is said of the first
+            problems.setdefault(str(error).replace(str(folder.folder), ""), f"output: {error}")
+    if listed := sorted(set(gather_object([*problems.values()]))):  # whichever process saw it
+        raise ConfigError(listed)  # the last check: from here on, it writes
     if accelerator.is_main_process:
         for store in stores.values():
             store.prepare()
@@ -150,18 +157,6 @@ def _adapter(name: str) -> str:
     return f"eval_{name}"  # a bare `attn`, say, would also match the model's layers
 
 
-def admit(folders: Iterable[Store | Export]) -> None:
-    """ConfigError if one of them holds images of another run."""
-    problems = dict[str, str]()
-    for folder in folders:
-        try:
-            folder.check()
-        except StoreError as error:  # what is equal in several folders is said of the first
-            problems.setdefault(str(error).replace(str(folder.folder), ""), f"output: {error}")
-    if listed := sorted(set(gather_object([*problems.values()]))):  # whichever process saw it
-        raise ConfigError(listed)
-
-
 def score_models(
     backbone: Backbone | None,
     config: EvalStage,
@@ -176,18 +171,15 @@ def score_models(
     EvaluationError as soon as a judge lost too many images: the rest would be sampled in vain.
     """
     console = Console(stderr=True, quiet=not accelerator.is_main_process)
-    name_of = TextColumn("{task.description}", markup=False)
-    columns = (name_of, BarColumn(20), MofNCompleteColumn(), TimeRemainingColumn())
     judged: dict[str, dict[str, Judged]] = {name: {} for name in config.models}
-    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+    with Progress(console=console, disable=not console.is_terminal) as bar:
         total = sum(len(images.prompts) * images.copies for images in sets)
         task = bar.add_task("images", total=total * len(config.models))
         for name, images in product(config.models, sets):
-            bar.update(task, description=harmless(f"{name}: {images.name}"))
-            work = f"the evaluation of {name} on {images.name}"
             model = None if name in config.given else backbone
             adapter = _adapter(name) if config.adapters.get(name) else None
-            with phase(work), model.adapter(adapter) if model else nullcontext():
+            work = phase(f"the evaluation of {name} on {images.name}")
+            with work, model.adapter(adapter) if model else nullcontext():
                 scored = judge_set(
                     model,
                     images,
@@ -202,8 +194,7 @@ def score_models(
             problems = []
             for benchmark, result in zip(images.judges, scored, strict=True):
                 judged[name][benchmark.name] = result
-                number = headline_rows(benchmark, result.rows)[0].mean
-                old = result.taken_over
+                number, old = headline_rows(benchmark, result.rows)[0].mean, result.taken_over
                 said = f"{old} scores taken over, {len(result.rows) - old} made"
                 line = f"{name}: {benchmark.name} {number:.3f} ({said})"
                 console.print(harmless(line), markup=False)
@@ -230,23 +221,20 @@ def drift_panels(
     without `alarm`, and without the base model among the models."""
     base = next((name for name, adapter in config.adapters.items() if adapter is None), None)
     panels: list[Panel] = []
-    for images in sets if config.alarm and base and backbone else ():
-        assert config.alarm and base and backbone
-        first = images.judges[0].name if images.judges else ""
-        if not first or not judged[base][first].pictures:
-            continue
-        pictured = judged[base][first].pictured(images.copies)  # the same for all models
+    if config.alarm is None or base is None or backbone is None:
+        return panels
+    for images, first in ((images, images.judges[0].name) for images in sets if images.judges):
+        before = judged[base][first]
+        pictured = before.pictured(images.copies)  # the same for all models
         numbers = [prompt for prompt in pictured for _ in range(images.copies)]
         batch = images.prompts.select(numbers)
         # what one judge reads is measured of its images
         read = dict((images.name, j.reward) for j in images.judges if hasattr(j.reward, "engine"))
         statistics = ImageStatistics.of(backbone.family, read)
-        for model in (name for name in config.models if name != base):
-            both = judged[base][first].pictures, judged[model][first].pictures
+        for model in (name for name in config.models if name != base and pictured):
+            both = zip(before.pictures, judged[model][first].pictures, strict=True)
             about = zip(numbers, batch.prompts, batch.metadata, strict=True)
-            pairs = [
-                Pair(*two, images.name, *rest) for *two, rest in zip(*both, about, strict=True)
-            ]
+            pairs = [Pair(*two, images.name, *rest) for two, rest in zip(both, about, strict=True)]
             check = check_drift(pairs, statistics)
             panels.append(Panel(f"{model} on {images.name}", config.alarm.warn, check))
     return panels

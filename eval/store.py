@@ -73,25 +73,24 @@ class Store:
         files: Mapping[Key, Path] | None = None,
     ) -> None:
         self.folder, self.settings, self.saved_prompts = folder, dict(settings), saved_prompts
-        self._files = files
-        self.score_folders = {
-            judge: folder / f"scores_{json_sha256(depends)[:12]}"
-            for judge, depends in scores.items()
-        }
-        self._scores, self._rank = scores, rank
+        self._scores, self._rank, self._files = scores, rank, files
 
-    def check(self) -> None:
-        """StoreError for images that this run would not sample."""
-        check_record(self.folder, self.folder / SETTINGS, self.settings)
+    def score_folder(self, judge: str) -> Path:
+        """Where its rows are: another one for each way of scoring."""
+        return self.folder / f"scores_{json_sha256(self._scores[judge])[:12]}"
+
+    def check(self) -> dict[str, Any]:
+        """What the folder holds, {} if nothing; StoreError for images that this run would not
+        sample."""
+        return check_record(self.folder, self.folder / SETTINGS, self.settings) or {}
 
     def prepare(self) -> None:
         """Make the folders and record in them what they hold. For one process."""
-        recorded = check_record(self.folder, self.folder / SETTINGS, self.settings) or {}
         # the larger `limit` describes the folder
-        if len(recorded.get("prompts", ())) <= len(self.settings.get("prompts", ())):
+        if len(self.check().get("prompts", ())) <= len(self.settings.get("prompts", ())):
             write_record(self.folder / SETTINGS, self.settings)
-        for judge, folder in self.score_folders.items():
-            write_record(folder / SETTINGS, self._scores[judge])
+        for judge, content in self._scores.items():
+            write_record(self.score_folder(judge) / SETTINGS, content)
 
     def read(
         self, judges: Mapping[str, PromptBatch], keys: Collection[Key]
@@ -101,29 +100,25 @@ class Store:
 
         judges {judge: its prompts with their metadata}: a row of other ones is left out.
         """
-        rows: dict[str, dict[Key, ImageRow]] = {judge: {} for judge in judges}
+        found: dict[str, dict[Key, ImageRow]] = {judge: {} for judge in judges}
         for judge, prompts in judges.items():
+            rows = found[judge]
             wanted = {key: (prompts.prompts[key[0]], prompts.metadata[key[0]]) for key in keys}
-            for path in sorted(self.score_folders[judge].glob("rows.*.jsonl")):
-                for line in read_lines(path):
-                    with suppress(LookupError, TypeError):  # no row of ours
-                        row = from_json(line)
-                        key, about = (row["index"], row["copy"]), (row["prompt"], row["metadata"])
-                        # a failed image may have been scored later
-                        if (
-                            "value" in row
-                            and about == wanted.get(key)
-                            and not is_valid(rows[judge].get(key))
-                        ):
-                            rows[judge][key] = row
-        return rows
+            paths = sorted(self.score_folder(judge).glob("rows.*.jsonl"))
+            for row in (from_json(line) for path in paths for line in read_lines(path)):
+                with suppress(KeyError, TypeError):  # no row of ours
+                    key, about = (row["index"], row["copy"]), (row["prompt"], row["metadata"])
+                    # a failed image may have been scored later
+                    if about == wanted[key] and not is_valid(rows.get(key)):
+                        rows[key] = row
+        return found
 
     def append(self, judge: str, rows: Sequence[Mapping[str, Any]]) -> None:
         """Add rows of this process; they are in the file when this returns."""
         lines = (json.dumps(to_json(row), allow_nan=False) for row in rows)
         # the break comes first, so that a line that a kill cut off does not spoil the next one
         text = "".join(f"\n{line}" for line in lines)
-        append(self.score_folders[judge] / f"rows.{self._rank}.jsonl", text)
+        append(self.score_folder(judge) / f"rows.{self._rank}.jsonl", text)
 
     def saves(self, key: Key) -> bool:
         """Whether that image is to be written."""
@@ -155,7 +150,7 @@ class Store:
 
 def is_valid(row: Mapping[str, Any] | None) -> bool:
     """Whether there is a row with a score."""
-    return row is not None and math.isfinite(row["value"])
+    return row is not None and math.isfinite(row.get("value", math.nan))
 
 
 def open_stores(
@@ -170,24 +165,25 @@ def open_stores(
     weights: `fingerprint` of the base. adapters {model that samples: digest of its adapter, None
     for the base}.
     """
-    scores: dict[str, dict[str, Any]] = {images.name: {} for images in sets}
+    scores: dict[str, dict[str, Any]] = {}
     for benchmark, images in zip(config.scored, sets, strict=True):
-        for judge, reward in zip(images.judges, benchmark.judges.values(), strict=True):
-            about = {"reward": reward.model_dump(mode="json"), "describe": describe(judge.reward)}
-            scores[images.name][judge.name] = about
+        judges = zip(images.judges, benchmark.judges.values(), strict=True)
+        scores[images.name] = {
+            judge.name: {"reward": c.model_dump(mode="json"), "describe": describe(judge.reward)}
+            for judge, c in judges
+        }
     # the main process decides: a remote reward may describe itself to some processes only
     scores = gather_object([scores])[0]
     base = config.model.model_dump(include=MODEL_KEYS) | {"weights": weights}
     stores = {}
     for model, images in product(config.models, sets):
         height, width = images.prompts.size or config.model.image_sizes[0]
-        files = images.files.get(model)
         content = {
             "model": base | {"height": height, "width": width},
             "adapter": adapters.get(model),
             "sampling": config.sampling_of(model).model_dump(exclude={"batch_size"}),
         }
-        if files:
+        if files := images.files.get(model):
             content = {"files": [file_sha256(path) for path in files.values()]}
         kept = config.keep_images or images.layout
         stores[model, images.name] = Store(

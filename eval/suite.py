@@ -108,27 +108,26 @@ def image_sets(
     for index, config in enumerate(configs):
         prompts, size, files = load_prompts(config.prompts, config.name), config.size or common, {}
         asked.update(prompts.prompts)
+        place, limit = f"{config_key}.{index}", config.limit
         for name, images in by_prompt.items():
             try:
-                place, copies = f"{config_key}.{index}", config.images
-                files[name] = assign(images, prompts, config.limit, copies, place)
+                files[name] = assign(images, prompts, limit, config.images, place)
                 size = check_images(files[name].values(), size)
             except ImagesError as error:
                 problems.append(f"models.{name}: {config.name}: {error}")
         common = common or size
-        rows, limit = prompts.metadata, config.limit
-        few, tags = ({str(row.get("tag")) for row in some} for some in (rows[:limit], rows))
-        if few < tags:
-            count = f"the first {limit} of {len(rows)} prompts have {len(few)} of {len(tags)} tags"
-            log.warning("%s.%d.limit: %s.", config_key, index, count)
-        prompts = replace(prompts.select(range(len(prompts))[: config.limit]), size=size)
+        tags = [str(row.get("tag")) for row in prompts.metadata]
+        few, many = len({*tags[:limit]}), len({*tags})
+        if few < many:
+            count = f"the first {limit} of {len(tags)} prompts have {few} of {many} tags"
+            log.warning("%s.limit: %s.", place, count)
+        prompts = replace(prompts.select(range(len(prompts))[:limit]), size=size)
         try:
             if config.layout and size:
                 check_layout(config.layout, prompts, (config.images, *size))
         except ValueError as error:
-            problems.append(f"{config_key}.{index}.layout: {error}")
-        layout = config.layout
-        sets.append(ImageSet(config.name, prompts, config.images, layout=layout, files=files))
+            problems.append(f"{place}.layout: {error}")
+        sets.append(ImageSet(config.name, prompts, config.images, (), config.layout, files))
     for name, images in by_prompt.items():
         if ignored := sum(len(files) for prompt, files in images.items() if prompt not in asked):
             log.warning("models.%s: ignored, of other prompts: %d images.", name, ignored)
@@ -177,9 +176,7 @@ def run(
     seconds: as in `judge_set`. max_invalid_share: a benchmark that loses more images is `lost`.
     shown: of so many prompts of a set, evenly spaced, the first image is part of the report.
     """
-    rows: list[EvalRow] = []
-    reasons: dict[str, str] = {}
-    examples: list[Example] = []
+    rows, reasons, examples = list[EvalRow](), dict[str, str](), list[Example]()
     for images in sets:
         results = judge_set(backbone, images, settings, accelerator, keep=shown, seconds=seconds)
         for benchmark, judged in zip(images.judges, results, strict=True):
@@ -187,14 +184,12 @@ def run(
             if reason := lost(benchmark, judged.rows, max_invalid_share):
                 reasons[benchmark.name] = reason
         if results:  # of several judges, the first says what its images are worth
-            pictured = set(spread(len(images.prompts), shown))
-            rows_shown = [row for row in results[0].rows if row["index"] in pictured]
-            name, part = images.judges[0].name, part_of(images.judges[0])
-            examples += [
-                Example(name, row["prompt"], row.get(part, math.nan), picture)
-                for row, picture in zip(rows_shown, results[0].pictures, strict=True)
-                if row["copy"] == 0
-            ]
+            first, judged = images.judges[0], results[0]
+            pictured = [judged.rows[i * images.copies] for i in judged.pictured(images.copies)]
+            examples.extend(
+                Example(first.name, row["prompt"], row.get(part_of(first), math.nan), picture)
+                for row, picture in zip(pictured, judged.pictures[:: images.copies], strict=True)
+            )
     return EvalReport(rows, reasons, examples)
 
 

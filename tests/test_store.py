@@ -101,7 +101,7 @@ def test_a_groupwise_reward_sees_all_images_of_a_prompt_at_once(backbone: Backbo
     mark, kept = benchmark(3, spread), store(tmp_path / "s")
     whole = judge(backbone, mark, 4, store=kept)
     assert groups == [[prompt] * 3 for prompt in PROMPTS]
-    (rows,) = kept.score_folders["x"].glob("rows.*")
+    (rows,) = kept.score_folder("x").glob("rows.*")
     rows.write_text("\n".join(rows.read_text().splitlines()[:-1]))  # one of E's is lost
     again = judge(backbone, mark, 4, store=store(tmp_path / "s"))
     assert groups[5:] == [['a "E"'] * 3] and again.rows == whole.rows
