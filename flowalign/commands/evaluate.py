@@ -13,7 +13,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,10 +49,10 @@ def parser() -> argparse.ArgumentParser:
     add("--model", default="tiny", help="tiny (default), a folder or a Hub id")
     add("--lora", nargs="+", default=[], metavar="NAME=ADAPTER", help="folders or Hub ids")
     add("--images", nargs="+", default=[], metavar="NAME=SOURCE",
-        help="folders or files of images with their prompts; no model is loaded, and --model says "
-        "whose benchmarks are meant")  # fmt: skip
+        help="folders or files of images with their prompts, of --benchmarks of --model; no model "
+        "is loaded")  # fmt: skip
     add("--benchmarks", nargs="+", metavar="NAME",
-        help="default: those of the family's eval.yaml, or those that --images has")  # fmt: skip
+        help="default: those of the family's eval.yaml")  # fmt: skip
     add("--limit", type=int, help="only the first so many prompts of each")
     add("--out", type=Path, required=True, help="folder of the results; the config is kept there")
     add("overrides", nargs="*", metavar="key.path=value", help="change the config")
@@ -101,7 +101,6 @@ def settings(args: argparse.Namespace) -> dict[str, Any]:
     """The raw config: the evaluation of the model's family, its benchmarks by name. Raises
     ValueError for a name that it has not."""
     from flowalign.commands.init import Draft, named_sources
-    from flowalign.eval.images import find_images
 
     data = Draft("eval", args.model, args.out, teachers=args.lora).data()
     data["output"] = str(args.out)
@@ -110,42 +109,22 @@ def settings(args: argparse.Namespace) -> dict[str, Any]:
     if unknown := [name for name in args.benchmarks or () if name not in known]:
         hint = did_you_mean(unknown[0], known)
         raise ValueError(f"--benchmarks: no {unknown[0]!r}.{hint} There are {', '.join(known)}.")
+    if args.images and not args.benchmarks:
+        raise ValueError(
+            f"--images: name the benchmarks whose prompts they have: --benchmarks {' '.join(known)}"
+        )
     chosen = [known[name] for name in args.benchmarks or shipped]
     if args.images:
         named = [
             t if "=" in t else f"{re.sub('[^0-9A-Za-z_-]', '_', Path(t).stem)}={t}"
             for t in args.images
         ]
-        sources = named_sources(named)
-        given = {name: {"images": source} for name, source in sources.items()}
+        given = {name: {"images": source} for name, source in named_sources(named).items()}
         data["models"] = (data["models"] if args.lora else {}) | given
-        there = {prompt for source in sources.values() for prompt in find_images(source)}
-        fits = {benchmark["name"]: _asks_for(benchmark, there) for benchmark in chosen}
-        own = args.benchmarks and any(".prompts=" in text for text in args.overrides)
-        if not any(fits.values()) and not own:
-            fetch = [c for b in chosen if fits[b["name"]] is None for c in commands(b["prompts"])]
-            missing = f" Not fetched: run {' and '.join(dict.fromkeys(fetch))}." if fetch else ""
-            raise ValueError(
-                f"--images: none of their prompts is in {', '.join(fits)}, the benchmarks of "
-                f"{args.model}.{missing} Give --model ID of the family that they are for, or the "
-                "file of your prompts: --benchmarks NAME benchmarks.0.prompts=FILE."
-            )
-        if not args.benchmarks:
-            chosen = [benchmark for benchmark in chosen if fits[benchmark["name"]]]
     if args.limit is not None or args.images:
         data.pop("fidelity", None)  # a distance between sets, which needs all images
         chosen = [benchmark | {"limit": args.limit} for benchmark in chosen]
     return data | {"benchmarks": chosen}
-
-
-def _asks_for(benchmark: Mapping[str, Any], prompts: Collection[str]) -> bool | None:
-    """Whether some of its prompts are among these; None = they are not fetched."""
-    from flowalign.training.data import PromptError, load_prompts
-
-    try:
-        return any(p in prompts for p in load_prompts(benchmark["prompts"], "").prompts)
-    except (PromptError, OSError):
-        return None
 
 
 def more_benchmarks(model: str) -> dict[str, dict[str, Any]]:
