@@ -36,15 +36,6 @@ def test_the_interval_covers_the_truth_as_often_as_it_says(
     assert 0.935 <= coverage(shares, prompts, images) <= 0.965
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("shares", "prompts", "images"),
-    [([0.5], 553, 1), ([0.25], 553, 1), ([0.9, 0.5, 0.3, 0.2, 0.6, 0.1], 92, 4)],
-)
-def test_the_coverage_is_94_to_96_percent(shares: list[float], prompts: int, images: int):
-    assert 0.94 <= coverage(shares, prompts, images, tries=4_000) <= 0.96
-
-
 def test_images_of_one_prompt_are_no_news():
     """Four equal images of a prompt say no more than one."""
     sums = np.random.default_rng(1).binomial(1, 0.4, 200).astype(float)
@@ -88,13 +79,6 @@ def test_a_prompt_that_a_set_holds_several_times_is_one_prompt():
     ]
     assert rows_of(Tagged(), listed[0]) == rows_of(Tagged(), first)
     assert difference(Tagged(), listed[0], listed[1]) == difference(Tagged(), first, second)
-
-
-def test_a_prompt_with_two_tags_counts_in_both():
-    """Its images carry the tag of their row; no tag loses images."""
-    images = rows([[0.0], [1.0]], "a") + rows([[1.0], [1.0]], "b")
-    means = {row.metric: (row.mean, row.n) for row in rows_of(Tagged(), images)}
-    assert means["a"] == (0.5, 2) and means["b"] == (1.0, 2) and means["overall"][0] == 0.75
 
 
 def test_prompts_without_a_valid_image_leave():

@@ -115,7 +115,7 @@ def test_a_row_of_wrong_types_is_refused(row: Any, tmp_path: Path, capsys):
     assert "flowalign eval compare: " in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("content", ["[]", "[" * 100_000, "9" * 5000, "{"])
+@pytest.mark.parametrize("content", ["[]", "[" * 100_000, "9" * 5000, "{", '{"version": 2}'])
 def test_a_record_that_is_no_record_is_refused(content: str, tmp_path: Path):
     (tmp_path / "settings.json").write_text(content)
     with pytest.raises(StoreError):

@@ -47,15 +47,6 @@ def test_what_cannot_be_scored_is_refused_and_nothing_written(
     assert not out.exists()
 
 
-def test_a_panel_of_preference_judges_shares_its_images(tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    flags = ["--benchmarks", "panel", "--limit", "2", "sampling.steps=2"]
-    assert main(["--out", str(out), *flags]) == 0
-    table = (out / "table.md").read_text()
-    assert "| panel_pickscore | panel_clipscore |" in table
-    assert len(list((out / "images").glob("*/*/*.png"))) == 2
-
-
 @pytest.mark.parametrize("model", ["stabilityai/stable-diffusion-3.5-medium", "tiny"])
 def test_the_judges_of_other_benchmarks_are_rewards_with_options_that_they_take(model: str) -> None:
     for raw in more_benchmarks(model).values():

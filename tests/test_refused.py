@@ -1,7 +1,6 @@
 """Bad input at the command line of `flowalign eval`: what was seen, what is possible, what to do;
 exit status 2, nothing sampled, nothing written and nothing lost."""
 
-import json
 import re
 import shutil
 from pathlib import Path
@@ -120,18 +119,6 @@ def test_a_folder_of_images_that_say_nothing_of_themselves_is_refused(
         assert re.search(r"has no readable (settings|red).json", error) and OUT in error
         assert content(tmp_path) == before
         shutil.rmtree(tmp_path / "out")
-
-
-def test_results_of_another_version_are_not_compared(
-    done: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
-    ours, other = done / "out" / "results.json", tmp_path / "other.json"
-    other.write_text(json.dumps({**json.loads(ours.read_text()), "version": 2}))
-    assert main(["compare", str(ours), str(other), "--models", "base", "base"]) == 2
-    printed = capsys.readouterr()
-    assert f"{other}: results of version 2, and this flowalign reads 1" in printed.err
-    assert printed.out == ""
-    assert main(["compare", str(ours), str(ours), "--models", "base", "tuned"]) == 0
 
 
 def test_processes_that_do_not_know_of_each_other_are_refused(

@@ -10,7 +10,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import fakes
-import forked
 import pytest
 import torch
 from fakes import Rows
@@ -290,20 +289,6 @@ def test_an_evaluation_that_lost_images_fails_and_then_scores_no_others(
     assert main(command) == 0
     assert Watched.asked == [PROMPTS[3]] * 4  # of both models
     assert files(out) == intact
-
-
-@pytest.mark.slow
-def test_a_killed_process_is_continued(config: Path):
-    command, out = ["--config", str(config)], config.parent / "out"
-    intact = files(out)
-    shutil.rmtree(out)
-    code = "import sys, test_store as t; t.Watched.stop, t.Watched.how = 2, 'kill'; "
-    (config.parent / "killed.py").write_text(f"{code}t.main(sys.argv[1:])")
-    done = forked.run(config.parent / "killed.py", *command)
-    assert done.returncode == -signal.SIGKILL, done.stderr
-    assert len(list(out.rglob("*.png"))) >= 4 and not (out / "results.json").exists()
-    assert main(command) == 0
-    assert len(Watched.asked) == 16 and files(out) == intact
 
 
 @pytest.mark.parametrize(
