@@ -12,7 +12,7 @@ import pytest
 import torch
 from PIL import Image
 
-from flowalign.backbone import Backbone, text
+from flowalign.backbone import Backbone
 from flowalign.backbone.placement import Placement
 from flowalign.backbone.text import TextEncoder
 from flowalign.commands.evaluate import main
@@ -353,46 +353,34 @@ def test_fidelity_that_cannot_be_measured_is_refused(
 
 @pytest.fixture
 def visits(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Every time that a text encoder is brought to the device, or encodes."""
+    """Every time that a text encoder is brought to the device, or encodes a text."""
     events: list[str] = []
     to_device, encode = Placement._to_device, TextEncoder._encode
-
-    def brought(self: Placement) -> None:
-        events.append("brought")
-        to_device(self)
-
-    def encoded(self: TextEncoder, prompts: list[str]) -> Any:
-        events.extend(["encode"] * len(prompts))
-        return encode(self, prompts)
-
-    monkeypatch.setattr(Placement, "_to_device", brought)
-    monkeypatch.setattr(TextEncoder, "_encode", encoded)
+    monkeypatch.setattr(
+        Placement, "_to_device", lambda self: [events.append("brought"), to_device(self)]
+    )
+    monkeypatch.setattr(
+        TextEncoder,
+        "_encode",
+        lambda self, texts: [events.extend(["encode"] * len(texts)), encode(self, texts)][1],
+    )
     return events
 
 
-def evaluated(model: str, visits: list[str], times: int = 1, **options: Any) -> list[Any]:
-    """Rows and pictures of nine prompts in five batches, judged so many times."""
-    backbone = fakes.backbone(model, offload_text_encoders=True)
+def test_the_text_of_an_evaluation_is_encoded_at_once_and_not_per_batch(
+    random_model: str, visits: list[str]
+) -> None:
+    """The three encoders come to the device once, for two evaluations; each text is encoded
+    once."""
+    backbone = fakes.backbone(random_model, offload_text_encoders=True)
     backbone.text.negative()
     words = [f"a {letter}" for letter in "ABCDEFGHI"]
     mark = Benchmark("x", PromptBatch(words, ["x"] * 9, [{}] * 9), Judge())
     settings = SamplingConfig(steps=2, guidance=4.5, seed=7, batch_size=2)
     visits.clear()
-    judged = [judge(backbone, mark, settings, keep=9, **options) for _ in range(times)]
-    return [[*each.rows, *each.pictures] for each in judged]
-
-
-def test_the_text_of_an_evaluation_is_encoded_at_once_and_not_per_batch(
-    random_model: str, visits: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The three encoders come to the device once, for two evaluations; each text is encoded once,
-    and what comes of it is what came of encoding every batch by itself, to the bit."""
-    first = evaluated(random_model, visits, times=2)
+    first, second = (judge(backbone, mark, settings, keep=9) for _ in range(2))
     assert (visits.count("brought"), visits.count("encode")) == (3, 9)
-    monkeypatch.setattr(text, "HELD", 2)  # a batch
-    separate = evaluated(random_model, visits, times=2)
-    assert (visits.count("brought"), visits.count("encode")) == (2 * 5 * 3, 18)
-    assert first == separate
+    assert first == second
 
 
 def test_the_parts_of_a_product_are_columns_that_do_not_count_twice(

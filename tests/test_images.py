@@ -186,24 +186,6 @@ def test_bad_images_are_refused_in_a_sentence_before_a_judge_is_built(
 
 
 @pytest.mark.usefixtures("never")
-@pytest.mark.parametrize(
-    ("keys", "said"),
-    [
-        ({"benchmarks.0.size": [64, 64]}, "64x64"),
-        ({"models.theirs.images": 3}, "models.theirs.images"),
-        ({"models.theirs.step": 3}, "models.theirs.step"),
-    ],
-)
-def test_what_contradicts_the_images_is_refused(keys: dict[str, Any], said: str, tmp_path, capsys):
-    file = config(
-        tmp_path, geneval(tmp_path / "theirs"), model={"id": "tiny", "sizes": [[64, 64], [32, 32]]}
-    )
-    overrides = [f"{key}={json.dumps(value)}" for key, value in keys.items()]
-    assert main(["--config", str(file), *overrides]) == 2
-    assert said in capsys.readouterr().err
-
-
-@pytest.mark.usefixtures("never")
 def test_prompts_that_their_judge_cannot_score_are_refused(tmp_path: Path, capsys):
     """Of objects that the tiny world's detector does not know."""
     lines = (json.dumps({**row, "include": [{"class": "dog", "count": 1}]}) for row in ROWS)

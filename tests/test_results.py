@@ -8,7 +8,6 @@ from pathlib import Path
 
 import fakes
 import pytest
-import test_recipe
 
 from flowalign.commands import cli, sample, train
 from flowalign.config import to_yaml
@@ -43,27 +42,6 @@ def test_a_run_names_what_it_left(finished_run: fakes.FinishedRun) -> None:
     for what, name in {**names, "adapter": "adapter"}.items():
         assert found[what] == finished_run.folder / name
     assert {"metrics", "curves", "samples"} <= found.keys()
-
-
-@pytest.mark.slow
-def test_a_recipe_an_evaluation_and_a_merge_name_theirs(
-    finished_recipe: test_recipe.FinishedRecipe,
-    random_model: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    found, out = places(finished_recipe.output), finished_recipe.folder
-    assert found["merge: adapter"] == out / "merge" / "adapter"
-    assert found["table: report"] == out / "table" / "report.html"
-    assert found["report"] == out / "report.html"
-    assert cli.main(["train", "--config", str(out / "config.yaml")]) == 0  # what it kept is whole
-    assert "finished before" in capsys.readouterr().out
-    table = fakes.evaluation(random_model, tmp_path, ["a"], output=str(tmp_path / "eval"))
-    assert cli.main(["eval", "--config", str(table)]) == 0
-    assert {"report", "table", "numbers"} <= places(capsys.readouterr().out).keys()
-    teachers = [str(out / name / "adapter") for name in ("first", "second")]
-    assert cli.main(["merge", *teachers, "--out", str(tmp_path / "sum")]) == 0
-    assert "adapter" in capsys.readouterr().out.partition("Results:")[2]
 
 
 @pytest.mark.slow
