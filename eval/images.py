@@ -22,7 +22,7 @@ from flowalign.config.section import Size
 from flowalign.eval.store import Key
 from flowalign.system.escape import shown
 from flowalign.system.files import expanded
-from flowalign.system.images import IMAGES, image_files, read_image
+from flowalign.system.images import image_files, read_image
 from flowalign.training.data import load_prompts
 from flowalign.types import PromptBatch
 
@@ -127,12 +127,8 @@ def _read_folder(path: Path) -> Iterator[tuple[str, list[Any]]]:
     if any(file.parent.name.isdecimal() for file in path.glob("*/metadata.jsonl")):
         for folder in _numbered((p for p in path.iterdir() if p.is_dir()), r"\d+", path):
             rows, inside = load_prompts(folder / "metadata.jsonl", ""), folder / "samples"
-            files = [p for p in inside.iterdir() if p.is_file()] if inside.is_dir() else []
-            others = {p.suffix for p in files if p.stem.isdecimal()} - {".png"}
-            if seen := sorted(suffix for suffix in others if suffix.lower() in IMAGES):
-                text = f"{inside} holds NUMBER{seen[0]}. GenEval's script reads NUMBER.png only"
-                raise ImagesError(f"{text}, so these would not count. Write them as .png.")
-            images = _numbered(files, r"\d+\.png", inside)
+            files = inside.iterdir() if inside.is_dir() else ()
+            images = _numbered(files, r"\d+\.png", inside)  # as the official script reads them
             yield rows.prompts[0], [image.absolute() for image in images]
         return
     for image in image_files(path):

@@ -340,10 +340,11 @@ def _pixels(
         backbone.text.prepare([batch.prompts for batch in batches])
         # all of the batch: the same arithmetic as in an uninterrupted run
         sampled = generate(backbone, batches[0], settings, left[0], images.copies)
-        made = {key: image for key, image in zip(keys, eight_bits(sampled), strict=True)}
+        made = dict(zip(keys, eight_bits(sampled), strict=True))
         pixels |= {key: made[key] for key in absent}
-        for key in absent if store else ():
-            store.save(key, made[key])
+        for key in absent:
+            if store:
+                store.save(key, made[key])
     return pixels
 
 

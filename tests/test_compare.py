@@ -17,6 +17,7 @@ from flowalign.eval.compare import (
 )
 from flowalign.eval.stats import NO_ERROR
 from flowalign.eval.store import Store, StoreError
+from flowalign.system.manifest import write_manifest
 
 ROW = {"index": 1, "copy": 0, "prompt": "p1", "metadata": {}, "reason": None, "value": 0.5}
 BASE = [0.1, 0.5, 0.9, None, 0.3, 0.2]
@@ -122,4 +123,13 @@ def test_a_record_that_is_no_record_is_refused(content: str, tmp_path: Path):
         Store(tmp_path, {"seed": 7}, {}).check()
     (tmp_path / "results.json").write_text(content)
     with pytest.raises(Incomparable):
+        load_results(tmp_path / "results.json")
+
+
+def test_results_that_were_changed_are_refused(tmp_path: Path):
+    (tmp_path / "results.json").write_text(json.dumps(document(BASE)))
+    write_manifest(tmp_path, {})
+    assert load_results(tmp_path / "results.json")["version"] == 1
+    (tmp_path / "results.json").write_text(json.dumps(document(BETTER)))
+    with pytest.raises(Incomparable, match="results.json"):
         load_results(tmp_path / "results.json")

@@ -112,7 +112,7 @@ class Check:
     @staticmethod
     def from_json(check: Mapping[str, Any]) -> Check:
         """Of a JSON file, where NaN and infinity are null."""
-        rows = [
+        rows: list[dict[str, Any]] = [
             {k: math.nan if v is None else v for k, v in row.items()} for row in check["drifts"]
         ]
         return Check([Drift(**row) for row in rows], check["rows"])
