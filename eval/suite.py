@@ -104,10 +104,9 @@ def image_sets(
             by_prompt[name] = find_images(source.images)
         except ImagesError as error:
             problems.append(f"models.{name}: {error}")
-    common, asked = model.image_sizes[0] if model else None, set[str]()
+    common = model.image_sizes[0] if model else None
     for index, config in enumerate(configs):
         prompts, size, files = load_prompts(config.prompts, config.name), config.size or common, {}
-        asked.update(prompts.prompts)
         place, limit = f"{config_key}.{index}", config.limit
         for name, images in by_prompt.items():
             try:
@@ -128,9 +127,6 @@ def image_sets(
         except ValueError as error:
             problems.append(f"{place}.layout: {error}")
         sets.append(ImageSet(config.name, prompts, config.images, (), config.layout, files))
-    for name, images in by_prompt.items():
-        if ignored := sum(len(files) for prompt, files in images.items() if prompt not in asked):
-            log.warning("models.%s: ignored, of other prompts: %d images.", name, ignored)
     return sets, problems
 
 
