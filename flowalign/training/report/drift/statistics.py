@@ -47,37 +47,31 @@ class ImageStatistics:
         metadata: Sequence[Mapping[str, Any]],
         prompts: Sequence[int],
     ) -> dict[str, Tensor]:
-        """{statistic: [B]} of images [B,3,H,W] of a task. prompts: the group of each."""
-        values = measure(images, self.period)
+        """{statistic: [B] in float64 on the CPU} of images [B,3,H,W] in [0,1] of a task, as
+        `compare.SIGMAS` names them. prompts: the group of each. NaN for an image that is not
+        finite, and where a statistic says nothing of an image."""
+        given = images.detach().float().cpu()
+        finite = given.isfinite().flatten(1).all(1)
+        images = given.nan_to_num(0.0, 0.0, 0.0).clamp(0, 1)
+        light = (images * torch.tensor(LUMA)[:, None, None]).sum(1)  # [B,H,W]
+        across, down = ((light.diff(dim=dim).abs() > STEP).float().mean((1, 2)) for dim in (2, 1))
+        small = _reduced(images)
+        columns = {
+            "brightness": light.mean((1, 2)),
+            "dark": (light < DARK).float().mean((1, 2)),
+            "saturated": (images.amax(1) - images.amin(1) > VIVID).float().mean((1, 2)),
+            "edges": (across + down) / 2,
+            "entropy": entropy(images),
+            "grid": grid(light, self.period),
+            "objects": torch.tensor([objects(image) for image in small]),
+        }
+        if task in self.text:
+            columns["text"] = torch.tensor([text(image) for image in small], dtype=torch.float64)
+        values = {k: column.double().where(finite, torch.nan) for k, column in columns.items()}
         wanted = torch.tensor([asked(row) for row in metadata])
         values["surplus"] = (values["objects"] - wanted).clamp(min=0)  # NaN stays
         values["objects"] = values["objects"].where(wanted.isnan(), torch.nan)
-        if task not in self.text:
-            del values["text"]
-        values["diversity"] = diversity(images.float(), prompts)
-        return values
-
-
-def measure(images: Tensor, period: int) -> dict[str, Tensor]:
-    """{statistic: [B] in float64 on the CPU} of images [B,3,H,W] in [0,1]; `compare.SIGMAS` says
-    what each is. period: pixels of a patch. NaN for an image that is not finite."""
-    images = images.detach().float().cpu()
-    finite = images.isfinite().flatten(1).all(1)
-    images = images.nan_to_num(0.0, 0.0, 0.0).clamp(0, 1)
-    light = (images * torch.tensor(LUMA)[:, None, None]).sum(1)  # [B,H,W]
-    across, down = ((light.diff(dim=dim).abs() > STEP).float().mean((1, 2)) for dim in (2, 1))
-    small = _reduced(images)
-    columns = {
-        "brightness": light.mean((1, 2)),
-        "dark": (light < DARK).float().mean((1, 2)),
-        "saturated": (images.amax(1) - images.amin(1) > VIVID).float().mean((1, 2)),
-        "edges": (across + down) / 2,
-        "entropy": entropy(images),
-        "grid": grid(light, period),
-        "objects": torch.tensor([objects(image) for image in small]),
-        "text": torch.tensor([text(image) for image in small], dtype=torch.float64),
-    }
-    return {name: column.double().where(finite, torch.nan) for name, column in columns.items()}
+        return values | {"diversity": diversity(given, prompts)}
 
 
 def entropy(images: Tensor) -> Tensor:
