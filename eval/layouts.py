@@ -48,13 +48,6 @@ class Layout:
     write: Callable[[Path, PromptBatch, int, Tensor], None]  # the images [K,3,H,W] of prompt i
 
 
-def check_layout(name: str, prompts: PromptBatch, shape: Shape) -> None:
-    """ValueError for a name that is no key of LAYOUTS, and for what official scripts misread."""
-    if name not in LAYOUTS:
-        raise ValueError(f"no layout {name!r}; possible: {', '.join(LAYOUTS)}. Use one of them.")
-    LAYOUTS[name].check(prompts, shape)
-
-
 # The official folders ----------------------------------------------------------------------------
 
 
@@ -152,14 +145,14 @@ class Export:
 
     def write(self) -> None:
         """Write the folder, unless it is there; StoreError if the store lacks an image."""
-        prompts, layout = self.images.prompts, LAYOUTS[self.images.layout or ""]
         if self.check():
             return
         write_record(self.record, self.content)
         with replacing(self.folder) as part:
             part.mkdir()
-            for index in range(len(prompts)):
-                layout.write(part, prompts, index, self._load(index))
+            for index in range(len(self.images.prompts)):
+                write = LAYOUTS[self.images.layout or ""].write
+                write(part, self.images.prompts, index, self._load(index))
 
     def _load(self, prompt: int) -> Tensor:  # [K,3,H,W]
         images = [self.store.load((prompt, copy)) for copy in range(self.images.copies)]

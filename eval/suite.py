@@ -27,7 +27,7 @@ from flowalign.backbone import Backbone
 from flowalign.config import BenchmarkConfig, ConfigError, ModelConfig, SamplingConfig
 from flowalign.config.stages.evaluation import GivenImages
 from flowalign.eval.images import ImagesError, assign, check_images, find_images
-from flowalign.eval.layouts import check_layout
+from flowalign.eval.layouts import LAYOUTS
 from flowalign.eval.stats import average, headline_row, lost, part_of, rows_of
 from flowalign.eval.store import ImageRow, Key, Store, is_valid
 from flowalign.rewards import as_reward
@@ -123,7 +123,7 @@ def image_sets(
         prompts = replace(prompts.select(range(len(prompts))[:limit]), size=size)
         try:
             if config.layout and size:
-                check_layout(config.layout, prompts, (config.images, *size))
+                LAYOUTS[config.layout].check(prompts, (config.images, *size))
         except ValueError as error:
             problems.append(f"{place}.layout: {error}")
         sets.append(ImageSet(config.name, prompts, config.images, (), config.layout, files))

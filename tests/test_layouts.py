@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from flowalign.eval.layouts import LAYOUTS, check_layout
+from flowalign.eval.layouts import LAYOUTS
 from flowalign.types import PromptBatch
 
 WORDS = ["a red apple. And a cup", "un café"]
@@ -60,7 +60,6 @@ def named(prompts: list[str], *items: object) -> PromptBatch:
 @pytest.mark.parametrize(
     ("layout", "batch", "shape", "said"),
     [
-        ("x", BATCH, (1, 8, 8), "no layout 'x'; possible: geneval, t2i_compbench, dpg_bench"),
         ("geneval", BATCH, (1, 8, 8), "prompt 0: metadata .* has no text `tag`"),
         ("dpg_bench", BATCH, (2, 8, 8), "2 images of 8x8 per prompt"),
         ("dpg_bench", BATCH, (4, 8, 9), "4 images of 8x9 per prompt"),
@@ -76,4 +75,4 @@ def test_what_the_official_scripts_would_misread_is_refused(
     layout: str, batch: PromptBatch, shape: tuple[int, int, int], said: str
 ):
     with pytest.raises(ValueError, match=said):
-        check_layout(layout, batch, shape)
+        LAYOUTS[layout].check(batch, shape)
