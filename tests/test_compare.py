@@ -70,6 +70,10 @@ def changed(change: Any) -> list[str]:
         (lambda d: d["benchmarks"]["ocr"].update(rule="strict"), "ocr: rule is None and 'strict'"),
         (lambda d: d["models"]["base"]["settings"].update(guidance=4.5), "guidance: 1.0 and 4.5"),
         (lambda d: d["models"]["base"]["settings"].update(seed=8), "seed: 7 and 8"),
+        (
+            lambda d: d["models"]["base"]["settings"].update(steps=None),
+            "steps: 10 and None. If another program's images were sampled so: models.base.steps=10",
+        ),
         (lambda d: images(d)[2].update(prompt="x"), "ocr: other prompts"),
         (lambda d: images(d).pop(0), "ocr: other prompts (6 and 5 images)"),
         (lambda d: images(d).clear(), "ocr: other prompts (6 and 0 images)"),

@@ -12,7 +12,6 @@ import fakes
 import numpy as np
 import pytest
 import torch
-import yaml
 from PIL import Image
 
 import flowalign
@@ -261,15 +260,14 @@ def by_diffusers(folder: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_images_of_plain_diffusers_code_have_the_scores_of_our_own(tmp_path: Path, capsys):
-    """By several judges, in one table and in two compared results. What our run wrote has its
-    scores to the bit. Of diffusers' images a pixel may differ by one level: on some CPUs the last
-    bits of a product depend on where the weights lie in memory."""
+def test_images_of_plain_diffusers_code_have_the_scores_of_our_own(tmp_path: Path):
+    """By several judges, in one table. Of diffusers' images a pixel may differ by one level: on
+    some CPUs the last bits of a product depend on where the weights lie in memory."""
     source = by_diffusers(tmp_path / "theirs")
     judges = {"red": {"name": "fakes:redness"},
               "geneval": {"name": "geneval", "options": {"detector": "tiny"}},
               "pick": {"name": "pickscore", "options": {"model": "tiny"}}}  # fmt: skip
-    mark = {"name": "x", "images": 2, "limit": 2, "rewards": judges, "layout": "geneval"}
+    mark = {"name": "x", "images": 2, "limit": 2, "rewards": judges}
     models = {"base": None, "theirs": {"images": str(source), "steps": STEPS, "guidance": GUIDANCE}}
     model = {"id": "tiny", "height": 64, "width": 64, "max_sequence_length": 16}
     file = config(tmp_path, source, mark, **SAMPLED, models=models, model=model)
@@ -285,26 +283,6 @@ def test_images_of_plain_diffusers_code_have_the_scores_of_our_own(tmp_path: Pat
         values = [row["value"] for row in theirs[name]]
         assert values == pytest.approx([row["value"] for row in scored], abs=1e-4)
     assert "same prompts:" in (tmp_path / "out" / "table.md").read_text()
-    # the folder that our run wrote for GenEval's script, without the model
-    for name in ("base", "theirs"):
-        layout = tmp_path / "out" / "layouts" / name / "x"
-        written = yaml.safe_load(file.read_text())
-        written["models"] = {"theirs": {"images": str(layout)}}
-        written["output"] = str(tmp_path / name / "out")
-        written["benchmarks"][0]["layout"] = None
-        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(written))
-        assert main(["--config", str(tmp_path / f"{name}.yaml")]) == 0
-        assert rows(tmp_path / name) == (ours if name == "base" else theirs)
-    results = [str(tmp_path / part / "results.json") for part in ("out", "base/out")]
-    capsys.readouterr()
-    assert main(["compare", *results, "--models", "base", "theirs"]) == 2
-    refused = capsys.readouterr().err
-    assert f"steps: {STEPS} and None" in refused and f"models.theirs.steps={STEPS}" in refused
-    known = [f"models.theirs.{k}={v}" for k, v in (("steps", STEPS), ("guidance", GUIDANCE))]
-    known += ["models.theirs.max_sequence_length=16"]
-    assert main(["--config", str(tmp_path / "base.yaml"), *known]) == 0
-    assert main(["compare", *results, "--models", "base", "theirs"]) == 0
-    assert "same prompts." in capsys.readouterr().out
 
 
 def test_images_beside_a_model_have_its_size(tmp_path: Path, capsys):
