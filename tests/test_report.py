@@ -203,7 +203,7 @@ def test_what_changed_starts_with_the_largest_gains_and_losses(results: Results)
     with_all = replace(results, stores=stores)
     _, (_, _, (_, lost)), *_ = changes(with_all)
     assert [line.prompt for _, line in lost] == [PROMPTS[2], PROMPTS[1], PROMPTS[3]]
-    shown = [image["id"] for image in Page(page(with_all)).all("img") if "id" in image]
+    shown = [str(image["id"]) for image in Page(page(with_all)).all("img") if "id" in image]
     assert sorted(name for name in shown if name.endswith("/3")) == [  # of what changed, each once
         f"ocr/{model}/3" for model in ("base", "ocr", "student")
     ]  # fmt: skip

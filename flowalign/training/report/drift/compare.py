@@ -84,10 +84,15 @@ class Drift:
         """Whether there were enough prompts for one."""
         return math.isfinite(self.low) and math.isfinite(self.high)
 
+    @property
+    def certain(self) -> float:
+        """The size of the drift that is certain: of the interval's end that is nearer to 0; 0 if
+        the interval holds 0."""
+        return max(self.low, -self.high, 0.0) if self.has_interval else 0.0
+
     def beyond(self, limit: float | None) -> bool:
-        """Whether it has certainly moved farther than so many sigmas: the end of the interval that
-        is nearer to 0 has. None = no limit."""
-        return limit is not None and max(self.low, -self.high) > limit
+        """Whether it has certainly moved farther than so many sigmas; None = no limit."""
+        return limit is not None and self.certain > limit
 
     def __str__(self) -> str:
         return (
