@@ -318,7 +318,6 @@ def test_flags_choose_the_benchmark_that_the_images_are_of(tmp_path: Path, capsy
     assert load(str(out / "eval.yaml"), stage=EvalStage).given["my"].images == str(source)
     capsys.readouterr()
     for given, key in (
-        ([str(source)], "--images: name the benchmarks"),
         ([str(tmp_path / "no"), "--benchmarks", "geneval"], "no such folder"),
         ([str(geneval(tmp_path / "dogs")), "--benchmarks", "geneval"], "benchmarks.0.prompts=FILE"),
         ([f"a b={source}", "--benchmarks", "geneval"], "models.a b"),

@@ -25,36 +25,30 @@ from flowalign.system.files import replacing
 from flowalign.training.run import lock
 from flowalign.training.sources import commands
 
-CONFIGURED = "--config"  # or --config=FILE
-
-
-def configured() -> argparse.ArgumentParser:
-    """The command line of an evaluation from a config."""
-    parser = argparse.ArgumentParser("flowalign eval", description="Score models from a config.")
-    parser.add_argument(CONFIGURED, required=True, help="a YAML file: configs/tiny/eval.yaml")
-    parser.add_argument("--variant", help="a YAML file of keys by stage: other hardware")
-    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="change the config")
-    return parser
+FLAGS = ("model", "lora", "images", "benchmarks", "limit")  # what a config says itself
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line of an evaluation without a config."""
+    """The command line of an evaluation."""
     parser = argparse.ArgumentParser(
         "flowalign eval",
         description="Score a model and its LoRAs, or images that another program made, on "
-        "benchmarks. `flowalign eval list` names them, `flowalign eval --config FILE` runs a "
-        "config, `flowalign eval compare A B` compares two results.",
+        "benchmarks: those of a config, or those that `flowalign eval list` names. `flowalign eval "
+        "compare A B` compares two results.",
     )
-    add = parser.add_argument
-    add("--model", default="tiny", help="tiny (default), a folder or a Hub id")
-    add("--lora", nargs="+", default=[], metavar="NAME=ADAPTER", help="folders or Hub ids")
-    add("--images", nargs="+", default=[], metavar="NAME=SOURCE",
+    add, way = parser.add_argument, parser.add_mutually_exclusive_group(required=True)
+    way.add_argument("--config", help="a YAML file: configs/tiny/eval.yaml")
+    way.add_argument("--out", type=Path, help="without a config: folder of the results; the config "
+        "is kept there")  # fmt: skip
+    add("--variant", help="of --config: a YAML file of keys by stage: other hardware")
+    add("--model", help="tiny (default), a folder or a Hub id")
+    add("--lora", nargs="+", metavar="NAME=ADAPTER", help="folders or Hub ids")
+    add("--images", nargs="+", metavar="NAME=SOURCE",
         help="folders or files of images with their prompts, of --benchmarks of --model; no model "
         "is loaded")  # fmt: skip
     add("--benchmarks", nargs="+", metavar="NAME",
         help="default: those of the family's eval.yaml")  # fmt: skip
     add("--limit", type=int, help="only the first so many prompts of each")
-    add("--out", type=Path, required=True, help="folder of the results; the config is kept there")
     add("overrides", nargs="*", metavar="key.path=value", help="change the config")
     return parser
 
@@ -72,9 +66,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         from flowalign.eval.compare import main as compare
 
         return compare(argv[1:])
-    given = any(word.partition("=")[0] == CONFIGURED for word in argv)
     # before the other imports, which take seconds: --help, mistakes
-    args = (configured() if given else parser()).parse_args(argv)
+    args = (flags := parser()).parse_args(argv)
+    given = args.config is not None
+    other, way = (FLAGS, "--config") if given else (("variant",), "--out")
+    if mixed := [f"--{flag}" for flag in other if getattr(args, flag) is not None]:
+        flags.error(f"{', '.join(mixed)}: not with {way}. Change the config: key.path=value")
     first = int(os.environ.get("RANK") or 0) == 0
     try:
         if given:
@@ -102,10 +99,11 @@ def settings(args: argparse.Namespace) -> dict[str, Any]:
     ValueError for a name that it has not."""
     from flowalign.commands.init import Draft, named_sources
 
-    data = Draft("eval", args.model, args.out, teachers=args.lora).data()
+    model = args.model or "tiny"
+    data = Draft("eval", model, args.out, teachers=args.lora or []).data()
     data["output"] = str(args.out)
     shipped = {benchmark["name"]: benchmark for benchmark in data["benchmarks"]}
-    known = shipped | more_benchmarks(args.model)
+    known = shipped | more_benchmarks(model)
     if unknown := [name for name in args.benchmarks or () if name not in known]:
         hint = did_you_mean(unknown[0], known)
         raise ValueError(f"--benchmarks: no {unknown[0]!r}.{hint} There are {', '.join(known)}.")
