@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from itertools import product
 from pathlib import Path
 
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import Progress
 
 from flowalign import rewards
 from flowalign.backbone import Backbone, ModelError, placement
@@ -76,13 +75,13 @@ def _evaluate(config: EvalStage, accelerator: Accelerator) -> None:
     if accelerator.is_main_process:
         files.remove_leftovers(config.output)
     accelerator.wait_for_everyone()
-    backbone, weights, digests, update = None, "", {}, {}
+    backbone, weights, digests = None, "", {}
     with phase("loading the models"):
         model, device = config.model if config.adapters else None, accelerator.device
         sets = build_sets(config.scored, "benchmarks", device, model, config.given)
-        if size := sets[0].prompts.size:  # of the images, where no model says it
-            update = {} if model else {"height": size[0], "width": size[1], "sizes": None}
-        config = config.model_copy(update={"model": config.model.model_copy(update=update)})
+        if not model and (size := sets[0].prompts.size):  # no model says the size of the images
+            update = {"height": size[0], "width": size[1], "sizes": None}
+            config = config.model_copy(update={"model": config.model.model_copy(update=update)})
         reference = load_reference(config, sets, device)
         if model:
             backbone = Backbone.load(model, device)
@@ -90,14 +89,21 @@ def _evaluate(config: EvalStage, accelerator: Accelerator) -> None:
             weights = placement.fingerprint(base)  # before the adapters
             digests = load_adapters(backbone, config)
             update = {"max_sequence_length": backbone.text.max_sequence_length}  # where it is null
-    config = config.model_copy(update={"model": config.model.model_copy(update=update)})
+            config = config.model_copy(update={"model": model.model_copy(update=update)})
     stores = open_stores(config, sets, weights, digests, accelerator)
     exports = [
         Export(Path(config.output), model, images, stores[model, images.name])
         for model, images in product(config.models, sets)
         if images.layout
     ]
-    admit([*stores.values(), *exports])  # the last check: from here on, it writes
+    problems = dict[str, str]()
+    for folder in [*stores.values(), *exports]:
+        try:
+            folder.check()
+        except StoreError as error:  # what is equal in several folders is said of the first
+            problems.setdefault(str(error).replace(str(folder.folder), ""), f"output: {error}")
+    if listed := sorted(set(gather_object([*problems.values()]))):  # whichever process saw it
+        raise ConfigError(listed)  # the last check: from here on, it writes
     if accelerator.is_main_process:
         for store in stores.values():
             store.prepare()
@@ -114,8 +120,8 @@ def _evaluate(config: EvalStage, accelerator: Accelerator) -> None:
         benchmarks = [judge for images in sets for judge in images.judges]
         panels = drift_panels(config, backbone, sets, judged)
         seeds = {config.settings_of(model)["seed"] for model in config.models}
-        shared = f"same prompts{' and noise' * (len(seeds) == 1 and None not in seeds)}"
-        print(write_files(config, Results(benchmarks, judged, distances, panels, shared, stores)))
+        alike = f"same prompts{' and noise' * (len(seeds) == 1 and None not in seeds)}"
+        print(write_files(config, Results(benchmarks, judged, distances, panels, alike, stores)))
         for export in exports:
             export.write()
             print(f"{export.images.layout}: {export.folder}")
@@ -123,25 +129,14 @@ def _evaluate(config: EvalStage, accelerator: Accelerator) -> None:
 
 
 def load_adapters(backbone: Backbone, config: EvalStage) -> dict[str, str | None]:
-    """Load the adapters of all models -> {model: its digest, None for the base}, or ConfigError."""
-    digests: dict[str, str | None] = {}
+    """Load the adapters of all models, which preflight has compared with the base -> {model: its
+    digest, None for the base}."""
+    digests: dict[str, str | None] = dict.fromkeys(config.adapters)
     for name, folder in config.adapters.items():
-        digests[name] = None
-        if folder is None:
-            continue
-        try:
+        if folder is not None:
             lora = backbone.read_lora(folder)  # once, for its digest and for loading
             digests[name] = lora.digest
             backbone.load_adapter(_adapter(name), lora, frozen=True)
-        except (ValueError, RuntimeError, KeyError, OSError) as error:
-            # torch's message: what is wrong, then one line per weight
-            lines = (str(error) or type(error).__name__).strip().splitlines()
-            reason = " ".join(line.strip() for line in lines[:2])
-            text = (
-                f"models.{name}: {folder!r} does not load onto {config.model.id} ({reason}). Name "
-                "an adapter that was trained on this base, or the base it belongs to."
-            )
-            raise ConfigError([text]) from error
     if config.model.compile:  # after the adapters: they change the layers
         backbone.compile()
     return digests
@@ -149,25 +144,6 @@ def load_adapters(backbone: Backbone, config: EvalStage) -> dict[str, str | None
 
 def _adapter(name: str) -> str:
     return f"eval_{name}"  # a bare `attn`, say, would also match the model's layers
-
-
-def using(backbone: Backbone | None, config: EvalStage, name: str) -> AbstractContextManager[None]:
-    """One of the config's models, inside the `with`."""
-    if backbone is None or name in config.given:
-        return nullcontext()
-    return backbone.adapter(None if config.models[name] is None else _adapter(name))
-
-
-def admit(folders: Iterable[Store | Export]) -> None:
-    """ConfigError if one of them holds images of another run."""
-    problems = dict[str, str]()
-    for folder in folders:
-        try:
-            folder.check()
-        except StoreError as error:  # what is equal in several folders is said of the first
-            problems.setdefault(str(error).replace(str(folder.folder), ""), f"output: {error}")
-    if listed := sorted(set(gather_object([*problems.values()]))):  # whichever process saw it
-        raise ConfigError(listed)
 
 
 def score_models(
@@ -184,18 +160,17 @@ def score_models(
     EvaluationError as soon as a judge lost too many images: the rest would be sampled in vain.
     """
     console = Console(stderr=True, quiet=not accelerator.is_main_process)
-    name_of = TextColumn("{task.description}", markup=False)
-    columns = (name_of, BarColumn(20), MofNCompleteColumn(), TimeRemainingColumn())
     judged: dict[str, dict[str, Judged]] = {name: {} for name in config.models}
-    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+    with Progress(console=console, disable=not console.is_terminal) as bar:
         total = sum(len(images.prompts) * images.copies for images in sets)
         task = bar.add_task("images", total=total * len(config.models))
         for name, images in product(config.models, sets):
-            bar.update(task, description=harmless(f"{name}: {images.name}"))
-            work = f"the evaluation of {name} on {images.name}"
-            with phase(work), using(backbone, config, name):
+            model = None if name in config.given else backbone
+            adapter = _adapter(name) if config.adapters.get(name) else None
+            work = phase(f"the evaluation of {name} on {images.name}")
+            with work, model.adapter(adapter) if model else nullcontext():
                 scored = judge_set(
-                    None if name in config.given else backbone,
+                    model,
                     images,
                     config.sampling_of(name),
                     accelerator,
@@ -208,8 +183,7 @@ def score_models(
             problems = []
             for benchmark, result in zip(images.judges, scored, strict=True):
                 judged[name][benchmark.name] = result
-                number = headline_rows(benchmark, result.rows)[0].mean
-                old = result.taken_over
+                number, old = headline_rows(benchmark, result.rows)[0].mean, result.taken_over
                 said = f"{old} scores taken over, {len(result.rows) - old} made"
                 line = f"{name}: {benchmark.name} {number:.3f} ({said})"
                 console.print(harmless(line), markup=False)
@@ -238,24 +212,18 @@ def drift_panels(
     panels: list[Panel] = []
     if config.alarm is None or base is None or backbone is None:
         return panels
-    for images in sets:
-        first = images.judges[0].name if images.judges else ""
-        if not first or not judged[base][first].pictures:
-            continue
-        pictured = judged[base][first].pictured(images.copies)  # the same for all models
+    for images, first in ((images, images.judges[0].name) for images in sets if images.judges):
+        before = judged[base][first]
+        pictured = before.pictured(images.copies)  # the same for all models
         numbers = [prompt for prompt in pictured for _ in range(images.copies)]
         batch = images.prompts.select(numbers)
-        by_judge = {judge.name: judge.reward for judge in images.judges}
-        statistics = ImageStatistics.of(backbone.family, by_judge)
-        if statistics.text:  # what one judge reads is measured of its images
-            statistics = replace(statistics, text=frozenset([images.name]))
-        for model in (name for name in config.models if name != base):
-            both = judged[base][first].pictures, judged[model][first].pictures
-            origins = zip(numbers, batch.prompts, batch.metadata, strict=True)
-            pairs = [
-                Pair(before, after, images.name, *origin)
-                for before, after, origin in zip(*both, origins, strict=True)
-            ]
+        # what one judge reads is measured of its images
+        read = dict((images.name, j.reward) for j in images.judges if hasattr(j.reward, "engine"))
+        statistics = ImageStatistics.of(backbone.family, read)
+        for model in (name for name in config.models if name != base and pictured):
+            both = zip(before.pictures, judged[model][first].pictures, strict=True)
+            about = zip(numbers, batch.prompts, batch.metadata, strict=True)
+            pairs = [Pair(*two, images.name, *rest) for two, rest in zip(both, about, strict=True)]
             check = check_drift(pairs, statistics)
             panels.append(Panel(f"{model} on {images.name}", config.alarm.warn, check))
     return panels

@@ -3,7 +3,6 @@
     FOLDER/00000/metadata.jsonl, 00000/samples/00000.png, 00001.png ...    GenEval's layout
     FOLDER/dog.png with its prompt in FOLDER/dog.txt; also in subfolders
     FILE.jsonl, with lines {"prompt": "a dog", "images": "dog.png"}, or a list of images
-    FILE.json with {"a dog": "dog.png", "a cat": ["cat_0.png", "cat_1.png"]}
 
 Paths in a file are relative to it. Several images of a prompt are in the order of the file, or of
 their names. GenEval's numbers start at 0 without gaps and may have any number of digits.
@@ -11,7 +10,6 @@ their names. GenEval's numbers start at 0 without gaps and may have any number o
 
 from __future__ import annotations
 
-import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
@@ -24,14 +22,13 @@ from flowalign.config.section import Size
 from flowalign.eval.store import Key
 from flowalign.system.escape import shown
 from flowalign.system.files import expanded
-from flowalign.system.images import IMAGES, image_files, read_image
+from flowalign.system.images import image_files, read_image
 from flowalign.training.data import load_prompts
 from flowalign.types import PromptBatch
 
 FORMS = (
     "Want GenEval's folder (00000/metadata.jsonl, 00000/samples/00000.png), a folder with a prompt "
-    "beside each image (dog.png, dog.txt), a .jsonl of {prompt, images}, or a .json of {prompt: "
-    "path or paths}."
+    "beside each image (dog.png, dog.txt), or a .jsonl of {prompt, images}."
 )
 
 
@@ -42,18 +39,17 @@ class ImagesError(ValueError):
 def find_images(source: str) -> dict[str, list[Path]]:
     """{prompt: its images, in order} of a folder or file. No image is opened."""
     path, images = expanded(Path(source)), {}
-    reader = _read_folder if path.is_dir() else READERS.get(path.suffix.lower())
-    if reader is None or not path.exists():
-        raise ImagesError(f"there is no such folder, .json or .jsonl: {source!r}. {FORMS}")
+    if not path.is_dir() and not (path.suffix.lower() == ".jsonl" and path.exists()):
+        raise ImagesError(f"there is no such folder or .jsonl: {source!r}. {FORMS}")
     try:
-        for prompt, files in reader(path):
+        for prompt, files in _read_folder(path) if path.is_dir() else _read_jsonl(path):
             files = [files] if isinstance(files, str) else files
             if not files or not isinstance(files, list) or not all(map(Path, files)):
                 raise ValueError(f"no image of {shown(repr(prompt))}, but {shown(repr(files))}")
             images.setdefault(prompt, []).extend(path.parent / file for file in files)
     except ImagesError:
         raise
-    except (OSError, ValueError, TypeError, RecursionError) as error:
+    except (OSError, ValueError, TypeError) as error:
         where = "" if str(error).startswith(str(path)) else f"{path}: "
         raise ImagesError(f"{where}{str(error).rstrip('.')}. {FORMS}") from None
     if not images:
@@ -70,35 +66,33 @@ def assign(
 ) -> dict[Key, Path]:
     """{image: its file}: of each of the first `limit` prompts, `copies`. A prompt that the set
     lists again takes the next images. place: the config key of the benchmark."""
-    wanted, all_wanted = Counter(prompts.prompts[:limit]), Counter(prompts.prompts)
+    first, whole = prompts.prompts[:limit], Counter(prompts.prompts)
+    wanted = Counter(first)
     if missing := [prompt for prompt in wanted if prompt not in images]:
-        first = list(takewhile(images.__contains__, prompts.prompts[:limit]))
-        fewer = f", or score the first ones: {place}.limit={len(first)}" if first else ""
+        count = len(list(takewhile(images.__contains__, first)))
+        fewer = f", or score the first ones: {place}.limit={count}" if count else ""
         text = (
             f"{len(missing)} of {len(wanted)} prompts have no image; the first is "
             f"{shown(repr(missing[0]))}. Add theirs{fewer}, or give the file of your prompts: "
             f"{place}.prompts=FILE."
         )
-        strays = [prompt for prompt in images if prompt not in all_wanted]
-        if stray := get_close_matches(missing[0], strays, 1, cutoff=0) if len(strays) < 100 else []:
-            at = images[stray[0]][0]
-            text += f" The prompt of {at} is none of them: {shown(repr(stray[0]))}."
-        paths = (path for prompt in wanted for path in images.get(prompt, ()))
-        if lost := next((path for path in paths if not path.is_file()), None):
-            text += f" There is no image {lost}, either."
+        strays = [prompt for prompt in images if prompt not in whole][:100]
+        for stray in get_close_matches(missing[0], strays, 1, cutoff=0):
+            at = images[stray][0]
+            text += f" The prompt of {at} is none of them: {shown(repr(stray))}."
         raise ImagesError(text)
     for prompt, times in wanted.items():
-        n, files = len(images[prompt]), ", ".join(path.name for path in images[prompt][:2])
-        if n not in (times * copies, all_wanted[prompt] * copies):
+        n, named = len(images[prompt]), images[prompt][0].name
+        if n not in (times * copies, whole[prompt] * copies):
             fitting = f", or set {place}.images={n // times}" if n % times == 0 else ""
             raise ImagesError(
-                f"{n} image{'s' * (n > 1)} of {shown(repr(prompt))} ({files}{', ...' * (n > 2)}), "
-                f"but this benchmark wants {times * copies} of this prompt. Add or remove "
-                f"some{fitting}."
+                f"images of {shown(repr(prompt))} ({named} ...): {n}, but this benchmark wants "
+                f"{times * copies} of this prompt. Add or remove some{fitting}."
             )
     files = {prompt: iter(images[prompt]) for prompt in wanted}
-    keys = ((i, copy) for i in range(len(prompts.prompts[:limit])) for copy in range(copies))
-    return {(i, copy): next(files[prompts.prompts[i]]) for i, copy in keys}
+    return {
+        (i, copy): next(files[prompt]) for i, prompt in enumerate(first) for copy in range(copies)
+    }
 
 
 def check_images(files: Iterable[Path], size: Size | None) -> Size:
@@ -129,35 +123,19 @@ def _read_jsonl(path: Path) -> Iterator[tuple[str, Any]]:
         yield prompt, row["images"]
 
 
-def _read_json(path: Path) -> list[tuple[str, Any]]:
-    # pairs: a dict would keep the last of two equal prompts
-    pairs: Any = json.loads(path.read_text("utf-8-sig"), object_pairs_hook=list)
-    if not isinstance(pairs, list) or not all(isinstance(pair, tuple) for pair in pairs):
-        raise ValueError("no object of prompts")
-    return pairs
-
-
 def _read_folder(path: Path) -> Iterator[tuple[str, list[Any]]]:
     if any(file.parent.name.isdecimal() for file in path.glob("*/metadata.jsonl")):
-        folders = _numbered((p for p in path.iterdir() if p.is_dir()), r"\d+", path)
-        for folder in folders:
+        for folder in _numbered((p for p in path.iterdir() if p.is_dir()), r"\d+", path):
             rows, inside = load_prompts(folder / "metadata.jsonl", ""), folder / "samples"
-            files = [p for p in inside.iterdir() if p.is_file()] if inside.is_dir() else []
-            others = {p.suffix for p in files if p.stem.isdecimal()} - {".png"}
-            if seen := sorted(suffix for suffix in others if suffix.lower() in IMAGES):
-                text = f"{inside} holds NUMBER{seen[0]}. GenEval's script reads NUMBER.png only"
-                raise ImagesError(f"{text}, so these would not count. Write them as .png.")
-            images = _numbered(files, r"\d+\.png", inside)
+            files = inside.iterdir() if inside.is_dir() else ()
+            images = _numbered(files, r"\d+\.png", inside)  # as the official script reads them
             yield rows.prompts[0], [image.absolute() for image in images]
         return
     for image in image_files(path):
-        both = image.with_suffix(".txt"), image.with_suffix(".TXT")
-        if not (beside := next(filter(Path.is_file, both), None)):
-            raise ImagesError(f"{image} has no prompt beside it, in {both[0].name}. {FORMS}")
+        beside = next(filter(Path.is_file, map(image.with_suffix, (".txt", ".TXT"))), None)
+        if beside is None:
+            raise ImagesError(f"{image} has no prompt beside it, in {image.stem}.txt. {FORMS}")
         yield beside.read_text("utf-8-sig").strip(), [image.absolute()]
-
-
-READERS = {".json": _read_json, ".jsonl": _read_jsonl}
 
 
 def _numbered(paths: Iterable[Path], pattern: str, where: Path) -> list[Path]:

@@ -19,7 +19,7 @@ A folder appears by one rename when it is complete.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -46,25 +46,6 @@ class Layout:
 
     check: Callable[[PromptBatch, Shape], None]  # ValueError for what the script would misread
     write: Callable[[Path, PromptBatch, int, Tensor], None]  # the images [K,3,H,W] of prompt i
-
-
-def check_layout(name: str, prompts: PromptBatch, shape: Shape) -> None:
-    """ValueError for a name that is no key of LAYOUTS, and for what official scripts misread."""
-    if name not in LAYOUTS:
-        raise ValueError(f"no layout {name!r}; possible: {', '.join(LAYOUTS)}. Use one of them.")
-    LAYOUTS[name].check(prompts, shape)
-
-
-def write_layout(name: str, folder: Path, prompts: PromptBatch, images: Iterable[Tensor]) -> None:
-    """Write the images of P checked prompts, each [K,3,H,W] in [0,1], one prompt at a time.
-
-    images may be lazy: no more than one prompt's are held. The folder must be new or empty (OSError
-    otherwise), because the official scripts read all files in it.
-    """
-    with replacing(folder) as part:
-        part.mkdir()
-        for index, samples in zip(range(len(prompts)), images, strict=True):
-            LAYOUTS[name].write(part, prompts, index, samples)
 
 
 # The official folders ----------------------------------------------------------------------------
@@ -164,11 +145,14 @@ class Export:
 
     def write(self) -> None:
         """Write the folder, unless it is there; StoreError if the store lacks an image."""
-        assert self.images.layout
-        if not self.check():
-            write_record(self.record, self.content)
-            images = map(self._load, range(len(self.images.prompts)))  # lazy: read one by one
-            write_layout(self.images.layout, self.folder, self.images.prompts, images)
+        if self.check():
+            return
+        write_record(self.record, self.content)
+        with replacing(self.folder) as part:
+            part.mkdir()
+            for index in range(len(self.images.prompts)):
+                write = LAYOUTS[self.images.layout or ""].write
+                write(part, self.images.prompts, index, self._load(index))
 
     def _load(self, prompt: int) -> Tensor:  # [K,3,H,W]
         images = [self.store.load((prompt, copy)) for copy in range(self.images.copies)]

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import groupby, islice
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from torch import Tensor
 
 from flowalign.config import EvalStage, to_yaml
 from flowalign.eval.compare import VERSION
@@ -27,7 +29,6 @@ from flowalign.eval.table import (
     details,
     markdown,
     tables,
-    tally,
 )
 from flowalign.rewards import describe
 from flowalign.system import manifest
@@ -64,16 +65,12 @@ def write_files(config: EvalStage, results: Results) -> str:
         content |= {"remarks": said, "tables": [table.plain() for table in scores]}
         heads = [f"{escaped(text, length=1000)}\n" for text in said]
         short = "\n".join([*heads, *map(markdown, scores)])
-        tallies = [f"- {escaped(tally(*change))}\n" for change in compared(results, config.compare)]
+        tallies = [f"- {escaped(said)}\n" for *_, said in compared(results, config.compare)]
         changed = f"\nWhat changed:\n\n{''.join(tallies)}" if tallies else ""
         long, measured = details(results.rows), escaped(" ".join(sentences), length=10_000)
         texts["table.md"] = f"{short}\nEvery metric:\n\n{long}{changed}\n{measured}\n"
         about = {"title": title, "conditions": sentences, "config": to_yaml(config)}
         texts["report.html"] = render(results, scores, config.compare, **about)
-        for b in results.benchmarks:
-            if b.headline == "correct" and all("tag" in row for row in b.prompts.metadata):
-                for model, judged in results.judged.items():
-                    texts[f"geneval/{model}/{b.name}.jsonl"] = geneval_lines(judged[b.name].rows)
         if config.report.images:
             drawn.append("grid.png")
             legend = f"{results.shared.capitalize()} in every row; below each image its score."
@@ -126,23 +123,6 @@ def _about(benchmark: Benchmark) -> dict[str, Any]:
     """What its numbers depend on."""
     about = describe(benchmark.reward)
     return {"reward": about.pop("name"), "headline": benchmark.headline} | about
-
-
-def geneval_lines(rows: Sequence[Mapping[str, Any]]) -> str:
-    """What GenEval's evaluate_images.py would write of them; its summary_scores.py reads it."""
-    lines = [
-        {
-            "filename": f"{row['index']:05}/samples/{row['copy']:05}.png",
-            "tag": row["metadata"]["tag"],
-            "prompt": row["prompt"],
-            "correct": bool(row["correct"]),
-            "reason": row["reason"] or "",
-            "metadata": json.dumps({**row["metadata"], "prompt": row["prompt"]}),
-        }
-        for row in rows
-        if math.isfinite(row.get("correct", math.nan))
-    ]
-    return "".join(f"{json.dumps(line)}\n" for line in lines)
 
 
 def conditions(config: EvalStage, results: Results, versions: Mapping[str, str]) -> list[str]:
@@ -210,7 +190,9 @@ def blocks(results: Results, marks: Mapping[str, str]) -> Iterator[Block]:
             captions = ["\n".join(score_text(s[i * copies]) for s in scores) for i in indices]
             numbers = results.scores(model)
             notes = [f"{judge.name} {score_text(numbers[judge.name].mean)}" for judge in judges]
-            images = [image for i in indices for image in results.images(model, first, i)[:1]]
+            images = [
+                image for i in indices if (image := results.image(model, first, i, 0)) is not None
+            ]
             note = "\n".join([*notes, *filter(None, [marks.get(model)])])
             rows.append(Row(images, captions, model, note))
         title = f"{name}: {spread_text(indices, len(first.prompts))}"
@@ -235,37 +217,26 @@ class Bar(NamedTuple):
     high: float
 
 
-@dataclass(frozen=True)
-class Cell:
+class Cell(NamedTuple):
     """An image with its score."""
 
     name: str
+    image: Callable[[], Tensor | None]  # [3,H,W]; None = it was not kept
     score: str
     level: float | None  # 0 = the benchmark's lowest score, 100 = its highest, None = no score
     hint: str  # every part of the score
     reason: str  # what the score rests on
     failed: bool  # judged wrong; without a verdict: in the lower half of the scores, or no score
-    source: str = ""  # a data URI; "" = the image is not kept, or stands elsewhere in the page
 
 
-@dataclass(frozen=True)
-class Line:
+class Line(NamedTuple):
     """One prompt."""
 
     index: int
     prompt: str
     tag: str
     disagree: bool  # what the function `disagree` says
-    cells: list[list[Cell]]  # for each model one per image
-    pictured: bool = False  # whether its images are shown
-
-
-class Change(NamedTuple):
-    """What changed on a benchmark from one model to another."""
-
-    title: str  # how many prompts were won and lost
-    models: tuple[str, str]
-    sides: list[list[tuple[str, Line]]]  # (difference, prompt), the largest first: gains, losses
+    cells: Mapping[str, Sequence[Cell]]  # by model, one per image
 
 
 def render(
@@ -273,9 +244,17 @@ def render(
 ) -> str:
     """The page. about: its title; conditions: how the numbers were measured, one sentence each;
     config: YAML."""
-    shown = set[str]()
-    listed = grids(results, shown)
+    grids = {benchmark.name: lines(results, benchmark) for benchmark in results.benchmarks}
     pictured = {benchmark.name: results.pictured(benchmark) for benchmark in results.benchmarks}
+    there = set[str]()
+
+    def source(cell: Cell) -> str:
+        """The image as a data URI; "" where the page has it already."""
+        if cell.name in there or (image := cell.image()) is None:
+            return ""
+        there.add(cell.name)
+        return f"data:image/webp;base64,{webp(image)}"
+
     return page.render(
         "report.html.j2",
         **about,
@@ -287,10 +266,12 @@ def render(
             for benchmark in results.benchmarks
             for title, chart in bars(results, benchmark).items()
         },
-        changes=changes(results, compare, listed, shown) if shown else [],
-        grids=listed if shown else {},
-        rules={name: spread_text(rows, len(listed[name])) for name, rows in pictured.items()},
+        changes=changes(results, compare, grids) if any(pictured.values()) else [],
+        grids=grids if any(pictured.values()) else {},
+        pictured=pictured,
+        rule=lambda rows, lines: spread_text(rows, len(lines)),
         copies={benchmark.name: benchmark.copies for benchmark in results.benchmarks},
+        source=source,
         longest=LONGEST,
         drifts=results.drifts,
     )
@@ -314,21 +295,6 @@ def bars(results: Results, benchmark: Benchmark) -> dict[str, dict[str, list[Bar
     return charts
 
 
-def grids(results: Results, shown: set[str]) -> dict[str, list[Line]]:
-    """{benchmark: its prompts}, those of the report with their images. shown: as in
-    `with_images`."""
-    listed = {}
-    for benchmark in results.benchmarks:
-        pictured = results.pictured(benchmark)
-        listed[benchmark.name] = [
-            line.index in pictured
-            and with_images(results, benchmark, line, results.judged, shown)
-            or line
-            for line in lines(results, benchmark)
-        ]
-    return listed
-
-
 def lines(results: Results, benchmark: Benchmark) -> list[Line]:
     """Every prompt, with its scores by every model."""
     part, copies = part_of(benchmark), benchmark.copies
@@ -336,83 +302,63 @@ def lines(results: Results, benchmark: Benchmark) -> list[Line]:
     scores = [row.get(part, math.nan) for rows in judged.values() for row in rows]
     finite = list(filter(math.isfinite, scores))
     low, high = min(finite, default=0.0), max(finite, default=0.0)
+
+    def cell(model: str, number: int) -> Cell:
+        row = judged[model][number]
+        score, verdict = row.get(part, math.nan), row.get("correct", math.nan)
+        level = None if math.isnan(score) else 100.0
+        if level and high > low:
+            level = 100 * (score - low) / (high - low)
+        elif level and verdict == 0:  # all scores are equal: only a verdict says that they are bad
+            level = 0.0
+        return Cell(
+            f"{benchmark.image_set}/{model}/{number}",
+            partial(results.image, model, benchmark, *divmod(number, copies)),
+            score_text(score),
+            level,
+            ", ".join(f"{key} {value:.3g}" for key, value in row.items() if key not in FIELDS),
+            str(row.get("reason") or ""),
+            level is None or (verdict == 0 if math.isfinite(verdict) else level < 50),
+        )
+
     result = []
     for index, means in enumerate(zip(*(results.means(benchmark, m) for m in judged), strict=True)):
         images = range(index * copies, (index + 1) * copies)
-        cells = [
-            [_cell(f"{benchmark.image_set}/{model}/{i}", rows[i], part, low, high) for i in images]
-            for model, rows in judged.items()
-        ]
+        cells = {model: [cell(model, number) for number in images] for model in judged}
         row = next(iter(judged.values()))[images[0]]
         tag = str(row["metadata"].get("tag", ""))
         result.append(Line(index, row["prompt"], tag, disagree(means, high - low), cells))
     return result
 
 
-def with_images(
-    results: Results, benchmark: Benchmark, line: Line, models: Iterable[str], shown: set[str]
-) -> Line | None:
-    """A prompt with the images of these models; None if one was not kept. shown: the images in the
-    page, which holds each once; another time it is only named."""
-    by_model, rows = dict(zip(results.judged, line.cells, strict=True)), []
-    for model in models:
-        cells = by_model[model]
-        if all(cell.name in shown for cell in cells):
-            sources = [""] * len(cells)
-        else:
-            images = results.images(model, benchmark, line.index)
-            sources = [f"data:image/webp;base64,{webp(image)}" for image in images]
-        if not sources:
-            return None
-        rows.append([replace(cell, source=s) for cell, s in zip(cells, sources, strict=True)])
-    shown.update(cell.name for cells in rows for cell in cells)
-    return replace(line, cells=rows, pictured=True)
-
-
 def changes(
-    results: Results,
-    compare: Mapping[str, Sequence[str]],
-    grids: Mapping[str, Sequence[Line]],
-    shown: set[str],
-) -> list[Change]:
-    """The prompts that changed most, of those whose images were kept. shown: as in
-    `with_images`."""
+    results: Results, compare: Mapping[str, Sequence[str]], grids: Mapping[str, Sequence[Line]]
+) -> list[tuple[str, tuple[str, str], list[list[tuple[str, Line]]]]]:
+    """(how many prompts were won and lost, both models, sides) for all that is compared. sides:
+    gains and losses (difference, prompt), the largest first, of prompts whose images are kept."""
+
+    def kept(line: Line, models: Iterable[str]) -> bool:
+        return all(cell.image() is not None for model in models for cell in line.cells[model])
+
     listed = []
-    for model, other, benchmark, gaps in compared(results, compare):
+    for model, other, benchmark, gaps, said in compared(results, compare):
         pair, sides = (other, model), []
         for sign in (1, -1):
             order = [i for i, gap in enumerate(gaps) if gap * sign > 0]
-            order.sort(key=lambda i: -abs(gaps[i]))
             found = (
-                (f"{gaps[i]:+.3g}", line)
-                for i in order
-                if (line := with_images(results, benchmark, grids[benchmark.name][i], pair, shown))
+                (f"{gaps[i]:+.3g}", grids[benchmark.name][i])
+                for i in sorted(order, key=lambda i: -abs(gaps[i]))
+                if kept(grids[benchmark.name][i], pair)
             )
             sides.append([*islice(found, EXTREMES)])
-        listed.append(Change(tally(model, other, benchmark, gaps), pair, sides))
+        listed.append((said, pair, sides))
     return listed
 
 
 def disagree(scores: Sequence[float], spread: float) -> bool:
-    """Whether models disagree on a prompt, by their mean scores over its images.
-
-    They do if the scores differ by more than half of the spread of all scores (any right and
-    wrong do, where there is one image), or if some models have none (NaN).
-    """
+    """Whether models disagree on a prompt, by their mean scores over its images: the scores differ
+    by more than half of the spread of all scores, or only some models have none (NaN)."""
     valid = list(filter(math.isfinite, scores))
     if len(valid) < len(scores):
         return bool(valid)
     return max(scores) - min(scores) > spread / 2
-
-
-def _cell(name: str, row: Mapping[str, Any], part: str, low: float, high: float) -> Cell:
-    score, verdict = row.get(part, math.nan), row.get("correct", math.nan)
-    if math.isnan(score):
-        level = None
-    elif high > low:
-        level = 100 * (score - low) / (high - low)
-    else:  # all scores are equal: only a verdict can tell whether they are bad
-        level = 0.0 if verdict == 0 else 100.0
-    failed = level is None or (verdict == 0 if math.isfinite(verdict) else level < 50)
-    hint = ", ".join(f"{key} {value:.3g}" for key, value in row.items() if key not in FIELDS)
-    return Cell(name, score_text(score), level, hint, str(row.get("reason") or ""), failed)

@@ -9,11 +9,10 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from statistics import NormalDist
-from typing import Annotated, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, Field, ValidationError
 
 from flowalign.types import EvalRow
 
@@ -30,8 +29,6 @@ CONFIDENCE = 0.95  # of the intervals
 Array = NDArray[np.float64]
 Labels = NDArray[np.int64]
 Images = Sequence[Mapping[str, Any]]
-Score = Annotated[float, Field(ge=-1e38, le=1e38)] | None  # what a float32 holds; null = invalid
-
 
 NO_ERROR = "No ± and no interval: fewer than two prompts have a score, in all or of one tag."
 
@@ -59,8 +56,8 @@ def rows_of(benchmark: Named, images: Images) -> list[EvalRow]:
     """
     parts = {key for image in images for key in image} - {*FIELDS, "value", WEIGHT, LEFT_OUT}
     parts |= {benchmark.headline} if benchmark.headline else set()
-    rows = [part_row(benchmark.name, "reward", images, "value")]
-    rows += [part_row(benchmark.name, part, images, part) for part in sorted(parts)]
+    named = {"reward": "value"} | {part: part for part in sorted(parts)}
+    rows = [part_row(benchmark.name, metric, images, part) for metric, part in named.items()]
     return rows + (headline_rows(benchmark, images) if _tagged(benchmark, images) else [])
 
 
@@ -154,27 +151,8 @@ def lost(benchmark: Named, images: Images, share: float) -> str:
     )
 
 
-class JsonImage(BaseModel, strict=True, extra="allow", allow_inf_nan=False):
-    """An image's row in JSON."""
-
-    index: int = Field(ge=0, lt=2**31)
-    copy_: int = Field(default=0, alias="copy", ge=0, lt=2**31)
-    prompt: str
-    metadata: dict[str, Any]
-    reason: str | None = None
-    value: Score
-    __pydantic_extra__: dict[str, Score]  # the parts of its score
-
-
 def from_json(image: Mapping[str, Any]) -> dict[str, Any]:
-    """An image's row from JSON: a score that is null there is NaN again. Raises ValueError for what
-    is no row, with the first thing that is wrong."""
-    try:
-        JsonImage.model_validate(image)
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"])) or "the row"
-        raise ValueError(f"{where}: {first['msg']}") from None
+    """An image's row from JSON: a score that is null there is NaN again."""
     return {k: math.nan if v is None and k not in FIELDS else v for k, v in image.items()}
 
 

@@ -7,8 +7,8 @@
             settings.json       what the scores depend on, besides image, prompt and metadata
             rows.<process>.jsonl    one line per scored image, NaN as null
 
-A row is written after its image. An image without a whole line is scored again; one without a whole
-PNG is sampled again. All processes share the folder.
+A row is written after its image. An image without a whole line is scored again; one without a file
+is sampled again. All processes share the folder.
 
 A run with a larger or smaller `limit` is the same run, because the noise of an image depends on the
 index of its prompt. So is one with another batch size, apart from float rounding.
@@ -17,9 +17,8 @@ index of its prompt. So is one with another batch size, apart from float roundin
 from __future__ import annotations
 
 import json
-import logging
 import math
-from collections.abc import Collection, Container, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Mapping, Sequence
 from contextlib import suppress
 from itertools import product
 from pathlib import Path
@@ -27,7 +26,6 @@ from typing import TYPE_CHECKING, Any
 
 from accelerate import Accelerator
 from accelerate.utils import gather_object
-from PIL import Image
 from torch import Tensor
 
 from flowalign.config import EvalStage
@@ -35,7 +33,7 @@ from flowalign.eval.stats import from_json
 from flowalign.rewards import describe
 from flowalign.system.escape import shown
 from flowalign.system.files import append, read_lines, replacing, to_json
-from flowalign.system.images import pixels_of
+from flowalign.system.images import read_image, stacked
 from flowalign.system.manifest import file_sha256, json_sha256
 from flowalign.training.data import spread
 from flowalign.training.report.pictures import png
@@ -43,8 +41,6 @@ from flowalign.types import PromptBatch
 
 if TYPE_CHECKING:
     from flowalign.eval.suite import ImageSet
-
-log = logging.getLogger("flowalign")
 
 Key = tuple[int, int]  # an image: index of its prompt in the set, number of the copy
 ImageRow = dict[str, Any]  # the scores of an image by one judge
@@ -77,25 +73,24 @@ class Store:
         files: Mapping[Key, Path] | None = None,
     ) -> None:
         self.folder, self.settings, self.saved_prompts = folder, dict(settings), saved_prompts
-        self._files = files
-        self.score_folders = {
-            judge: folder / f"scores_{json_sha256(depends)[:12]}"
-            for judge, depends in scores.items()
-        }
-        self._scores, self._rank = scores, rank
+        self._scores, self._rank, self._files = scores, rank, files
 
-    def check(self) -> None:
-        """StoreError for images that this run would not sample."""
-        check_record(self.folder, self.folder / SETTINGS, self.settings)
+    def score_folder(self, judge: str) -> Path:
+        """Where its rows are: another one for each way of scoring."""
+        return self.folder / f"scores_{json_sha256(self._scores[judge])[:12]}"
+
+    def check(self) -> dict[str, Any]:
+        """What the folder holds, {} if nothing; StoreError for images that this run would not
+        sample."""
+        return check_record(self.folder, self.folder / SETTINGS, self.settings) or {}
 
     def prepare(self) -> None:
         """Make the folders and record in them what they hold. For one process."""
-        recorded = check_record(self.folder, self.folder / SETTINGS, self.settings) or {}
         # the larger `limit` describes the folder
-        if len(recorded.get("prompts", ())) <= len(self.settings.get("prompts", ())):
+        if len(self.check().get("prompts", ())) <= len(self.settings.get("prompts", ())):
             write_record(self.folder / SETTINGS, self.settings)
-        for judge, folder in self.score_folders.items():
-            write_record(folder / SETTINGS, self._scores[judge])
+        for judge, content in self._scores.items():
+            write_record(self.score_folder(judge) / SETTINGS, content)
 
     def read(
         self, judges: Mapping[str, PromptBatch], keys: Collection[Key]
@@ -105,25 +100,25 @@ class Store:
 
         judges {judge: its prompts with their metadata}: a row of other ones is left out.
         """
-        rows: dict[str, dict[Key, ImageRow]] = {judge: {} for judge in judges}
+        found: dict[str, dict[Key, ImageRow]] = {judge: {} for judge in judges}
         for judge, prompts in judges.items():
+            rows = found[judge]
             wanted = {key: (prompts.prompts[key[0]], prompts.metadata[key[0]]) for key in keys}
-            for path in sorted(self.score_folders[judge].glob("rows.*.jsonl")):
-                for row in _rows(path):
-                    key = row["index"], row.get("copy", 0)
-                    if (row["prompt"], row["metadata"]) != wanted.get(key):
-                        continue
+            paths = sorted(self.score_folder(judge).glob("rows.*.jsonl"))
+            for row in (from_json(line) for path in paths for line in read_lines(path)):
+                with suppress(KeyError, TypeError):  # no row of ours
+                    key, about = (row["index"], row["copy"]), (row["prompt"], row["metadata"])
                     # a failed image may have been scored later
-                    if not is_valid(rows[judge].get(key)):
-                        rows[judge][key] = row
-        return rows
+                    if about == wanted[key] and not is_valid(rows.get(key)):
+                        rows[key] = row
+        return found
 
     def append(self, judge: str, rows: Sequence[Mapping[str, Any]]) -> None:
         """Add rows of this process; they are in the file when this returns."""
         lines = (json.dumps(to_json(row), allow_nan=False) for row in rows)
         # the break comes first, so that a line that a kill cut off does not spoil the next one
         text = "".join(f"\n{line}" for line in lines)
-        append(self.score_folders[judge] / f"rows.{self._rank}.jsonl", text)
+        append(self.score_folder(judge) / f"rows.{self._rank}.jsonl", text)
 
     def saves(self, key: Key) -> bool:
         """Whether that image is to be written."""
@@ -137,37 +132,21 @@ class Store:
 
     def load(self, key: Key) -> Tensor | None:
         """The image [3,H,W] in [0,1], on the CPU; None if there is no whole one."""
-        return pixels_of(self._path(key).read_bytes()) if self.has(key) else None
+        with suppress(ValueError):
+            return stacked(read_image(self._path(key)))[0]
+        return None
 
     def has(self, key: Key) -> bool:
-        """Whether there is a whole image."""
-        if self._files:
-            return True
-        path = self._path(key)
-        try:
-            with Image.open(path) as image:
-                image.verify()  # the checksums of its chunks
-        except FileNotFoundError:
-            return False
-        except Exception:  # PIL raises whatever its decoders do
-            log.warning("%s is damaged; the image is sampled again.", path)
-            return False
-        return True
+        """Whether there is an image: a file appears whole, or not at all."""
+        return bool(self._files) or self._path(key).is_file()
 
     def _path(self, key: Key) -> Path:
         return self._files[key] if self._files else self.folder / f"{key[0]:05}_{key[1]}.png"
 
 
-def _rows(path: Path) -> Iterator[ImageRow]:
-    """The rows of a file, without the lines that no store wrote or that a kill cut off."""
-    for line in read_lines(path):
-        with suppress(ValueError, LookupError, TypeError):
-            yield from_json(line["row"] if "sha256" in line else line)  # of an earlier version
-
-
 def is_valid(row: Mapping[str, Any] | None) -> bool:
     """Whether there is a row with a score."""
-    return row is not None and math.isfinite(row["value"])
+    return row is not None and math.isfinite(row.get("value", math.nan))
 
 
 def open_stores(
@@ -182,24 +161,25 @@ def open_stores(
     weights: `fingerprint` of the base. adapters {model that samples: digest of its adapter, None
     for the base}.
     """
-    scores: dict[str, dict[str, Any]] = {images.name: {} for images in sets}
+    scores: dict[str, dict[str, Any]] = {}
     for benchmark, images in zip(config.scored, sets, strict=True):
-        for judge, reward in zip(images.judges, benchmark.judges.values(), strict=True):
-            about = {"reward": reward.model_dump(mode="json"), "describe": describe(judge.reward)}
-            scores[images.name][judge.name] = about
+        judges = zip(images.judges, benchmark.judges.values(), strict=True)
+        scores[images.name] = {
+            judge.name: {"reward": c.model_dump(mode="json"), "describe": describe(judge.reward)}
+            for judge, c in judges
+        }
     # the main process decides: a remote reward may describe itself to some processes only
     scores = gather_object([scores])[0]
     base = config.model.model_dump(include=MODEL_KEYS) | {"weights": weights}
     stores = {}
     for model, images in product(config.models, sets):
         height, width = images.prompts.size or config.model.image_sizes[0]
-        files = images.files.get(model)
         content = {
             "model": base | {"height": height, "width": width},
             "adapter": adapters.get(model),
             "sampling": config.sampling_of(model).model_dump(exclude={"batch_size"}),
         }
-        if files:
+        if files := images.files.get(model):
             content = {"files": [file_sha256(path) for path in files.values()]}
         kept = config.keep_images or images.layout
         stores[model, images.name] = Store(
@@ -232,8 +212,17 @@ def check_record(
             f"are ({shown(repr(error))}). {again}"
         ) from None
     recorded.pop("sha256", None)  # of an earlier version
-    if problems := _differences(recorded, wanted, whole):
-        raise StoreError(f"{folder} holds images of another run: {'; '.join(problems)}. {again}")
+    there, here = _flat(recorded), _flat(wanted)
+    keys = [key for key in here | there if there.get(key) != here.get(key)]
+    if not whole:  # of lists only what both have
+        keys = [key for key in keys if not key[-1].isdecimal() or key in there.keys() & here.keys()]
+    if keys:
+        texts = (
+            f"{key} was {shown(repr(there.get(key)), 40)} there, and is "
+            f"{shown(repr(here.get(key)), 40)} here"
+            for key in keys[:3]
+        )
+        raise StoreError(f"{folder} holds images of another run: {'; '.join(texts)}. {again}")
     return recorded
 
 
@@ -243,24 +232,10 @@ def write_record(path: Path, content: Mapping[str, Any]) -> None:
         part.write_text(json.dumps(content, indent=1, default=str))
 
 
-def _differences(
-    recorded: Any, wanted: Mapping[str, Any], whole: bool, prefix: str = ""
-) -> list[str]:
-    """What differs, one text each: "sampling.steps was 10 there, and is 40 here"."""
-    recorded, texts = recorded if isinstance(recorded, Mapping) else {}, []
-    for key in dict.fromkeys([*wanted, *recorded]):
-        there, here, name = recorded.get(key), wanted.get(key), f"{prefix}{key}"
-        if isinstance(here, Mapping):
-            texts += _differences(there, here, whole, f"{name}.")
-            continue
-        if isinstance(here, list) and isinstance(there, list):
-            counts, pairs = (len(there), len(here)), enumerate(zip(there, here, strict=False))
-            index, (there, here) = next(((i, p) for i, p in pairs if p[0] != p[1]), (0, (0, 0)))
-            if there == here and whole and counts[0] != counts[1]:
-                texts.append(f"there were {counts[0]} {name} there, and are {counts[1]} here")
-            name = f"{name}.{index}"
-        if here != there:
-            # a long value is a digest: its beginning is enough
-            a, b = (t if len(t := repr(v)) <= 40 else f"{t[:16]}...'" for v in (there, here))
-            texts.append(f"{name} was {a} there, and is {b} here")
-    return texts
+def _flat(value: Any, key: str = "") -> dict[str, Any]:
+    """{dotted key: value} of a value from JSON."""
+    if not isinstance(value, Mapping | list):
+        return {key: value}
+    pairs = value.items() if isinstance(value, Mapping) else enumerate(value)
+    inner = (_flat(item, f"{key}.{name}" if key else str(name)) for name, item in pairs)
+    return {name: item for part in inner for name, item in part.items()}

@@ -27,7 +27,7 @@ from flowalign.backbone import Backbone
 from flowalign.config import BenchmarkConfig, ConfigError, ModelConfig, SamplingConfig
 from flowalign.config.stages.evaluation import GivenImages
 from flowalign.eval.images import ImagesError, assign, check_images, find_images
-from flowalign.eval.layouts import check_layout
+from flowalign.eval.layouts import LAYOUTS
 from flowalign.eval.stats import average, headline_row, lost, part_of, rows_of
 from flowalign.eval.store import ImageRow, Key, Store, is_valid
 from flowalign.rewards import as_reward
@@ -104,34 +104,29 @@ def image_sets(
             by_prompt[name] = find_images(source.images)
         except ImagesError as error:
             problems.append(f"models.{name}: {error}")
-    common, asked = model.image_sizes[0] if model else None, set[str]()
+    common = model.image_sizes[0] if model else None
     for index, config in enumerate(configs):
         prompts, size, files = load_prompts(config.prompts, config.name), config.size or common, {}
-        asked.update(prompts.prompts)
+        place, limit = f"{config_key}.{index}", config.limit
         for name, images in by_prompt.items():
             try:
-                place, copies = f"{config_key}.{index}", config.images
-                files[name] = assign(images, prompts, config.limit, copies, place)
+                files[name] = assign(images, prompts, limit, config.images, place)
                 size = check_images(files[name].values(), size)
             except ImagesError as error:
                 problems.append(f"models.{name}: {config.name}: {error}")
         common = common or size
-        rows, limit = prompts.metadata, config.limit
-        few, tags = ({str(row.get("tag")) for row in some} for some in (rows[:limit], rows))
-        if few < tags:
-            count = f"the first {limit} of {len(rows)} prompts have {len(few)} of {len(tags)} tags"
-            log.warning("%s.%d.limit: %s.", config_key, index, count)
-        prompts = replace(prompts.select(range(len(prompts))[: config.limit]), size=size)
+        tags = [str(row.get("tag")) for row in prompts.metadata]
+        few, many = len({*tags[:limit]}), len({*tags})
+        if few < many:
+            count = f"the first {limit} of {len(tags)} prompts have {few} of {many} tags"
+            log.warning("%s.limit: %s.", place, count)
+        prompts = replace(prompts.select(range(len(prompts))[:limit]), size=size)
         try:
             if config.layout and size:
-                check_layout(config.layout, prompts, (config.images, *size))
+                LAYOUTS[config.layout].check(prompts, (config.images, *size))
         except ValueError as error:
-            problems.append(f"{config_key}.{index}.layout: {error}")
-        layout = config.layout
-        sets.append(ImageSet(config.name, prompts, config.images, layout=layout, files=files))
-    for name, images in by_prompt.items():
-        if ignored := sum(len(files) for prompt, files in images.items() if prompt not in asked):
-            log.warning("models.%s: ignored, of other prompts: %d images.", name, ignored)
+            problems.append(f"{place}.layout: {error}")
+        sets.append(ImageSet(config.name, prompts, config.images, (), config.layout, files))
     return sets, problems
 
 
@@ -177,9 +172,7 @@ def run(
     seconds: as in `judge_set`. max_invalid_share: a benchmark that loses more images is `lost`.
     shown: of so many prompts of a set, evenly spaced, the first image is part of the report.
     """
-    rows: list[EvalRow] = []
-    reasons: dict[str, str] = {}
-    examples: list[Example] = []
+    rows, reasons, examples = list[EvalRow](), dict[str, str](), list[Example]()
     for images in sets:
         results = judge_set(backbone, images, settings, accelerator, keep=shown, seconds=seconds)
         for benchmark, judged in zip(images.judges, results, strict=True):
@@ -187,14 +180,12 @@ def run(
             if reason := lost(benchmark, judged.rows, max_invalid_share):
                 reasons[benchmark.name] = reason
         if results:  # of several judges, the first says what its images are worth
-            pictured = set(spread(len(images.prompts), shown))
-            rows_shown = [row for row in results[0].rows if row["index"] in pictured]
-            name, part = images.judges[0].name, part_of(images.judges[0])
-            examples += [
-                Example(name, row["prompt"], row.get(part, math.nan), picture)
-                for row, picture in zip(rows_shown, results[0].pictures, strict=True)
-                if row["copy"] == 0
-            ]
+            first, judged = images.judges[0], results[0]
+            pictured = [judged.rows[i * images.copies] for i in judged.pictured(images.copies)]
+            examples.extend(
+                Example(first.name, row["prompt"], row.get(part_of(first), math.nan), picture)
+                for row, picture in zip(pictured, judged.pictures[:: images.copies], strict=True)
+            )
     return EvalReport(rows, reasons, examples)
 
 
@@ -246,7 +237,7 @@ def judge_set(
     *,
     keep: int = 0,
     features: Callable[[Tensor], Tensor] | None = None,
-    advance: Callable[[int], None] | None = None,
+    advance: Callable[[int], None] = lambda images: None,
     seconds: float | None = None,
     store: Store | None = None,
 ) -> list[Judged]:
@@ -259,39 +250,35 @@ def judge_set(
     scored again. backbone: None = the store holds all images.
     """
     world, rank = (accelerator.num_processes, accelerator.process_index) if accelerator else (1, 0)
-    pictured = set(spread(len(images.prompts), keep))
-    shares = _share(images, settings.batch_size, world, rank)
-    order = [key for keys in shares.values() for key in keys]
-    scoring, batches = _Scoring(images.judges, store, seconds, order), []
-    for prompts, keys in shares.items():
-        unscored = scoring.unscored(keys)
-        shown = {key for key in keys if features or key[0] in pictured}
-        needed = absent = shown.union(*unscored.values())
-        if store:
-            kept = needed.union(filter(store.saves, keys))
-            absent = {key for key in kept if not store.has(key)}
-        batches.append(_Batch(prompts, keys, unscored, needed, absent))
     owner = backbone or accelerator
     assert owner, "without a model, the accelerator says the device"
+    batches = _share(images, settings.batch_size, world, rank)
+    order = [key for keys in batches.values() for key in keys]
+    by_judge = {judge.name: judge.prompts for judge in images.judges}
+    known = store.read(by_judge, order) if store else {name: {} for name in by_judge}
+    had = [sum(map(is_valid, rows.values())) for rows in known.values()]
+    scoring = _Scoring(images.judges, known, store, seconds)
     extra = missing_steps(len(batches), backbone.sharded) if backbone else 0  # before any forward
+    pictured = {*spread(len(images.prompts), keep)}
     pictures, vectors = list[bytes](), list[Tensor]()
-    for number, batch in enumerate(batches):
-        if backbone and batch.absent:
-            # all batches at once, so that the encoders come to the device a single time
-            left = [b.prompts for b in batches[number:] if b.absent]
-            backbone.text.prepare([images.prompts.select(prompts).prompts for prompts in left])
-        pixels = _pixels(backbone, owner.device, images, settings, batch, store)
-        scoring.submit(batch.unscored, pixels)
-        pictures += [png(pixels[key]) for key in batch.keys if key[0] in pictured]
+    for number, keys in enumerate(batches.values()):
+        unscored = {
+            judge.name: _unscored(judge, known[judge.name], keys) for judge in images.judges
+        }
+        needed = {key for key in keys if features or key[0] in pictured}.union(*unscored.values())
+        left = [*batches][number:]
+        pixels = _pixels(backbone, owner.device, images, settings, left, keys, needed, store)
+        scoring.submit(unscored, pixels)
+        pictures += [png(pixels[key]) for key in keys if key[0] in pictured]
         if features:
-            vectors.append(_vectors(torch.stack([pixels[key] for key in batch.keys]), features))
-        if advance:
-            advance(len(batch.keys))
+            vectors.append(_vectors(torch.stack([pixels[key] for key in keys]), features))
+        advance(len(keys))
     # every forward pass of a sharded base is one of all processes: sample once more, and drop it
     for _ in range(extra):
         assert backbone
         generate(backbone, images.prompts.select([0]), settings)
-    rows, had = scoring.finish(order), scoring.had
+    scoring.finish()
+    rows = [[known[judge.name][key] for key in order] for judge in images.judges]
     if world > 1:  # objects, not tensors: a process without prompts does not know the width of [D]
         rows = [gather_object(judge_rows) for judge_rows in rows]
         pictures, vectors = gather_object(pictures), gather_object(vectors)
@@ -313,15 +300,15 @@ def _share(images: ImageSet, size: int, world: int, rank: int) -> dict[range, li
     return {batch: [*product(batch, range(images.copies))] for batch in own}
 
 
-@dataclass(frozen=True)
-class _Batch:
-    """Whole prompts whose images are sampled together."""
-
-    prompts: range
-    keys: list[Key]
-    unscored: dict[str, list[Key]]  # by judge
-    needed: set[Key]  # to be scored, shown or turned into features
-    absent: set[Key]  # of these and of those to be saved, what has no file
+def _unscored(judge: Benchmark, rows: Mapping[Key, ImageRow], keys: list[Key]) -> list[Key]:
+    """The images of a batch that are to be scored. A batch that a kill cut off is judged
+    completely: a score's last bits depend on what is judged with it. Images that the reward failed
+    on are judged alone, as judges may cost money; by a groupwise one with their prompt."""
+    missing = [key for key in keys if not is_valid(rows.get(key))]
+    if as_reward(judge.reward).groupwise:
+        prompts = {prompt for prompt, _ in missing}
+        return [key for key in keys if key[0] in prompts]
+    return keys if any(key not in rows for key in missing) else missing
 
 
 def _pixels(
@@ -329,26 +316,31 @@ def _pixels(
     device: torch.device,
     images: ImageSet,
     settings: SamplingConfig,
-    batch: _Batch,
+    left: Sequence[range],
+    keys: Sequence[Key],
+    needed: set[Key],
     store: Store | None,
 ) -> dict[Key, Tensor]:
-    """The needed images [3,H,W] of a batch, on the device, each at 8 bits a channel: so
-    scores from memory and from a file are the same. What the store saves is written."""
-    pixels: dict[Key, Tensor] = {}
-    if batch.absent:
+    """The needed images [3,H,W] of a batch, on the device, each at 8 bits a channel: so scores from
+    memory and from a file are the same. What the store saves is written. left: the prompts of this
+    batch and of those after it."""
+    found = {key: store.load(key) for key in needed} if store else {}
+    # a GPU may round k / 255 differently from the CPU that read the file
+    pixels = {k: eight_bits(image.to(device)) for k, image in found.items() if image is not None}
+    absent = needed - pixels.keys()
+    absent |= {key for key in keys if store and store.saves(key) and not store.has(key)}
+    if absent:
         assert backbone, f"the store of {images.name} lacks images"
+        batches = [images.prompts.select(prompts) for prompts in left]
+        # all batches at once, so that the encoders come to the device a single time
+        backbone.text.prepare([batch.prompts for batch in batches])
         # all of the batch: the same arithmetic as in an uninterrupted run
-        prompts = images.prompts.select(batch.prompts)
-        sampled = generate(backbone, prompts, settings, batch.prompts, images.copies)
-        made = zip(batch.keys, eight_bits(sampled), strict=True)
-        pixels = {key: image for key, image in made if key in batch.absent}
-    for key, image in pixels.items():
-        if store:
-            store.save(key, image)
-    for key in batch.needed - pixels.keys():
-        assert store and (image := store.load(key)) is not None
-        # a GPU may round k / 255 differently from the CPU that read the file
-        pixels[key] = eight_bits(image.to(device))
+        sampled = generate(backbone, batches[0], settings, left[0], images.copies)
+        made = dict(zip(keys, eight_bits(sampled), strict=True))
+        pixels |= {key: made[key] for key in absent}
+        for key in absent:
+            if store:
+                store.save(key, made[key])
     return pixels
 
 
@@ -360,39 +352,21 @@ def _vectors(images: Tensor, features: Callable[[Tensor], Tensor]) -> Tensor:
 
 
 class _Scoring:
-    """The rows of each judge by image, from the store and scored during the sampling."""
+    """Scores batches during the sampling of the next ones. rows {judge: {image: its row}}: of the
+    store; the new ones are added, here and there."""
 
     def __init__(
         self,
         judges: Sequence[Benchmark],
+        rows: Mapping[str, dict[Key, ImageRow]],
         store: Store | None,
         seconds: float | None,
-        keys: Sequence[Key],
     ) -> None:
-        self.judges, self.store = judges, store
-        self.rows: dict[str, dict[Key, ImageRow]] = {judge.name: {} for judge in judges}
-        if store:
-            self.rows = store.read({judge.name: judge.prompts for judge in judges}, keys)
-        self.had = [sum(map(is_valid, rows.values())) for rows in self.rows.values()]
+        self.judges, self.rows, self.store = judges, rows, store
         # judges take turns: models are not thread safe, and one at a time fills the memory
         by_name = TaskRewards({judge.name: judge.reward for judge in judges})
         self._scoring = AsyncScorer(by_name, seconds)
         self._submitted: list[tuple[Benchmark, list[Key]]] = []
-
-    def unscored(self, keys: Sequence[Key]) -> dict[str, list[Key]]:
-        """{judge: the images of a batch without a score}. A batch that a kill cut off is judged
-        completely: a score's last bits depend on what is judged with it. Images that the reward
-        failed on are judged alone, as judges may cost money."""
-        missing = {}
-        for judge in self.judges:
-            rows = self.rows[judge.name]
-            missing[judge.name] = [key for key in keys if not is_valid(rows.get(key))]
-            if as_reward(judge.reward).groupwise:  # all images of a prompt, or none
-                prompts = {prompt for prompt, _ in missing[judge.name]}
-                missing[judge.name] = [key for key in keys if key[0] in prompts]
-            elif any(key not in rows for key in missing[judge.name]):
-                missing[judge.name] = list(keys)
-        return missing
 
     def submit(self, unscored: Mapping[str, list[Key]], pixels: Mapping[Key, Tensor]) -> None:
         """Start to score a batch when the one before is done."""
@@ -409,26 +383,25 @@ class _Scoring:
                 self._scoring.submit(images, replace(prompts, tasks=[judge.name] * len(keys)))
                 self._submitted.append((judge, keys))
 
-    def finish(self, order: Sequence[Key]) -> list[list[ImageRow]]:
-        """The rows of each judge in this order, once the last batch is scored."""
+    def finish(self) -> None:
+        """Wait for the last batch."""
         self._collect()
         self._scoring.discard()
-        return [[self.rows[judge.name][key] for key in order] for judge in self.judges]
 
     def _collect(self) -> None:
         submitted, self._submitted = self._submitted, []
         for (judge, keys), scores in zip(submitted, self._scoring.results(), strict=True):
-            rows = self.rows[judge.name]
             # a batch or group also holds images that had a score: the first one counts
+            rows = self.rows[judge.name]
             unscored = [i for i, key in enumerate(keys) if not is_valid(rows.get(key))]
-            new_rows = [_row(judge, keys, scores, i) for i in unscored]
-            rows |= {(row["index"], row["copy"]): row for row in new_rows}
+            new_rows = {keys[i]: _row(judge, keys[i], scores, i) for i in unscored}
+            rows |= new_rows
             if self.store:
-                self.store.append(judge.name, new_rows)
+                self.store.append(judge.name, [*new_rows.values()])
 
 
-def _row(judge: Benchmark, keys: Sequence[Key], scores: Scores, i: int) -> dict[str, Any]:
-    index, copy = keys[i]
+def _row(judge: Benchmark, key: Key, scores: Scores, i: int) -> ImageRow:
+    index, copy = key
     return {
         "index": index,
         "copy": copy,

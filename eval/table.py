@@ -65,17 +65,14 @@ class Results:
         """The prompts of the report, whose images are at hand: those of all models alike."""
         return next(iter(self.judged.values()))[benchmark.name].pictured(benchmark.copies)
 
-    def images(self, model: str, benchmark: Benchmark, index: int) -> list[Tensor]:
-        """A model's images of a prompt; [] if one of them was not kept."""
-        copies, pictured = benchmark.copies, self.pictured(benchmark)
+    def image(self, model: str, benchmark: Benchmark, index: int, copy: int) -> Tensor | None:
+        """A model's image [3,H,W] of a prompt; None if it was not kept."""
+        pictured = self.pictured(benchmark)
         if index in pictured:
-            first = pictured.index(index) * copies
-            files = self.judged[model][benchmark.name].pictures[first : first + copies]
-            return list(map(pixels_of, files))
+            place = pictured.index(index) * benchmark.copies + copy
+            return pixels_of(self.judged[model][benchmark.name].pictures[place])
         store = self.stores.get((model, benchmark.image_set))
-        found = [store.load((index, copy)) for copy in range(copies)] if store else []
-        kept = [image for image in found if image is not None]
-        return kept if len(kept) == copies else []
+        return store.load((index, copy)) if store else None
 
     def means(self, benchmark: Benchmark, model: str) -> list[float]:
         """Of each prompt the mean score of its images; NaN = none of them has a score."""
@@ -114,22 +111,19 @@ class Results:
 
 def compared(
     results: Results, compare: Mapping[str, Sequence[str]]
-) -> Iterator[tuple[str, str, Benchmark, list[float]]]:
-    """(model, other, benchmark, the gaps of its prompts) for all that is compared."""
+) -> Iterator[tuple[str, str, Benchmark, list[float], str]]:
+    """(model, other, benchmark, the gaps of its prompts, how many were won and lost, in words) for
+    all that is compared."""
     first, *others = results.judged
     pairs = [(model, other) for model in compare for other in compare[model]]
     pairs += [(model, first) for model in others]
     for (model, other), benchmark in product(dict.fromkeys(pairs), results.benchmarks):
         means = results.means(benchmark, model), results.means(benchmark, other)
-        yield model, other, benchmark, [a - b for a, b in zip(*means, strict=True)]
-
-
-def tally(model: str, other: str, benchmark: Benchmark, gaps: Sequence[float]) -> str:
-    """How many prompts a model won and lost, in words."""
-    won, lost, equal = (sum(np.sign(gaps) == sign) for sign in (1, -1, 0))
-    unknown = f", {n} without a score" if (n := len(gaps) - won - lost - equal) else ""
-    name = f"{model} − {other}, {benchmark.name}"
-    return f"{name}: {won} prompts won, {lost} lost, {equal} equal{unknown}"
+        gaps = [a - b for a, b in zip(*means, strict=True)]
+        won, lost, equal = (sum(np.sign(gaps) == sign) for sign in (1, -1, 0))
+        unknown = f", {n} without a score" if (n := len(gaps) - won - lost - equal) else ""
+        said = f"{won} prompts won, {lost} lost, {equal} equal{unknown}"
+        yield model, other, benchmark, gaps, f"{model} − {other}, {benchmark.name}: {said}"
 
 
 def breakdowns(benchmark: Benchmark, rows: Sequence[EvalRow]) -> dict[str, list[EvalRow]]:
@@ -153,11 +147,6 @@ class Table:
     signed: bool = False  # differences
     notes: Sequence[str] = ()  # below it
 
-    @property
-    def columns(self) -> list[str]:
-        """Names, in order."""
-        return list(self.decimals)
-
     @staticmethod
     def arrow(column: str) -> str:
         """Marks a column where lower is better."""
@@ -180,9 +169,9 @@ class Table:
 
     def plain(self) -> dict[str, Any]:
         """For results.json: caption, rows of texts with the heads first, and notes."""
-        heads = ["", *(f"{column}{self.arrow(column)}" for column in self.columns)]
-        rows = [[label, *(self.text(label, c) for c in self.columns)] for label in self.rows]
-        rows = [heads, *rows, ["n", *map(self.n, self.columns)]]
+        heads = ["", *(f"{column}{self.arrow(column)}" for column in self.decimals)]
+        rows = [[label, *(self.text(label, c) for c in self.decimals)] for label in self.rows]
+        rows = [heads, *rows, ["n", *map(self.n, self.decimals)]]
         return {"caption": self.caption, "rows": rows, "notes": list(self.notes)}
 
     def best(self, column: str) -> set[str]:
@@ -248,12 +237,12 @@ def _decimals(rows: Iterable[Mapping[str, EvalRow]], column: str) -> int:
 
 def markdown(table: Table) -> str:
     """A table as Markdown: the best of a column in bold, and the counts below."""
-    heads = ["", *(f"{escaped(column)}{table.arrow(column)}" for column in table.columns)]
-    best, rows = {column: table.best(column) for column in table.columns}, []
+    heads = ["", *(f"{escaped(column)}{table.arrow(column)}" for column in table.decimals)]
+    best, rows = {column: table.best(column) for column in table.decimals}, []
     for label in table.rows:
-        cells = [(table.text(label, column), label in best[column]) for column in table.columns]
+        cells = [(table.text(label, column), label in best[column]) for column in table.decimals]
         rows.append([escaped(label), *(f"**{text}**" if bold else text for text, bold in cells)])
-    rows.append(["n", *map(table.n, table.columns)])
+    rows.append(["n", *map(table.n, table.decimals)])
     below = [line for note in table.notes for line in ("", escaped(note, length=5000))]
     return "\n".join([escaped(table.caption), "", *escape.table(heads, rows), *below]) + "\n"
 

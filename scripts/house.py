@@ -28,7 +28,7 @@ BUDGET = {
     "commands": 5210,
     "config": 2166,
     "credit": 244,
-    "eval": 2719,
+    "eval": 2485,
     "flowalign": 64,
     "rewards": 4616,
     "sde": 185,

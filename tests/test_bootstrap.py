@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 
 from flowalign.eval import stats
-from flowalign.eval.stats import difference, rows_of
 
 
 def coverage(shares: list[float], prompts: int, images: int, tries: int = 1000) -> float:
@@ -36,15 +35,6 @@ def test_the_interval_covers_the_truth_as_often_as_it_says(
     assert 0.935 <= coverage(shares, prompts, images) <= 0.965
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("shares", "prompts", "images"),
-    [([0.5], 553, 1), ([0.25], 553, 1), ([0.9, 0.5, 0.3, 0.2, 0.6, 0.1], 92, 4)],
-)
-def test_the_coverage_is_94_to_96_percent(shares: list[float], prompts: int, images: int):
-    assert 0.94 <= coverage(shares, prompts, images, tries=4_000) <= 0.96
-
-
 def test_images_of_one_prompt_are_no_news():
     """Four equal images of a prompt say no more than one."""
     sums = np.random.default_rng(1).binomial(1, 0.4, 200).astype(float)
@@ -52,49 +42,6 @@ def test_images_of_one_prompt_are_no_news():
     one = stats.bootstrap_interval(sums, np.ones(200), strata)
     four = stats.bootstrap_interval(4 * sums, np.full(200, 4.0), strata)
     assert one == pytest.approx(four)
-
-
-class Tagged:
-    """A benchmark whose number is a part of the scores."""
-
-    name, headline = "m", "correct"
-
-
-def rows(values: list[list[float]], tag: str = "t") -> list[dict]:
-    return [
-        {"index": i, "copy": copy, "prompt": str(i), "metadata": {"tag": tag}}
-        | {"correct": value, "value": value}
-        for i, copies in enumerate(values)
-        for copy, value in enumerate(copies)
-    ]
-
-
-def test_the_error_over_prompts_is_that_of_their_means_where_all_have_as_many_images():
-    values = np.random.default_rng(2).normal(size=(50, 4))
-    row = rows_of(Tagged(), rows(values.tolist()))[0]
-    means = values.mean(1)
-    assert row.mean == pytest.approx(means.mean()) and row.n == 200
-    assert row.stderr == pytest.approx(means.std(ddof=1) / np.sqrt(50))
-    assert row.low < row.mean < row.high
-
-
-def test_a_prompt_that_a_set_holds_several_times_is_one_prompt():
-    """Rows 0, 1 of a set with the same prompt are no more news than two copies of row 0."""
-    rng = np.random.default_rng(5)
-    first, second = (rows(rng.normal(size=(50, 4)).tolist()) for _ in range(2))
-    listed = [
-        [{**image, "index": i, "copy": 0} for i, image in enumerate(images)]
-        for images in (first, second)
-    ]
-    assert rows_of(Tagged(), listed[0]) == rows_of(Tagged(), first)
-    assert difference(Tagged(), listed[0], listed[1]) == difference(Tagged(), first, second)
-
-
-def test_a_prompt_with_two_tags_counts_in_both():
-    """Its images carry the tag of their row; no tag loses images."""
-    images = rows([[0.0], [1.0]], "a") + rows([[1.0], [1.0]], "b")
-    means = {row.metric: (row.mean, row.n) for row in rows_of(Tagged(), images)}
-    assert means["a"] == (0.5, 2) and means["b"] == (1.0, 2) and means["overall"][0] == 0.75
 
 
 def test_prompts_without_a_valid_image_leave():

@@ -49,7 +49,7 @@ def test_a_wrong_command_gets_a_suggestion(capsys: pytest.CaptureFixture[str]) -
     [
         "train --config c.yaml output=$A/x", "train --config $A/c.yaml", "demo --output=$A/x",
         "eval --out=$A/x", "eval --config $A/x.yaml", "eval --out x --lora a=$A/x",
-        "eval --out x --images a=$A/x", "eval compare $A/a.json b.json",
+        "eval --out x --benchmarks ocr --images a=$A/x", "eval compare $A/a.json b.json",
         "sample cat --out=$A/x.png", "sample cat --lora=$A/x", "sample cat --model=$A/x",
         "merge a b --out=$A/x", "merge $A/a b --out x",
         "data generate ocr --count 4 --out=$A/x.txt",

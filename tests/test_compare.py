@@ -17,6 +17,7 @@ from flowalign.eval.compare import (
 )
 from flowalign.eval.stats import NO_ERROR
 from flowalign.eval.store import Store, StoreError
+from flowalign.system.manifest import write_manifest
 
 ROW = {"index": 1, "copy": 0, "prompt": "p1", "metadata": {}, "reason": None, "value": 0.5}
 BASE = [0.1, 0.5, 0.9, None, 0.3, 0.2]
@@ -69,6 +70,10 @@ def changed(change: Any) -> list[str]:
         (lambda d: d["benchmarks"]["ocr"].update(rule="strict"), "ocr: rule is None and 'strict'"),
         (lambda d: d["models"]["base"]["settings"].update(guidance=4.5), "guidance: 1.0 and 4.5"),
         (lambda d: d["models"]["base"]["settings"].update(seed=8), "seed: 7 and 8"),
+        (
+            lambda d: d["models"]["base"]["settings"].update(steps=None),
+            "steps: 10 and None. If another program's images were sampled so: models.base.steps=10",
+        ),
         (lambda d: images(d)[2].update(prompt="x"), "ocr: other prompts"),
         (lambda d: images(d).pop(0), "ocr: other prompts (6 and 5 images)"),
         (lambda d: images(d).clear(), "ocr: other prompts (6 and 0 images)"),
@@ -105,31 +110,30 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert "| -0.1000 ± 0.0000 |" in printed and "3 of 3 and 6 images are shared" in printed
 
 
-@pytest.mark.parametrize(
-    "row",
-    [
-        [1],
-        {**ROW, "value": "0.5"},
-        {**ROW, "prompt": 1},
-        {**ROW, "correct": "yes"},
-        {key: ROW[key] for key in ROW if key != "value"},
-        {**ROW, "value": 1e300},  # no float32 holds it
-        {**ROW, "value": float("inf")},
-    ],
-)
-def test_a_row_of_wrong_types_is_refused(row: Any, tmp_path: Path):
+@pytest.mark.parametrize("row", [[1], {**ROW, "value": "0.5"}, {**ROW, "prompt": 1}])
+def test_a_row_of_wrong_types_is_refused(row: Any, tmp_path: Path, capsys):
     results = document(BASE)
     images(results)[1] = row
-    (tmp_path / "results.json").write_text(json.dumps(results))
-    with pytest.raises(Incomparable, match="results.json"):
-        load_results(tmp_path / "results.json")
+    for name, content in (("bad", results), ("good", document(BASE))):
+        (tmp_path / name).write_text(json.dumps(content))
+    assert main(["compare", str(tmp_path / "bad"), str(tmp_path / "good")]) == 2
+    assert "flowalign eval compare: " in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("content", ["[]", "1", '"x"', "[" * 100_000, "9" * 5000, "{"])
+@pytest.mark.parametrize("content", ["[]", "[" * 100_000, "9" * 5000, "{", '{"version": 2}'])
 def test_a_record_that_is_no_record_is_refused(content: str, tmp_path: Path):
     (tmp_path / "settings.json").write_text(content)
     with pytest.raises(StoreError):
-        Store(tmp_path, {"prompts": []}, {}).check()
+        Store(tmp_path, {"seed": 7}, {}).check()
     (tmp_path / "results.json").write_text(content)
     with pytest.raises(Incomparable):
+        load_results(tmp_path / "results.json")
+
+
+def test_results_that_were_changed_are_refused(tmp_path: Path):
+    (tmp_path / "results.json").write_text(json.dumps(document(BASE)))
+    write_manifest(tmp_path, {})
+    assert load_results(tmp_path / "results.json")["version"] == 1
+    (tmp_path / "results.json").write_text(json.dumps(document(BETTER)))
+    with pytest.raises(Incomparable, match="results.json"):
         load_results(tmp_path / "results.json")

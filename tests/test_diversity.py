@@ -149,18 +149,6 @@ def test_a_prompt_that_is_listed_twice_has_two_groups_of_images(
     assert rows[0][0] == rows[0][2] != rows[0][6]  # 0: the first cat, 6: the second
 
 
-def test_diversity_that_is_asked_for_later_needs_no_new_images(
-    evaluate: Callable[..., int], tmp_path: Path, sampled: list[str]
-):
-    assert evaluate("keep_images=true") == 0
-    sampled.clear()
-    assert evaluate("keep_images=true", MEASURED) == 0 and sampled == []
-    measured = result(tmp_path)["base"]["images"]
-    assert evaluate("keep_images=true", MEASURED, f"output={tmp_path}/fresh") == 0
-    fresh = json.loads((tmp_path / "fresh" / "results.json").read_text())["models"]
-    assert measured == fresh["base"]["images"]
-
-
 @pytest.mark.parametrize(
     ("override", "key"),
     [

@@ -12,7 +12,7 @@ import pytest
 import torch
 from PIL import Image
 
-from flowalign.backbone import Backbone, text
+from flowalign.backbone import Backbone
 from flowalign.backbone.placement import Placement
 from flowalign.backbone.text import TextEncoder
 from flowalign.commands.evaluate import main
@@ -21,7 +21,6 @@ from flowalign.eval import suite
 from flowalign.eval.fidelity import distance, frechet
 from flowalign.eval.geneval import summarize
 from flowalign.eval.stats import NO_ERROR, average, difference, lost, rows_of
-from flowalign.eval.store import Store
 from flowalign.eval.suite import Benchmark, ImageSet, Judged
 from flowalign.eval.table import details
 from flowalign.system.images import pixels_of
@@ -159,6 +158,7 @@ def test_the_error_of_a_distance_is_that_of_its_images_and_its_difference_is_pai
     far, near = (distance(features + d, prompts, reference, shift) for d in (3, 1))
     assert far.row.mean == pytest.approx(3 + float(features.mean()), abs=1e-5)
     assert far.row.stderr == pytest.approx(1 / 20, rel=0.4)  # 1 / sqrt(400); 20 groups
+    assert far.row.high - far.row.mean == pytest.approx(1.96 * far.row.stderr, rel=1e-3)
     gap = far.minus(near)
     assert gap.mean == pytest.approx(2, abs=1e-5) and gap.stderr < 1e-5 and gap.n == 400
 
@@ -278,7 +278,8 @@ def test_the_command_writes_results_table_and_grid(
     printed, _, places = capsys.readouterr().out.partition("\nResults:\n")
     assert table.startswith(printed.strip()) and "grid.png" in places
     assert (folder / "grid.png").stat().st_size > 1000
-    assert "base − fresh" in (folder / "report.html").read_text()
+    page = (folder / "report.html").read_text()
+    assert "base − fresh" in page and "Drift from the base" in page
     shown = sorted(str(path.relative_to(folder)) for path in folder.glob("images/**/*.png"))
     names = [
         f"images/{model}/red/0000{index}_0.png" for model in ("base", "fresh") for index in (0, 1)
@@ -353,60 +354,34 @@ def test_fidelity_that_cannot_be_measured_is_refused(
 
 @pytest.fixture
 def visits(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Every time that a text encoder is brought to the device, or encodes."""
+    """Every time that a text encoder is brought to the device, or encodes a text."""
     events: list[str] = []
     to_device, encode = Placement._to_device, TextEncoder._encode
-
-    def brought(self: Placement) -> None:
-        events.append("brought")
-        to_device(self)
-
-    def encoded(self: TextEncoder, prompts: list[str]) -> Any:
-        events.extend(["encode"] * len(prompts))
-        return encode(self, prompts)
-
-    monkeypatch.setattr(Placement, "_to_device", brought)
-    monkeypatch.setattr(TextEncoder, "_encode", encoded)
+    monkeypatch.setattr(
+        Placement, "_to_device", lambda self: [events.append("brought"), to_device(self)]
+    )
+    monkeypatch.setattr(
+        TextEncoder,
+        "_encode",
+        lambda self, texts: [events.extend(["encode"] * len(texts)), encode(self, texts)][1],
+    )
     return events
 
 
-def evaluated(model: str, visits: list[str], times: int = 1, **options: Any) -> list[Any]:
-    """Rows and pictures of nine prompts in five batches, judged so many times."""
-    backbone = fakes.backbone(model, offload_text_encoders=True)
+def test_the_text_of_an_evaluation_is_encoded_at_once_and_not_per_batch(
+    random_model: str, visits: list[str]
+) -> None:
+    """The three encoders come to the device once, for two evaluations; each text is encoded
+    once."""
+    backbone = fakes.backbone(random_model, offload_text_encoders=True)
     backbone.text.negative()
     words = [f"a {letter}" for letter in "ABCDEFGHI"]
     mark = Benchmark("x", PromptBatch(words, ["x"] * 9, [{}] * 9), Judge())
     settings = SamplingConfig(steps=2, guidance=4.5, seed=7, batch_size=2)
     visits.clear()
-    judged = [judge(backbone, mark, settings, keep=9, **options) for _ in range(times)]
-    return [[*each.rows, *each.pictures] for each in judged]
-
-
-def test_the_text_of_an_evaluation_is_encoded_at_once_and_not_per_batch(
-    random_model: str, visits: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The three encoders come to the device once, for two evaluations; each text is encoded once,
-    and what comes of it is what came of encoding every batch by itself, to the bit."""
-    first = evaluated(random_model, visits, times=2)
+    first, second = (judge(backbone, mark, settings, keep=9) for _ in range(2))
     assert (visits.count("brought"), visits.count("encode")) == (3, 9)
-    monkeypatch.setattr(text, "HELD", 2)  # a batch
-    separate = evaluated(random_model, visits, times=2)
-    assert (visits.count("brought"), visits.count("encode")) == (2 * 5 * 3, 18)
-    assert first == separate
-
-
-def test_what_needs_no_image_needs_no_text(
-    random_model: str, visits: list[str], tmp_path: Path
-) -> None:
-    store = Store(tmp_path / "s", {"seed": 7}, {"x": {}})
-    store.check()
-    store.prepare()
-    evaluated(random_model, visits, store=store)
-    assert visits.count("encode") == 9
-    for name in ("00004_0.png", "00006_0.png"):
-        (tmp_path / "s" / name).unlink()
-    evaluated(random_model, visits, store=store)
-    assert (visits.count("brought"), visits.count("encode")) == (3, 4)  # two batches of two
+    assert first == second
 
 
 def test_the_parts_of_a_product_are_columns_that_do_not_count_twice(

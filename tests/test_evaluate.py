@@ -36,6 +36,7 @@ def test_it_lists_what_there_is_and_what_must_be_fetched(
         (["--limit", "0"], "benchmarks.0.limit"),
         (["--lora", "mine=no/such/folder"], "models.mine"),
         (["sampling.stepz=3"], "sampling.stepz"),
+        (["--images", "x"], "--images: name the benchmarks"),
     ],
 )
 def test_what_cannot_be_scored_is_refused_and_nothing_written(
@@ -45,15 +46,6 @@ def test_what_cannot_be_scored_is_refused_and_nothing_written(
     assert main(["--out", str(out), *given]) == 2
     assert key in capsys.readouterr().err
     assert not out.exists()
-
-
-def test_a_panel_of_preference_judges_shares_its_images(tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    flags = ["--benchmarks", "panel", "--limit", "2", "sampling.steps=2"]
-    assert main(["--out", str(out), *flags]) == 0
-    table = (out / "table.md").read_text()
-    assert "| panel_pickscore | panel_clipscore |" in table
-    assert len(list((out / "images").glob("*/*/*.png"))) == 2
 
 
 @pytest.mark.parametrize("model", ["stabilityai/stable-diffusion-3.5-medium", "tiny"])
@@ -76,3 +68,11 @@ def test_the_config_that_it_keeps_is_the_same_evaluation(tmp_path: Path) -> None
     assert main(["--config", str(out / "eval.yaml")]) == 0
     assert (out / "table.md").read_text() == table
     assert {path: path.stat().st_mtime_ns for path in rows} == rows
+
+
+@pytest.mark.parametrize("words", ["", "--config a --out b", "--config a --lora b",
+                                   "--config a --limit 0", "--out a --variant b"])  # fmt: skip
+def test_flags_that_would_not_count_are_refused(words: str, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as ended:
+        main(words.split())
+    assert ended.value.code == 2 and "--config" in capsys.readouterr().err

@@ -190,17 +190,6 @@ def test_a_layout_without_a_judge_is_all_that_is_done(
     assert sampled == PROMPTS
 
 
-def test_layouts_and_judges_have_the_same_images(evaluate: Callable[..., int], tmp_path: Path):
-    assert evaluate(BOTH, "benchmarks.0.layout=t2i_compbench") == 0  # keep_images is false
-    out = tmp_path / "out"
-    names = sorted(path.name for path in (out / "layouts" / "base" / "x" / "samples").iterdir())
-    assert names == [f"{PROMPTS[i // 2]}_{i:06}.png" for i in range(10)]
-    means = [row["value"] for row in rows(out)["x_red"]]
-    assert kept(out)[:, 0].mean((1, 2)).tolist() == pytest.approx(means)
-    said = "The images of x are also in the official layout of t2i_compbench: layouts/MODEL/x."
-    assert said in (out / "table.md").read_text()
-
-
 def test_a_run_that_was_killed_before_its_layouts_writes_them(
     evaluate: Callable[..., int], tmp_path: Path, sampled: list[str],
     monkeypatch: pytest.MonkeyPatch,
@@ -264,14 +253,6 @@ def config(*marks: dict[str, Any]) -> EvalStage:
     ]
     data = {"stage": "eval", "output": "out", "model": {"id": "tiny"}, "benchmarks": benchmarks}
     return parse(data, stage=EvalStage)
-
-
-def test_two_columns_of_one_name_are_refused():
-    clash = {"rewards": {"y_red": spec("r")}}, {"rewards": {"red": spec("r")}}  # x_y_red, twice
-    with pytest.raises(ConfigError, match="benchmarks: the name 'x_y_red' is taken"):
-        config(*clash)
-    parsed = config({"rewards": {"red": spec("r"), "blue": spec("b")}}, {"layout": "t2i_compbench"})
-    assert [list(mark.judges) for mark in parsed.benchmarks] == [["x_red", "x_blue"], []]
 
 
 def test_a_run_watches_several_judges_of_images_that_are_sampled_once(

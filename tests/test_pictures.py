@@ -71,12 +71,6 @@ def test_a_score_is_shown_to_two_places_and_a_failed_one_as_failed() -> None:
     assert drawn.tobytes() != gallery(models(), PROMPTS, {"m0": texts}).tobytes()
 
 
-def test_long_captions_get_the_room_they_need() -> None:
-    captions = {"m0": ["a reason that takes more than one line of a caption\nand another"] * 3}
-    tall, short = gallery(models(), PROMPTS, captions), gallery(models(), PROMPTS, {"m0": "abc"})
-    assert tall.width == short.width and tall.height > short.height + 3 * 30
-
-
 @pytest.mark.parametrize(
     ("images", "prompts", "captions", "message"),
     [
@@ -96,15 +90,6 @@ def test_importing_the_package_imports_nothing_heavy() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
     with pytest.raises(AttributeError, match="no attribute 'galery'"):
         flowalign.galery  # noqa: B018  # pyright: ignore
-
-
-def test_a_run_that_logs_nothing_but_its_loss_has_a_plot(tmp_path: Path):
-    (tmp_path / "metrics.jsonl").write_text(
-        '{"update": 1, "loss": 0.5}\n{"update": 2, "loss": 0.4}\n'
-    )
-    curves = pictures.read_metrics(tmp_path / "metrics.jsonl")
-    metrics_plot(pictures.charts(curves), tmp_path / "metrics.png")
-    assert (tmp_path / "metrics.png").stat().st_size > 1000
 
 
 # A comparison ------------------------------------------------------------------------------------

@@ -71,7 +71,7 @@ def results() -> Results:
 
 def test_the_main_table_is_models_by_benchmarks_then_fidelity_and_average(results: Results):
     main, to_base, extra = tables(results, {"student": ["ocr"]})
-    assert main.columns == ["geneval", "ocr", "fidelity", "average"]
+    assert list(main.decimals) == ["geneval", "ocr", "fidelity", "average"]
     assert list(main.rows) == ["base", "ocr", "student"]
     assert list(to_base.rows) == ["ocr − base", "student − base"]
     assert list(extra.rows) == ["student − ocr"]
@@ -184,32 +184,29 @@ class Blank:
 def test_what_changed_starts_with_the_largest_gains_and_losses(results: Results):
     compare = {"student": ["ocr"]}
 
-    def changes(results: Results) -> list[report.Change]:
-        shown = set[str]()
-        return report.changes(results, compare, report.grids(results, shown), shown)
+    def changes(results: Results) -> list[Any]:
+        listed = {mark.name: report.lines(results, mark) for mark in MARKS}
+        return report.changes(results, compare, listed)
 
     changed = changes(results)
-    assert [change.models for change in changed[::2]] == [
+    assert [pair for _, pair, _ in changed[::2]] == [
         ("ocr", "student"), ("base", "ocr"), ("base", "student")
     ]  # fmt: skip
-    verdict, grade = changed[:2]
-    assert verdict.title.endswith("0 prompts won, 0 lost, 3 equal, 1 without a score")
-    assert verdict.sides == [[], []]
-    assert grade.title.endswith("1 prompts won, 3 lost, 0 equal")
-    ((gap, first),), lost = grade.sides
+    (verdict, _, nobody), (grade, pair, (gained, lost)) = changed[:2]
+    assert verdict.endswith("0 prompts won, 0 lost, 3 equal, 1 without a score")
+    assert nobody == [[], []] and grade.endswith("1 prompts won, 3 lost, 0 equal")
+    ((gap, first),) = gained
     assert (gap, first.prompt) == ("+0.7", PROMPTS[0])
-    assert [cell.score for (cell,) in first.cells] == ["0.20", "0.90"]
+    assert [first.cells[model][0].score for model in pair] == ["0.20", "0.90"]
     assert [line.prompt for _, line in lost] == [PROMPTS[2], PROMPTS[1]]  # no image of the last
     stores: Any = {(model, "ocr"): Blank() for model in CORRECT}
     with_all = replace(results, stores=stores)
-    _, grade, *_, later = changes(with_all)  # the last from base to student
-    _, lost = grade.sides
+    _, (_, _, (_, lost)), *_ = changes(with_all)
     assert [line.prompt for _, line in lost] == [PROMPTS[2], PROMPTS[1], PROMPTS[3]]
-    sources = [bool(cell.source) for _, line in lost for (cell,) in line.cells]
-    assert sources == [False] * 4 + [True] * 2  # the others are shown in the grids
-    assert not any(
-        cell.source for side in later.sides for _, line in side for (cell,) in line.cells
-    )
+    shown = [str(image["id"]) for image in Page(page(with_all)).all("img") if "id" in image]
+    assert sorted(name for name in shown if name.endswith("/3")) == [  # of what changed, each once
+        f"ocr/{model}/3" for model in ("base", "ocr", "student")
+    ]  # fmt: skip
 
 
 @pytest.fixture
@@ -251,7 +248,7 @@ def test_models_disagree_where_scores_are_far_apart_or_missing(results: Results)
     assert [line.disagree for line in grades] == [True, False, False, False]
     assert report.disagree([0.5, NAN], 1) and not report.disagree([NAN, NAN], 1)
     assert not report.disagree([0.5, 0.5], 0)
-    assert [cell.level for (cell,) in lines[1].cells] == [0, 100, 100]
+    assert [cell.level for (cell,) in lines[1].cells.values()] == [0, 100, 100]
 
 
 def shared() -> Results:
@@ -290,9 +287,9 @@ def test_the_images_of_a_prompt_are_one_line_each_with_its_verdict():
         0,
         1,
     ]
-    cells = [[[cell.score for cell in cells] for cells in line.cells] for line in right]
+    cells = [[[cell.score for cell in cells] for cells in line.cells.values()] for line in right]
     assert cells == [[["1.00", "0.00"], ["1.00", "1.00"]], [["0.00", "0.00"], ["failed", "0.00"]]]
-    failed = [[[cell.failed for cell in cells] for cells in line.cells] for line in right]
+    failed = [[[cell.failed for cell in cells] for cells in line.cells.values()] for line in right]
     assert failed == [[[False, True], [False, False]], [[True, True], [True, True]]]
     assert [line.disagree for line in right] == [False, False]  # .5 and 1; 0 and 0 of one
     assert [line.disagree for line in grade] == [False, False]  # .85 twice; .15 and .5, of .1 to .9

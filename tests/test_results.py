@@ -8,14 +8,10 @@ from pathlib import Path
 
 import fakes
 import pytest
-import test_recipe
-import torch
 
-from flowalign.backbone.adapters import describe, write_lora
 from flowalign.commands import cli, sample, train
-from flowalign.config import RecipeStage, parse, to_yaml
+from flowalign.config import to_yaml
 from flowalign.eval import report
-from flowalign.training.report import results
 from flowalign.training.report.progress import WARNINGS
 
 
@@ -46,40 +42,6 @@ def test_a_run_names_what_it_left(finished_run: fakes.FinishedRun) -> None:
     for what, name in {**names, "adapter": "adapter"}.items():
         assert found[what] == finished_run.folder / name
     assert {"metrics", "curves", "samples"} <= found.keys()
-
-
-@pytest.mark.slow
-def test_a_recipe_an_evaluation_and_a_merge_name_theirs(
-    finished_recipe: test_recipe.FinishedRecipe,
-    random_model: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    found, out = places(finished_recipe.output), finished_recipe.folder
-    assert found["merge: adapter"] == out / "merge" / "adapter"
-    assert found["table: report"] == out / "table" / "report.html"
-    assert found["report"] == out / "report.html"
-    assert cli.main(["train", "--config", str(out / "config.yaml")]) == 0  # what it kept is whole
-    assert "finished before" in capsys.readouterr().out
-    table = fakes.evaluation(random_model, tmp_path, ["a"], output=str(tmp_path / "eval"))
-    assert cli.main(["eval", "--config", str(table)]) == 0
-    assert {"report", "table", "numbers"} <= places(capsys.readouterr().out).keys()
-    teachers = [str(out / name / "adapter") for name in ("first", "second")]
-    assert cli.main(["merge", *teachers, "--out", str(tmp_path / "sum")]) == 0
-    assert "adapter" in capsys.readouterr().out.partition("Results:")[2]
-
-
-def test_the_next_command_has_a_prompt_of_the_run(tmp_path: Path) -> None:
-    """Of a run one of its own, of another adapter one that its base can draw."""
-    weights = {f"x.lora_{half}.weight": torch.ones(1, 1) for half in "AB"}
-    for name, base in (("tiny", "tiny"), ("flux", "black-forest-labs/FLUX.1-dev")):
-        write_lora(tmp_path / name, weights, describe({"x": 1}, {"x": 1.0}, False, base))
-        assert ("CAT" in results.merged(tmp_path / name)) == (name == "tiny")
-    (tmp_path / "p.txt").write_text("it's a kite\na lamp\n")
-    config = {"tasks": [{"prompts": str(tmp_path / "p.txt")}]}
-    (tmp_path / "config.yaml").write_text(json.dumps(config))
-    (words,) = [x for x in results.merged(tmp_path / "flux").splitlines() if "sample" in x]
-    assert shlex.split(words)[2] == "it's a kite"
 
 
 @pytest.mark.slow
@@ -127,24 +89,3 @@ def test_a_run_says_which_adapter_was_kept_and_warns_if_it_is_the_one_it_began_w
     card = (folder / "adapter" / "README.md").read_text()
     assert "results:" not in card and "(none were taken of this adapter)" in card
     assert (folder / WARNINGS).read_text().count("update 0 of 2") == 1
-
-
-def test_the_next_command_of_a_recipe_is_of_the_model_that_its_table_is_about(
-    tmp_path: Path,
-) -> None:
-    """The one that it compares with the others; without a comparison that of the last stage."""
-    stages = {name: {"use": "student_flow_opd.yaml"} for name in ("student", "ablation")}
-    table = {"stage": "eval", "models": {"base": None, "ours": "stage:student"}}
-    for name in stages:
-        (tmp_path / name / "adapter").mkdir(parents=True)
-    for compare, expected in (
-        ({"ours": ["base"]}, "student"),
-        ({}, "ablation"),
-        (None, "ablation"),
-    ):
-        raw = {"stage": "recipe", "output": str(tmp_path), "model": {"id": "tiny"}}
-        recipe = parse(
-            raw | {"stages": stages | {"table": table | {"compare": compare}}}, stage=RecipeStage
-        )
-        steps = results.summary(recipe).partition("Next:")[2]
-        assert steps.count(str(tmp_path / expected)) == 2, steps

@@ -10,7 +10,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import fakes
-import forked
 import pytest
 import torch
 from fakes import Rows
@@ -20,7 +19,6 @@ from flowalign.backbone import Backbone
 from flowalign.commands.evaluate import main
 from flowalign.config import SamplingConfig
 from flowalign.eval import suite
-from flowalign.eval.compare import Incomparable, load_results
 from flowalign.eval.store import Store
 from flowalign.eval.suite import Benchmark, ImageSet
 from flowalign.system.images import pixels_of
@@ -101,7 +99,7 @@ def test_a_groupwise_reward_sees_all_images_of_a_prompt_at_once(backbone: Backbo
     mark, kept = benchmark(3, spread), store(tmp_path / "s")
     whole = judge(backbone, mark, 4, store=kept)
     assert groups == [[prompt] * 3 for prompt in PROMPTS]
-    (rows,) = kept.score_folders["x"].glob("rows.*")
+    (rows,) = kept.score_folder("x").glob("rows.*")
     rows.write_text("\n".join(rows.read_text().splitlines()[:-1]))  # one of E's is lost
     again = judge(backbone, mark, 4, store=store(tmp_path / "s"))
     assert groups[5:] == [['a "E"'] * 3] and again.rows == whole.rows
@@ -127,49 +125,29 @@ def test_what_a_store_holds_is_neither_sampled_nor_scored_again(
     assert torch.equal(again.features, first.features)
 
 
-def flipped(data: bytes) -> bytes:
-    """One bit of a file, in its middle."""
-    content = bytearray(data)
-    content[len(content) // 2] ^= 1
-    return bytes(content)
-
-
-def damage(path: Path, how: str) -> None:
-    data = path.read_bytes()
-    path.write_bytes(flipped(data) if how == "flipped" else data[: len(data) * 2 // 3])
-    if how == "deleted":
-        path.unlink()
-
-
-@pytest.mark.parametrize("how", ["flipped", "cut", "deleted"])
-def test_a_damaged_image_is_sampled_again_with_its_batch(
+@pytest.mark.parametrize("how", ["cut", "gone"])
+def test_an_image_that_is_not_whole_is_sampled_again_with_its_batch(
     backbone: Backbone, tmp_path: Path, sampled: list[str], how: str
 ):
     first = judge(backbone, benchmark(), keep=5, store=store(tmp_path))
     path = tmp_path / "00002_0.png"
     intact = path.read_bytes()
-    damage(path, how)
+    path.unlink() if how == "gone" else path.write_bytes(intact[: len(intact) * 2 // 3])
     sampled.clear()
     again = judge(backbone, benchmark(), keep=5, store=store(tmp_path))
     assert sampled == PROMPTS[2:4]  # the same arithmetic
     assert again == first and path.read_bytes() == intact
 
 
-@pytest.mark.parametrize(
-    ("how", "asked"), [("cut", 3), ("deleted", 5), ("garbage", 0), ("earlier", 0)]
-)
+@pytest.mark.parametrize(("how", "asked"), [("cut", 3), ("gone", 5), ("garbage", 0)])
 def test_a_row_that_is_not_whole_is_scored_again(
     backbone: Backbone, tmp_path: Path, sampled: list[str], how: str, asked: int
 ):
     first = judge(backbone, benchmark(), store=store(tmp_path))
     (rows,) = tmp_path.glob("*/rows.0.jsonl")
-    if how == "earlier":  # of a version that wrote a digest a row
-        lines = map(json.loads, filter(None, rows.read_text().splitlines()))
-        rows.write_text("".join(f"{json.dumps({'sha256': 'x', 'row': r})}\n" for r in lines))
-    elif how == "garbage":
-        rows.write_bytes(b'{"index": 0}\n[[[[\nnull\n\xff\n' + rows.read_bytes())
-    else:
-        damage(rows, how)
+    data = rows.read_bytes()
+    garbage = b'{"index": 0}\n[[[[\nnull\n\xff\n' + data
+    rows.write_bytes({"cut": data[: len(data) * 2 // 3], "gone": b"", "garbage": garbage}[how])
     sampled.clear()
     Watched.asked.clear()
     for _ in range(2):
@@ -312,20 +290,6 @@ def test_an_evaluation_that_lost_images_fails_and_then_scores_no_others(
     assert files(out) == intact
 
 
-@pytest.mark.slow
-def test_a_killed_process_is_continued(config: Path):
-    command, out = ["--config", str(config)], config.parent / "out"
-    intact = files(out)
-    shutil.rmtree(out)
-    code = "import sys, test_store as t; t.Watched.stop, t.Watched.how = 2, 'kill'; "
-    (config.parent / "killed.py").write_text(f"{code}t.main(sys.argv[1:])")
-    done = forked.run(config.parent / "killed.py", *command)
-    assert done.returncode == -signal.SIGKILL, done.stderr
-    assert len(list(out.rglob("*.png"))) >= 4 and not (out / "results.json").exists()
-    assert main(command) == 0
-    assert len(Watched.asked) == 16 and files(out) == intact
-
-
 @pytest.mark.parametrize(
     ("override", "difference"),
     [
@@ -392,15 +356,3 @@ def test_changed_metadata_is_scored_again_on_the_same_images(config: Path, sampl
     models = json.loads((config.parent / "out" / "results.json").read_text())["models"]
     tags = [row["metadata"].get("tag") for row in models["base"]["images"]["red"]]
     assert tags == [None, None, "b", "b", *[None] * 6]
-
-
-@pytest.mark.parametrize("name", ["images/base/red/settings.json", "results.json"])
-def test_damaged_records_are_refused(config: Path, name: str, capsys: pytest.CaptureFixture[str]):
-    path = config.parent / "out" / name
-    path.write_bytes(flipped(path.read_bytes()))
-    if name == "results.json":
-        with pytest.raises(Incomparable):
-            load_results(path)
-    else:
-        assert main(["--config", str(config)]) == 2
-        assert f"delete {path.parent}" in capsys.readouterr().err

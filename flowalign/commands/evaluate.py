@@ -13,7 +13,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,36 +25,30 @@ from flowalign.system.files import replacing
 from flowalign.training.run import lock
 from flowalign.training.sources import commands
 
-CONFIGURED = "--config"  # or --config=FILE
-
-
-def configured() -> argparse.ArgumentParser:
-    """The command line of an evaluation from a config."""
-    parser = argparse.ArgumentParser("flowalign eval", description="Score models from a config.")
-    parser.add_argument(CONFIGURED, required=True, help="a YAML file: configs/tiny/eval.yaml")
-    parser.add_argument("--variant", help="a YAML file of keys by stage: other hardware")
-    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="change the config")
-    return parser
+FLAGS = ("model", "lora", "images", "benchmarks", "limit")  # what a config says itself
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line of an evaluation without a config."""
+    """The command line of an evaluation."""
     parser = argparse.ArgumentParser(
         "flowalign eval",
         description="Score a model and its LoRAs, or images that another program made, on "
-        "benchmarks. `flowalign eval list` names them, `flowalign eval --config FILE` runs a "
-        "config, `flowalign eval compare A B` compares two results.",
+        "benchmarks: those of a config, or those that `flowalign eval list` names. `flowalign eval "
+        "compare A B` compares two results.",
     )
-    add = parser.add_argument
-    add("--model", default="tiny", help="tiny (default), a folder or a Hub id")
-    add("--lora", nargs="+", default=[], metavar="NAME=ADAPTER", help="folders or Hub ids")
-    add("--images", nargs="+", default=[], metavar="NAME=SOURCE",
-        help="folders or files of images with their prompts; no model is loaded, and --model says "
-        "whose benchmarks are meant")  # fmt: skip
+    add, way = parser.add_argument, parser.add_mutually_exclusive_group(required=True)
+    way.add_argument("--config", help="a YAML file: configs/tiny/eval.yaml")
+    way.add_argument("--out", type=Path, help="without a config: folder of the results; the config "
+        "is kept there")  # fmt: skip
+    add("--variant", help="of --config: a YAML file of keys by stage: other hardware")
+    add("--model", help="tiny (default), a folder or a Hub id")
+    add("--lora", nargs="+", metavar="NAME=ADAPTER", help="folders or Hub ids")
+    add("--images", nargs="+", metavar="NAME=SOURCE",
+        help="folders or files of images with their prompts, of --benchmarks of --model; no model "
+        "is loaded")  # fmt: skip
     add("--benchmarks", nargs="+", metavar="NAME",
-        help="default: those of the family's eval.yaml, or those that --images has")  # fmt: skip
+        help="default: those of the family's eval.yaml")  # fmt: skip
     add("--limit", type=int, help="only the first so many prompts of each")
-    add("--out", type=Path, required=True, help="folder of the results; the config is kept there")
     add("overrides", nargs="*", metavar="key.path=value", help="change the config")
     return parser
 
@@ -72,9 +66,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         from flowalign.eval.compare import main as compare
 
         return compare(argv[1:])
-    given = any(word.partition("=")[0] == CONFIGURED for word in argv)
     # before the other imports, which take seconds: --help, mistakes
-    args = (configured() if given else parser()).parse_args(argv)
+    args = (flags := parser()).parse_args(argv)
+    given = args.config is not None
+    other, way = (FLAGS, "--config") if given else (("variant",), "--out")
+    if mixed := [f"--{flag}" for flag in other if getattr(args, flag) is not None]:
+        flags.error(f"{', '.join(mixed)}: not with {way}. Change the config: key.path=value")
     first = int(os.environ.get("RANK") or 0) == 0
     try:
         if given:
@@ -101,51 +98,31 @@ def settings(args: argparse.Namespace) -> dict[str, Any]:
     """The raw config: the evaluation of the model's family, its benchmarks by name. Raises
     ValueError for a name that it has not."""
     from flowalign.commands.init import Draft, named_sources
-    from flowalign.eval.images import find_images
 
-    data = Draft("eval", args.model, args.out, teachers=args.lora).data()
+    model = args.model or "tiny"
+    data = Draft("eval", model, args.out, teachers=args.lora or []).data()
     data["output"] = str(args.out)
     shipped = {benchmark["name"]: benchmark for benchmark in data["benchmarks"]}
-    known = shipped | more_benchmarks(args.model)
+    known = shipped | more_benchmarks(model)
     if unknown := [name for name in args.benchmarks or () if name not in known]:
         hint = did_you_mean(unknown[0], known)
         raise ValueError(f"--benchmarks: no {unknown[0]!r}.{hint} There are {', '.join(known)}.")
+    if args.images and not args.benchmarks:
+        raise ValueError(
+            f"--images: name the benchmarks whose prompts they have: --benchmarks {' '.join(known)}"
+        )
     chosen = [known[name] for name in args.benchmarks or shipped]
     if args.images:
         named = [
             t if "=" in t else f"{re.sub('[^0-9A-Za-z_-]', '_', Path(t).stem)}={t}"
             for t in args.images
         ]
-        sources = named_sources(named)
-        given = {name: {"images": source} for name, source in sources.items()}
+        given = {name: {"images": source} for name, source in named_sources(named).items()}
         data["models"] = (data["models"] if args.lora else {}) | given
-        there = {prompt for source in sources.values() for prompt in find_images(source)}
-        fits = {benchmark["name"]: _asks_for(benchmark, there) for benchmark in chosen}
-        own = args.benchmarks and any(".prompts=" in text for text in args.overrides)
-        if not any(fits.values()) and not own:
-            fetch = [c for b in chosen if fits[b["name"]] is None for c in commands(b["prompts"])]
-            missing = f" Not fetched: run {' and '.join(dict.fromkeys(fetch))}." if fetch else ""
-            raise ValueError(
-                f"--images: none of their prompts is in {', '.join(fits)}, the benchmarks of "
-                f"{args.model}.{missing} Give --model ID of the family that they are for, or the "
-                "file of your prompts: --benchmarks NAME benchmarks.0.prompts=FILE."
-            )
-        if not args.benchmarks:
-            chosen = [benchmark for benchmark in chosen if fits[benchmark["name"]]]
     if args.limit is not None or args.images:
         data.pop("fidelity", None)  # a distance between sets, which needs all images
         chosen = [benchmark | {"limit": args.limit} for benchmark in chosen]
     return data | {"benchmarks": chosen}
-
-
-def _asks_for(benchmark: Mapping[str, Any], prompts: Collection[str]) -> bool | None:
-    """Whether some of its prompts are among these; None = they are not fetched."""
-    from flowalign.training.data import PromptError, load_prompts
-
-    try:
-        return any(p in prompts for p in load_prompts(benchmark["prompts"], "").prompts)
-    except (PromptError, OSError):
-        return None
 
 
 def more_benchmarks(model: str) -> dict[str, dict[str, Any]]:

@@ -45,37 +45,42 @@ class Alarm:
         """Note an update. Returns a sentence when LASTING updates in a row had too many clipped
         ratios, or were FARTHER from the teachers than the first one, and once if they had no prompt
         of a task whose images differ in their reward."""
-        value = values.get(metrics.REWARD, -values.get(metrics.DISTILL, math.nan))
+        reward, distance = values.get(metrics.REWARD), values.get(metrics.DISTILL)
+        value = -values.get(metrics.DISTILL, math.nan) if reward is None else reward
         self.period += [value] if math.isfinite(value) else []
-        clipped = values.get(metrics.CLIP_FRACTION, 0.0)
-        distance = values.get(metrics.DISTILL, values.get(metrics.LOSS, math.nan))
-        if metrics.REWARD in values and metrics.DISTILL not in values:
-            distance = math.nan  # the loss of a policy has no scale
+        if distance is None:  # the loss of a policy has no scale
+            distance = values.get(metrics.LOSS, math.nan) if reward is None else math.nan
         if self.first_distance is None and math.isfinite(distance):
             self.first_distance = distance
+        said, remedy = [], "Look at the samples; lower optimizer.lr, or updates_per_rollout"
+        if self._lasts("clipped", (clipped := values.get(metrics.CLIP_FRACTION, 0.0)) > CLIPPED):
+            said.append(
+                f"clip_fraction is {clipped:.2f}, and was above {CLIPPED:g} in {LASTING} updates: "
+                f"most of the gradient is cut off. {remedy}"
+            )
         times = distance / self.first_distance if self.first_distance else math.nan
-        often = f"and was above %g in {LASTING} updates: "
-        remedy = ". Look at the samples; lower optimizer.lr, or updates_per_rollout"
-        cut = f"clip_fraction is {clipped:.2f}, {often % CLIPPED}most of the gradient is cut off"
-        apart = f"the distance to the teachers is {times:.3g} times that of the first update, "
-        apart += f"{often % FARTHER}the student diverges"
-        wrong = {  # "" where nothing is
-            "clipped": cut + remedy if clipped > CLIPPED else "",
-            "farther": apart + remedy if times > FARTHER else "",
-        }
+        if self._lasts("farther", times > FARTHER):
+            said.append(
+                f"the distance to the teachers is {times:.3g} times that of the first update, and "
+                f"was above {FARTHER:g} in {LASTING} updates: the student diverges. {remedy}"
+            )
         alone = metrics.KEPT_SHARE if len(self.rewards) == 1 else ""
-        for task, reward in self.rewards.items():
+        for task, name in self.rewards.items():
             differs = values.get(metrics.TASK_ADVANTAGE + task, values.get(alone))
-            if differs is not None and self.lasting.get(name := f"constant/{task}", 0) < LASTING:
-                same = (
-                    f"reward {reward} of task {task} gave the images of every prompt the same "
-                    f"score in {LASTING} updates: nothing is learnt from it. Look at the samples, "
-                    "and at the reward with `flowalign doctor --reward`"
+            if differs is None or self.lasting.get(key := f"constant/{task}", 0) >= LASTING:
+                continue
+            if self._lasts(key, differs == 0):
+                said.append(
+                    f"reward {name} of task {task} gave the images of every prompt the same score "
+                    f"in {LASTING} updates: nothing is learnt from it. Look at the samples, and at "
+                    "the reward with `flowalign doctor --reward`"
                 )
-                wrong[name] = same if differs == 0 else ""
-        for name, text in wrong.items():
-            self.lasting[name] = self.lasting.get(name, 0) + 1 if text else 0
-        return [text for name, text in wrong.items() if text and self.lasting[name] == LASTING]
+        return said
+
+    def _lasts(self, sign: str, wrong: bool) -> bool:
+        """Whether this is the last of LASTING updates in a row that look wrong."""
+        self.lasting[sign] = self.lasting.get(sign, 0) + 1 if wrong else 0
+        return self.lasting[sign] == LASTING
 
     def look(self, held_out: Mapping[str, Measured]) -> list[str]:
         """A sentence for each reward that collapsed since the first evaluation, and for each number
@@ -92,20 +97,20 @@ class Alarm:
         for name, now in held_out.items():
             seen = [report[name] for report in self.watched if name in report]
             first, best = seen[0], max(seen[:-1], default=now)
+            fell = f"{{:.3f}} to {now[0]:.3f} (± {now[1]:.3f})"
             # of all its prompts: a tag of a few may well fall from one success to none
             is_total = name.rpartition("/")[2] == metrics.REWARD and first[0] > 0
             if is_total and now[0] < COLLAPSED * first[0] and _beyond(now, first):
                 fallen.append(
-                    f"held-out {name} collapsed from {first[0]:.3f} to {now[0]:.3f} (± "
-                    f"{now[1]:.3f}): the run has diverged, or learnt to please its reward alone. "
-                    "Look at the samples; lower optimizer.lr, or go back to an earlier adapter"
+                    f"held-out {name} collapsed from {fell.format(first[0])}: the run has "
+                    "diverged, or learnt to please its reward alone. Look at the samples; lower "
+                    "optimizer.lr, or go back to an earlier adapter"
                 )
             elif improved and _beyond(now, best):
                 fallen.append(
-                    f"held-out {name} fell from {best[0]:.3f} to {now[0]:.3f} (± {now[1]:.3f}) "
-                    f"while training improved from {self.trained[0][0]:.3g} to "
-                    f"{self.trained[-1][0]:.3g}: look at the samples; an earlier adapter, a lower "
-                    "learning rate or an anchor may help"
+                    f"held-out {name} fell from {fell.format(best[0])} while training improved "
+                    f"from {self.trained[0][0]:.3g} to {self.trained[-1][0]:.3g}: look at the "
+                    "samples; an earlier adapter, a lower learning rate or an anchor may help"
                 )
         return fallen
 

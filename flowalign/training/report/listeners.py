@@ -9,6 +9,7 @@ import json
 import logging
 import math
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -42,11 +43,9 @@ class RunLog:
     def __init__(
         self, config: TrainingStage, accelerator: Accelerator, alarm: Alarm, on_update: OnUpdate
     ) -> None:
-        self.accelerator, self.alarm, self.on_update = accelerator, alarm, on_update
-        self.folder, self.settings, self.limits = Path(config.output), config.train, config.alarm
-        self.config = config
-        self.main = accelerator.is_main_process
-        self.too_far = ""
+        self.config, self.accelerator, self.alarm = config, accelerator, alarm
+        self.folder, self.on_update = Path(config.output), on_update
+        self.main, self.too_far = accelerator.is_main_process, ""
 
     def write(self, update: int, values: Mapping[str, float]) -> None:
         """A row: an update, or an evaluation."""
@@ -64,16 +63,16 @@ class RunLog:
 
     def rollout(self, update: int, rollout: Rollout, notes: list[str]) -> None:
         """Some images of a rollout, where they are due, and of the last."""
-        due = update % self.settings.sample_every == 0 or update == self.settings.updates
+        train = self.config.train
+        due = update % train.sample_every == 0 or update == train.updates
         if self.main and due and rollout.images is not None:
-            keep = self.settings.keep_samples
-            path = samples.write_rollout(self.folder, update, rollout, notes, keep)
+            path = samples.write_rollout(self.folder, update, rollout, notes, train.keep_samples)
             trackers.image(self.accelerator, "samples", path, update)
 
     def evaluation(self, update: int, report: EvalReport) -> None:
         """Some images of an evaluation."""
         if self.main and report.examples:
-            keep = self.settings.keep_samples
+            keep = self.config.train.keep_samples
             path = samples.write_examples(self.folder, update, report.examples, keep)
             trackers.image(self.accelerator, "held_out", path, update)
 
@@ -89,18 +88,15 @@ class RunLog:
 
     def drift(self, update: int, check: Check, where: str) -> dict[str, float]:
         """A check of the drift, and warnings of it; its figures. where: whose images, of DRIFTS."""
-        assert self.limits
-        prefix, kind = DRIFTS[where]
-        self.warn(
-            update, self.alarm.drift(check.drifts, self.limits.warn, where, self.limits.reference)
-        )
+        limits, (prefix, kind) = self.config.alarm, DRIFTS[where]
+        assert limits
+        self.warn(update, self.alarm.drift(check.drifts, limits.warn, where, limits.reference))
         if self.main:
-            content, keep = to_json(check.to_json()), self.settings.keep_samples
+            content, keep = to_json(asdict(check)), self.config.train.keep_samples
             samples.write_json(self.folder, kind, update, content, keep)
-        worst = [drift for drift in check.drifts if drift.beyond(self.limits.stop)]
-        if worst:
+        if worst := [drift for drift in check.drifts if drift.beyond(limits.stop)]:
             self.too_far = f"{where}: {'; '.join(map(str, worst))}"
-        beyond = sum(drift.beyond(self.limits.warn) for drift in check.drifts)
+        beyond = sum(drift.beyond(limits.warn) for drift in check.drifts)
         values = {f"{prefix}{drift.name}": drift.sigmas for drift in check.drifts}
         return {**values, metrics.DRIFT_ALARMS: beyond}
 
@@ -119,24 +115,24 @@ class Evaluations:
         monitor: Monitor | None,
         run_log: RunLog,
     ) -> None:
-        self.evaluate, self.settings = evaluate, config.evaluation
-        self.updates = config.train.updates
+        self.evaluate, self.config = evaluate, config
         self.monitor, self.log = monitor, run_log
         self.last = -1
         self.best: dict[str, float] = {}
         self.nearest: dict[str, float] = {}
-        self.patience = config.patience
 
     @property
     def stalled(self) -> bool:
         """Whether the run ends, since its students came no nearer to their targets."""
-        return self.patience is not None and self.nearest.get("since", 0) >= self.patience
+        patience = self.config.patience
+        return patience is not None and self.nearest.get("since", 0) >= patience
 
     def due(self, update: int) -> bool:
         """Whether the weights after an update are to be scored, and were not."""
-        if self.evaluate is None or self.settings is None or self.last == update:
+        settings = self.config.evaluation
+        if self.evaluate is None or settings is None or self.last == update:
             return False
-        return update == self.updates or update % self.settings.every == 0
+        return update == self.config.train.updates or update % settings.every == 0
 
     def note(
         self,
@@ -177,22 +173,16 @@ class Evaluations:
             keep(self.best)
             self.log.best(update)
         self.last = update
-        self._compare(distances)
-        if self.stalled:
-            text = f"no nearer to the targets for {self.patience} evaluations (student.patience)"
-            self.log.warn(update, [f"{text}: the run ends here"])
-        self.log.page()
-        return True
-
-    def _compare(self, distances: list[float]) -> None:
-        """Note whether the student came nearer to its targets than it ever was."""
-        if not distances:
-            return
-        mean = sum(distances) / len(distances)
+        mean = sum(distances) / len(distances) if distances else math.nan
         if mean < self.nearest.get("distance", math.inf):
             self.nearest = {"distance": mean, "since": 0}
-        else:
+        elif distances:
             self.nearest["since"] += 1
+        if self.stalled:
+            text = f"no nearer to the targets for {self.config.patience} evaluations"
+            self.log.warn(update, [f"{text} (student.patience): the run ends here"])
+        self.log.page()
+        return True
 
     def state(self) -> dict[str, Any]:
         """For a checkpoint."""

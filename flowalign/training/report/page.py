@@ -58,7 +58,7 @@ def table(rows: Sequence[Sequence[str]]) -> str:
     """HTML of a table whose first row and column are heads."""
     lines = []
     for number, row in enumerate(rows):
-        kinds = ["td" if number and index else "th" for index in range(len(row))]
+        kinds = ["th", *["td" if number else "th"] * (len(row) - 1)]
         cells = (f"<{kind}>{escape(text)}</{kind}>" for kind, text in zip(kinds, row, strict=True))
         lines.append(f"<tr>{''.join(cells)}</tr>")
     return f"<table class='numbers'>{''.join(lines)}</table>"
@@ -122,13 +122,10 @@ def _config(run: Path) -> Mapping[str, Any]:
         config["stage"]
         return config
     except (ConfigError, TypeError, KeyError, OSError) as error:
-        if not run.is_dir():
-            raise NoRun(f"{run}: no such folder. Name the `output` folder of a run.") from error
-        inside = sorted(path.parent for path in run.glob("*/config.yaml"))
-        hint = f" There are {', '.join(map(str, inside[:8]))}." if inside else ""
+        inside = ", ".join(str(path.parent) for path in sorted(run.glob("*/config.yaml"))[:8])
         raise NoRun(
             f"{run} is no run: it has no config.yaml with a `stage`. Name the `output` folder of a "
-            f"run of `flowalign train`.{hint}"
+            f"run of `flowalign train`{f', such as {inside}' if inside else ''}."
         ) from error
 
 
@@ -156,9 +153,10 @@ def _facts(
     if last := max((points[-1][0] for points in curves.values()), default=0):
         total = (config.get("train") or {}).get("updates", "?")
         facts.append(("updates", f"{last} of {total}"))
-    found = {"kept adapter": [chosen.row] if chosen else [], "newest evaluation": rows[-1:]}
-    for which, row in ((which, row) for which, some in found.items() for row in some):
-        facts.append((which, f"{metrics.headline(row)} at update {row[metrics.UPDATE]}"))
+    found = {"kept adapter": chosen and chosen.row, "newest evaluation": rows and rows[-1]}
+    for which, row in found.items():
+        if row:
+            facts.append((which, f"{metrics.headline(row)} at update {row[metrics.UPDATE]}"))
     return facts + [
         (label, style.format(curves[name][-1][1])) for name, label, style in FACTS if name in curves
     ]
@@ -182,10 +180,9 @@ def _drifts(run: Path, alarm: Mapping[str, Any]) -> list[Panel]:
     """The newest checks of a run: of an evaluation, of a rollout. alarm: as in its config."""
     warn, reference = alarm.get("warn", AlarmConfig().warn), alarm.get("reference", "base")
     kinds = {"held-out prompts": samples.HELD_OUT_DRIFT, "training prompts": samples.DRIFT}
-    panels = []
-    for where, kind in kinds.items():
-        if newest := samples.read_sample(run, kind):
-            update, check = newest
-            check = Check.from_json(check)
-            panels.append(Panel(f"Update {update}, {where}", warn, check, reference))
-    return panels
+    newest = {where: samples.read_sample(run, kind) for where, kind in kinds.items()}
+    return [
+        Panel(f"Update {found[0]}, {where}", warn, Check.from_json(found[1]), reference)
+        for where, found in newest.items()
+        if found
+    ]

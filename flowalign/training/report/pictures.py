@@ -10,7 +10,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -209,6 +209,23 @@ def _save(figure: Figure, path: Path) -> None:
 ACROSS = 3  # charts in a row
 WINDOW = 9  # updates of a moving average
 CURVES = "metrics.png"  # the plot of a run
+NOISY, LOG = "noisy", "log"  # drawn as points with their moving average; on a logarithmic axis
+KINDS = (  # title, axis, metrics or the beginning of their names, style
+    ("training reward", "mean of the rollout", [metrics.REWARD], NOISY),
+    ("held-out score", "mean of the tasks", [metrics.HEADLINE], ""),
+    ("distance to teacher and anchor", "loss", [metrics.DISTILL, metrics.ANCHOR], NOISY),
+    ("KL to the base (drift)", "KL per dimension", [metrics.KL], NOISY),
+    ("velocity drift from the base", "mean square", [metrics.VELOCITY_DRIFT], NOISY),
+    ("KL to the teacher, by task", "KL per dimension", metrics.TEACHER_KL, NOISY),
+    ("KL to the teacher, by step", "KL per dimension", metrics.TEACHER_KL + metrics.STEP, LOG),
+    ("velocity error, by task", "mean square", metrics.TEACHER_ERROR, NOISY),
+    ("velocity error, by step", "mean square", metrics.TEACHER_ERROR + metrics.STEP, LOG),
+    ("targets on the teachers' paths", "mean square", metrics.FIXED_PATH, ""),
+    ("targets on noised images", "mean square", metrics.FIXED_NOISED, ""),
+    ("shares of the images", "share",
+     [metrics.KEPT_SHARE, metrics.CLIP_FRACTION, metrics.INVALID_SHARE], ""),
+    ("loss", "loss", [metrics.LOSS], ""),
+)  # fmt: skip
 
 
 def read_metrics(path: Path) -> dict[str, Curve]:
@@ -221,6 +238,32 @@ def read_metrics(path: Path) -> dict[str, Curve]:
     return curves
 
 
+class Chart(NamedTuple):
+    """Curves {label: points} with one axis. about: what is good. style: NOISY, LOG or ""."""
+
+    title: str
+    axis: str
+    curves: Mapping[str, Curve]
+    about: str
+    style: str = ""
+
+
+def charts(curves: Mapping[str, Curve]) -> list[Chart]:
+    """One for each of KINDS that was logged. The loss only where there is nothing else (sft)."""
+    found = []
+    for title, axis, names, style in KINDS:
+        if isinstance(names, str):
+            steps = metrics.STEP in names
+            begun = (name for name in curves if name.startswith(names))
+            names = sorted(name for name in begun if (f"/{metrics.STEP}" in name) == steps)
+        logged = [name for name in names if name in curves]
+        if logged and (names != [metrics.LOSS] or not found):
+            about = " ".join(dict.fromkeys(map(metrics.meaning, logged)))
+            labelled = {name.rsplit("/", 1)[-1]: curves[name] for name in logged}
+            found.append(Chart(title, axis, labelled, about, style))
+    return found
+
+
 def metrics_plot(drawn: Sequence[Chart], path: Path, title: str = "") -> None:
     """Plot the `charts` of a run. Without any there is no plot."""
     if not drawn:
@@ -230,86 +273,32 @@ def metrics_plot(drawn: Sequence[Chart], path: Path, title: str = "") -> None:
     figure = Figure(figsize=(3.5 * columns, 3.3 * rows + 0.3), dpi=130, layout="constrained")
     axes = figure.subplots(rows, columns, squeeze=False).flatten()
     for axis, chart in itertools.zip_longest(axes, drawn):
-        chart.draw(axis) if chart else axis.axis("off")
+        _draw_chart(axis, chart) if chart else axis.axis("off")
     figure.suptitle(_plain(title), fontsize=11)
     _save(figure, path)
 
 
-@dataclass(frozen=True)
-class Chart:
-    """Curves {label: points} with one axis. about: what is good. noisy: a long curve is drawn as
-    points, and a line that is their moving average over WINDOW points."""
-
-    title: str
-    axis: str
-    curves: Mapping[str, Curve]
-    about: str
-    log: bool = False
-    noisy: bool = False
-
-    def draw(self, axis: Axes) -> None:
-        """Draw the curves, with their legend below the axes."""
-        about = "rollouts"
-        for label, points in self.curves.items():
-            x, y = zip(*points, strict=True)
-            line, smooth = y, self.noisy and len(x) > WINDOW
-            if smooth:
-                line, about = _smooth(y), f"rollouts (line: mean of {WINDOW} points)"
-            marker = "o" if len(x) < 20 else ""  # a short run would be a bare line, or invisible
-            (drawn,) = axis.plot(x, line, linewidth=1.2, marker=marker, label=_plain(label))
-            if smooth:
-                axis.plot(x, y, ".", markersize=2.5, alpha=0.35, color=drawn.get_color())
-        axis.set_title(_plain(self.title), fontsize=10)
-        axis.set_xlabel(about, fontsize=8)
-        axis.set_ylabel(self.axis, fontsize=8)
-        axis.tick_params(labelsize=8)
-        axis.grid(alpha=0.3)
-        if self.log:
-            axis.set_yscale("log")
-        if len(self.curves) > 1:  # below the axes, so that it covers no point
-            place = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.2)}
-            axis.legend(**place, ncols=2 if len(self.curves) < 5 else 4, fontsize=7, frameon=False)
-
-
-def _smooth(values: Sequence[float]) -> np.ndarray:
-    """The moving average over WINDOW values, fewer at the ends."""
-    ones = np.ones(WINDOW)
-    return np.convolve(values, ones, "same") / np.convolve(np.ones(len(values)), ones, "same")
-
-
-def charts(curves: Mapping[str, Curve]) -> list[Chart]:
-    """One for each kind of number that was logged."""
-
-    def below(prefix: str, steps: bool = False) -> list[str]:
-        step = f"{prefix}{metrics.STEP}"
-        names = [name for name in curves if name.startswith(prefix)]
-        return sorted(name for name in names if name.startswith(step) == steps)
-
-    def chart(title: str, axis: str, names: Sequence[str], **style: bool) -> Chart:
-        logged = [name for name in names if name in curves]
-        about = " ".join(dict.fromkeys(map(metrics.meaning, logged)))
-        labelled = {name.rsplit("/", 1)[-1]: curves[name] for name in logged}
-        return Chart(title, axis, labelled, about, **style)
-
-    shares = [metrics.KEPT_SHARE, metrics.CLIP_FRACTION, metrics.INVALID_SHARE]
-    drawn = [
-        chart("training reward", "mean of the rollout", [metrics.REWARD], noisy=True),
-        chart("held-out score", "mean of the tasks", [metrics.HEADLINE]),
-        chart("distance to teacher and anchor", "loss", [metrics.DISTILL, metrics.ANCHOR],
-              noisy=True),
-        chart("KL to the base (drift)", "KL per dimension", [metrics.KL], noisy=True),
-        chart("velocity drift from the base", "mean square", [metrics.VELOCITY_DRIFT], noisy=True),
-        chart("KL to the teacher, by task", "KL per dimension", below(metrics.TEACHER_KL),
-              noisy=True),
-        chart("KL to the teacher, by step", "KL per dimension", below(metrics.TEACHER_KL, True),
-              log=True),
-        chart("velocity error, by task", "mean square", below(metrics.TEACHER_ERROR), noisy=True),
-        chart("velocity error, by step", "mean square", below(metrics.TEACHER_ERROR, True),
-              log=True),
-        chart("targets on the teachers' paths", "mean square", below(metrics.FIXED_PATH)),
-        chart("targets on noised images", "mean square", below(metrics.FIXED_NOISED)),
-        chart("shares of the images", "share", shares),
-    ]  # fmt: skip
-    drawn = [one for one in drawn if one.curves]
-    loss = chart("loss", "loss", [metrics.LOSS])  # sft, where nothing is evaluated
-    return drawn or [loss] * bool(loss.curves)
+def _draw_chart(axis: Axes, chart: Chart) -> None:
+    """Draw the curves, with their legend below the axes."""
+    about, ones = "rollouts", np.ones(WINDOW)
+    for label, points in chart.curves.items():
+        x, y = zip(*points, strict=True)
+        line, smooth = y, chart.style == NOISY and len(x) > WINDOW
+        if smooth:  # over fewer values at the ends
+            line = np.convolve(y, ones, "same") / np.convolve(np.ones(len(y)), ones, "same")
+            about = f"rollouts (line: mean of {WINDOW} points)"
+        marker = "o" if len(x) < 20 else ""  # a short run would be a bare line, or invisible
+        (drawn,) = axis.plot(x, line, linewidth=1.2, marker=marker, label=_plain(label))
+        if smooth:
+            axis.plot(x, y, ".", markersize=2.5, alpha=0.35, color=drawn.get_color())
+    axis.set_title(_plain(chart.title), fontsize=10)
+    axis.set_xlabel(about, fontsize=8)
+    axis.set_ylabel(chart.axis, fontsize=8)
+    axis.tick_params(labelsize=8)
+    axis.grid(alpha=0.3)
+    if chart.style == LOG:
+        axis.set_yscale("log")
+    if len(chart.curves) > 1:  # below the axes, so that it covers no point
+        place = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.2)}
+        columns = 2 if len(chart.curves) < 5 else 4
+        axis.legend(**place, ncols=columns, fontsize=7, frameon=False)

@@ -7,7 +7,6 @@ import logging
 import sys
 import time
 import warnings
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -16,7 +15,6 @@ from flowalign.config import TrainingStage
 from flowalign.system.escape import harmless
 from flowalign.training import metrics
 
-WINDOW = 20  # updates whose mean speed predicts the rest
 WARNINGS = "warnings.jsonl"  # of a run or recipe, in its folder
 LONGEST = 4000  # characters of a warning
 CLOCK = "%Y-%m-%d %H:%M:%S"  # of every line of a log
@@ -42,10 +40,8 @@ class Progress:
         self.main, self.total, self.folder = main, config.train.updates, Path(config.output)
         self.on_update: OnMetrics | None = None
         self.done = 0  # updates
-        every = config.evaluation.every if config.evaluation else 0
-        # (time, update), with evaluations, checkpoints and pictures: of the last updates
-        self.marks: deque[tuple[float, int]] = deque(maxlen=max(WINDOW, every) + 1)
-        self.seconds: float | None = None  # an update takes
+        self.first: tuple[float, int] | None = None  # when which update was shown first
+        self.seconds: float | None = None  # an update takes, with evaluations and checkpoints
 
     @contextmanager
     def live(self, update: int) -> Iterator[None]:
@@ -66,11 +62,12 @@ class Progress:
         if metrics.HEADLINE in values:
             line = metrics.headline(values)
         elif metrics.LOST not in values:
-            self.marks.append((time.monotonic(), update))
-            (began, first), (now, last) = self.marks[0], self.marks[-1]
+            began, first = self.first = self.first or (time.monotonic(), update)
             # the first update, which compiles and fills caches, counts until there is a second
             spent = sum(values.get(name, 0.0) for name in metrics.SECONDS)
-            self.seconds = (now - began) / (last - first) if last > first else spent
+            self.seconds = (
+                (time.monotonic() - began) / (update - first) if update > first else spent
+            )
         figures = [f"update {update}/{self.total}", line]
         if self.seconds is not None:
             left = duration(self.seconds * (self.total - update))
@@ -108,13 +105,9 @@ def recorded(
 def duration(seconds: float) -> str:
     """A time span for people: 45 s, 12 min, 1 h 05 min, 2 d 3 h."""
     minutes, hours = round(seconds / 60), round(seconds / 3600)
-    if seconds < 100:
-        return f"{seconds:.0f} s"
     if minutes < 100:
-        return f"{minutes} min"
-    if hours < 48:
-        return f"{minutes // 60} h {minutes % 60:02d} min"
-    return f"{hours // 24} d {hours % 24} h"
+        return f"{minutes} min" if seconds >= 100 else f"{seconds:.0f} s"
+    return f"{minutes // 60} h {minutes % 60:02d} min" if hours < 48 else f"{hours // 24} d"
 
 
 def quiet() -> None:

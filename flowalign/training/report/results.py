@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flowalign.backbone.adapters import read_lora
-from flowalign.config import ConfigError, RecipeStage, Stage, TrainingStage, read
+from flowalign.config import RecipeStage, Stage, TrainingStage, read
 from flowalign.system.files import read_lines
 from flowalign.training import metrics
-from flowalign.training.data import load_prompts
 from flowalign.training.run.checkpoint import ADAPTER, SCORES
 from flowalign.training.run.resume import LOG, checkpoints
 
@@ -99,21 +96,12 @@ def summary(config: Stage) -> str:
         adapters[f"{name}: kept"] = kept(folder / name)
         paths |= {f"{name}: {kind}": stage[kind] for kind in PARTS if kind in stage}
     lines = [f"\n{what}: {which}" for what, which in adapters.items() if which]
-    main = f"{_compared(config)}: adapter" if isinstance(config, RecipeStage) else "adapter"
-    return "".join([*lines, "\n" * bool(lines), _text(paths, list(_next_steps(paths, main)))])
-
-
-def _compared(config: RecipeStage) -> str:
-    """The stage whose model a table of the recipe compares with others; "" if none does."""
-    for stage in config.stages.values():
-        for model in stage.get("compare") or ():
-            return str((stage.get("models") or {}).get(model)).removeprefix("stage:")
-    return ""
+    return "".join([*lines, "\n" * bool(lines), _text(paths)])
 
 
 def merged(adapter: str | Path) -> str:
     """The same for the adapter that `flowalign merge` wrote."""
-    return _text({"adapter": Path(adapter)}, [_sample_command(Path(adapter))])
+    return _text({"adapter": Path(adapter)})
 
 
 def _paths(folder: Path) -> dict[str, Path]:
@@ -124,28 +112,13 @@ def _paths(folder: Path) -> dict[str, Path]:
     return {what: path for what, path in paths.items() if path.exists()}
 
 
-def _next_steps(paths: Mapping[str, Path], main: str) -> Iterator[str]:
-    """main: the adapter to go on with, by its name in paths; else it is the last one."""
-    pages = [path for what, path in paths.items() if what.endswith("report")]
-    for path in pages[:1]:
-        yield f"open {path} in a browser"
-    adapters = [path for what, path in paths.items() if what.endswith("adapter")]
-    for adapter in [paths[main]] if main in paths else adapters[-1:]:
-        yield _sample_command(adapter)
-        yield f"hf upload YOU/NAME {shlex.quote(str(adapter))}"
-
-
-def _sample_command(adapter: Path) -> str:
-    """With a prompt of the run, or one that the model can draw."""
-    prompt = 'a red sign that says "CAT"'  # of the tiny world
-    with suppress(ConfigError, ValueError, OSError):
-        prompt = prompt if read_lora(adapter).base == "tiny" else "a lighthouse at dawn"
-        if tasks := read(adapter.parent / "config.yaml").get("tasks"):
-            prompt = load_prompts(tasks[0]["prompts"], "").prompts[0]
-    return f"flowalign sample {shlex.quote(prompt)} --lora {shlex.quote(str(adapter))}"
-
-
-def _text(paths: Mapping[str, Path], steps: Sequence[str]) -> str:
+def _text(paths: Mapping[str, Path]) -> str:
+    """The paths, and what can be done with the page and the last adapter."""
     width = max(map(len, paths), default=0)
     lines = [f"  {what:{width}}  {path}" for what, path in paths.items()]
+    pages = [path for what, path in paths.items() if what.endswith("report")]
+    steps = [f"open {path} in a browser" for path in pages[:1]]
+    for path in [path for what, path in paths.items() if what.endswith("adapter")][-1:]:
+        adapter = shlex.quote(str(path))
+        steps += [f"flowalign sample PROMPT --lora {adapter}", f"hf upload YOU/NAME {adapter}"]
     return "\n".join(["", "Results:", *lines, "Next:", *(f"  {step}" for step in steps)])

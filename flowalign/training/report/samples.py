@@ -72,17 +72,14 @@ def write_before_after(run: Path, update: int) -> Path | None:
         return None
     logged = read_lines(run / "metrics.jsonl")
     said = {row[metrics.UPDATE]: metrics.headline(row) for row in logged if metrics.HEADLINE in row}
-
-    def row(name: str, task: str, sample: tuple[int, list[dict[str, str]]]) -> Row:
-        rows = [row for row in sample[1] if row["task"] == task]
-        images = [Image.open(io.BytesIO(base64.b64decode(row["image"]))) for row in rows]
-        return Row(images, [row["note"] for row in rows], name, said.get(sample[0], ""))
-
     blocks = []
     for task in dict.fromkeys(row["task"] for row in last[1]):
-        pair = [row("before", task, first), row(f"after update {update}", task, last)]
-        prompts = [row["prompt"] for row in last[1] if row["task"] == task]
-        blocks.append(Block(task, prompts, pair))
+        pair = []
+        for name, (shown, content) in {"before": first, f"after update {update}": last}.items():
+            rows = [row for row in content if row["task"] == task]
+            images = [Image.open(io.BytesIO(base64.b64decode(row["image"]))) for row in rows]
+            pair.append(Row(images, [row["note"] for row in rows], name, said.get(shown, "")))
+        blocks.append(Block(task, [row["prompt"] for row in rows], pair))
     path = run / "before_after.png"
     title = f"{run.name}: before training, and the adapter that was kept."
     scored = "; below each image its score" if any(row["note"] for row in last[1]) else ""

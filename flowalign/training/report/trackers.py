@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import uuid
 from pathlib import Path
-from textwrap import indent
 from typing import Any
 
 import numpy as np
 from accelerate import Accelerator
 from PIL import Image
 
-from flowalign.config import TrainingStage, to_yaml
+from flowalign.config import TrainingStage
 from flowalign.training.run.resume import checkpoints
 
 WANDB_RUN = "wandb_run.txt"  # the id under which a resumed run goes on
@@ -29,12 +28,9 @@ def begin(accelerator: Accelerator, config: TrainingStage) -> None:
     if accelerator.is_main_process and "wandb" in config.train.trackers:
         options = {"wandb": {"name": folder.name, "dir": str(folder), **_wandb_run(folder)}}
     accelerator.init_trackers(config.train.project, init_kwargs=options)
-    whole = config.model_dump(mode="json")
     for tracker in accelerator.trackers:
-        if tracker.name == "tensorboard":  # its hyperparameters are scalars alone
-            tracker.log({"config": indent(to_yaml(config), "    ")}, step=0)
-        else:
-            tracker.store_init_configuration(whole)
+        if tracker.name != "tensorboard":  # its hyperparameters are scalars alone
+            tracker.store_init_configuration(config.model_dump(mode="json"))
 
 
 def _wandb_run(folder: Path) -> dict[str, str]:

@@ -25,8 +25,7 @@ CONFIDENCE = 0.90  # of the intervals: 95 % on the side that the alarm asks for
 SHOWN = 8  # prompts of a check, with their images
 
 
-@dataclass(frozen=True)
-class Sigma:
+class Sigma(NamedTuple):
     """The unit of a statistic's drift: `share` of the standard deviation of the base's images, and
     at least `least`, since what the base never draws has no deviation. meaning: of the statistic,
     in words."""
@@ -115,16 +114,11 @@ class Check:
         """The statistics, the largest drift first."""
         return sorted(self.drifts, key=lambda drift: -abs(drift.sigmas))
 
-    def to_json(self) -> dict[str, Any]:
-        """For the page of the run."""
-        return {"drifts": [vars(drift) for drift in self.drifts], "rows": self.rows}
-
     @staticmethod
     def from_json(check: Mapping[str, Any]) -> Check:
-        """What `to_json` returned; NaN and infinity are null in JSON."""
+        """Of a JSON file, where NaN and infinity are null."""
         rows: list[dict[str, Any]] = [
-            {key: math.nan if value is None else value for key, value in row.items()}
-            for row in check["drifts"]
+            {k: math.nan if v is None else v for k, v in row.items()} for row in check["drifts"]
         ]
         return Check([Drift(**row) for row in rows], check["rows"])
 
@@ -146,9 +140,8 @@ def drift(name: str, base: Tensor, model: Tensor, prompts: Sequence[int]) -> Dri
     gaps = torch.stack([(model - base)[group].mean() for group in rows_of.values()]) / sigma
     mean = float(gaps.mean())
     half = math.inf if n < 3 else student(n - 1) * float(gaps.std(correction=1)) / math.sqrt(n)
-    return Drift(
-        name, float(base[rows].mean()), float(model[rows].mean()), mean, mean - half, mean + half, n
-    )
+    means = float(base[rows].mean()), float(model[rows].mean())
+    return Drift(name, *means, mean, mean - half, mean + half, n)
 
 
 class Pair(NamedTuple):
@@ -167,30 +160,26 @@ def check_drift(pairs: Sequence[Pair], measurements: ImageStatistics) -> Check:
     """The drift of every statistic that has a value, of each task by itself if there are several:
     then it is called TASK/STATISTIC."""
     drifts: list[Drift] = []
-    worst: dict[tuple[str, int], float] = {}  # of a prompt: the largest drift of an image of it
+    worst: dict[tuple[str, int], tuple[float, Pair]] = {}  # of a prompt, with its first images
     tasks = sorted({pair.task for pair in pairs})
     for task in tasks:
-        of_task = [pair for pair in pairs if pair.task == task]
-        numbers = [pair.number for pair in of_task]
-        metadata = [pair.metadata for pair in of_task]
+        own = [pair for pair in pairs if pair.task == task]
+        numbers, metadata = [pair.number for pair in own], [pair.metadata for pair in own]
         base, model = (
             measurements.measure(torch.stack(list(map(pixels_of, files))), task, metadata, numbers)
-            for files in zip(*(pair[:2] for pair in of_task), strict=True)
+            for files in zip(*(pair[:2] for pair in own), strict=True)
         )
-        largest = torch.zeros(len(of_task), dtype=torch.float64)
         for name in base:
             label = f"{task}/{name}" if len(tasks) > 1 else name
             drifts.append(drift(label, base[name], model[name], numbers))
-            gap = (model[name] - base[name]).abs() / SIGMAS[name].size(base[name])
-            largest = largest.maximum(gap.nan_to_num(0.0))
-        for number, sigmas in zip(numbers, largest.tolist(), strict=True):
-            worst[task, number] = max(worst.get((task, number), 0.0), sigmas)
-    first = {(pair.task, pair.number): pair for pair in reversed(pairs)}
+            sizes = (model[name] - base[name]).abs() / SIGMAS[name].size(base[name])
+            for pair, sigmas in zip(own, sizes.nan_to_num(0.0).tolist(), strict=True):
+                most, first = worst.get((task, pair.number), (0.0, pair))
+                worst[task, pair.number] = max(most, sigmas), first
     rows = []
-    for key in sorted(worst, key=lambda key: -worst[key])[:SHOWN]:
-        pair = first[key]
-        about = {"prompt": pair.prompt, "task": pair.task, "sigmas": worst[key]}
+    for sigmas, pair in sorted(worst.values(), key=lambda found: -found[0])[:SHOWN]:
         base, model = (webp(pixels_of(file)) for file in pair[:2])
+        about = {"prompt": pair.prompt, "task": pair.task, "sigmas": sigmas}
         rows.append({**about, "base": base, "model": model})
     return Check([drift for drift in drifts if drift.n], rows)
 

@@ -59,11 +59,7 @@ class Monitor:
             backbone.load_adapter(START, start, frozen=True)
         self.settings, self.config, self.backbone = config.alarm, config, backbone
         self.accelerator, self.measurements = accelerator, measurements
-        count = max(1, self.settings.images // COPIES)
-        self.indices = [spread(len(prompts), count) for prompts in held_out]
-        self.held_out = [
-            prompts.select(indices) for prompts, indices in zip(held_out, self.indices, strict=True)
-        ]
+        self.held_out = held_out
         self.base: list[Tensor] = []  # its held-out images, once they are sampled
 
     def due(self, rollout: Rollout, update: int) -> bool:
@@ -74,35 +70,28 @@ class Monitor:
         return rollout.images is not None and by_student and on_time
 
     def rollout(self, rollout: Rollout, update: int) -> Check:
-        """Compare a rollout with the base's images for its prompts and noise. Each process samples
-        some of its own images."""
+        """Compare a rollout with the base's images for its prompts and noise: the first COPIES
+        images of some prompts, evenly spaced over the batch of all processes. Each process samples
+        those that it has."""
         assert rollout.images is not None
-        rows = self._rows(rollout)
+        settings, (prompts, copies) = self.config.rollout, checked(self.config)
+        chosen = set(spread(settings.prompts, prompts))
+        places = list(zip(rollout.group.tolist(), rollout.copy.tolist(), strict=True))
+        rows = [i for i, (group, copy) in enumerate(places) if group in chosen and copy < copies]
         padded = rows or [0]  # a process without any samples one, with the others, and drops it
-        settings = self.config.rollout
         base = sample(
             self.backbone,
             rollout.batch.select(padded),
             rollout.schedule,
             guidance=settings.guidance,
             noise=Noise((self.config.seed, update), settings.shared_noise),
-            places=[(int(rollout.group[row]), int(rollout.copy[row])) for row in padded],
+            places=[places[row] for row in padded],
             batch_size=settings.batch_size,
             sources=[Source(self.reference, settings.guidance)] * len(padded),
         ).images
         assert base is not None
-        origins = _origins(rollout.batch.select(rows), rollout.group[rows].tolist())
+        origins = _origins(rollout.batch.select(rows), [places[row][0] for row in rows])
         return self._check(base[: len(rows)], rollout.images[rows], origins)
-
-    def _rows(self, rollout: Rollout) -> list[int]:
-        """The first COPIES images of some prompts, of those that this process has. The prompts are
-        evenly spaced over the batch of all processes, the same for any number of them."""
-        prompts, copies = checked(self.config)
-        chosen = set(spread(self.config.rollout.prompts, prompts))
-        places = zip(rollout.group.tolist(), rollout.copy.tolist(), strict=True)
-        return [
-            row for row, (group, copy) in enumerate(places) if group in chosen and copy < copies
-        ]
 
     def evaluation(self) -> Check | None:
         """Compare the active adapter with the base on held-out prompts; None without any. Each
@@ -111,27 +100,24 @@ class Monitor:
             return None
         if not self.base:
             with self.backbone.adapter(self.reference):
-                self.base = self._sample_held_out()
-        origins: list[Origin] = []
-        for batch in self.held_out:
-            rows = [prompt for prompt in self._share(batch)[0] for _ in range(COPIES)]
-            origins += _origins(batch.select(rows), rows)
-        return self._check(self.base, self._sample_held_out(), origins)
+                self.base, _ = self._sample_held_out()
+        return self._check(self.base, *self._sample_held_out())
 
-    def _sample_held_out(self) -> list[Tensor]:
-        """The held-out images [3,H,W] of this process, task by task, as an evaluation samples
-        them."""
-        images: list[Tensor] = []
-        for batch, indices in zip(self.held_out, self.indices, strict=True):
-            mine, padded = self._share(batch)
-            settings, places = self.config.evaluation_sampling, [indices[p] for p in padded]
+    def _sample_held_out(self) -> tuple[list[Tensor], list[Origin]]:
+        """The held-out images [3,H,W] of this process, task by task, as an evaluation samples them;
+        and what they are of."""
+        images, origins = list[Tensor](), list[Origin]()
+        world = self.accelerator.num_processes
+        for prompts in self.held_out:
+            indices = spread(len(prompts), max(1, self.settings.images // COPIES))
+            mine, padded = share(len(indices), self.accelerator.process_index, world)
+            batch, places = prompts.select(indices), [indices[prompt] for prompt in padded]
+            settings = self.config.evaluation_sampling
             sampled = generate(self.backbone, batch.select(padded), settings, places, COPIES)
             images += sampled[: len(mine) * COPIES].cpu()
-        return images
-
-    def _share(self, batch: PromptBatch) -> tuple[range, list[int]]:
-        """`share` of a batch for this process."""
-        return share(len(batch), self.accelerator.process_index, self.accelerator.num_processes)
+            rows = [prompt for prompt in mine for _ in range(COPIES)]
+            origins += _origins(batch.select(rows), rows)
+        return images, origins
 
     def _check(
         self, base: Iterable[Tensor], model: Iterable[Tensor], origins: Sequence[Origin]
