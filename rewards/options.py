@@ -17,6 +17,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
+from urllib.parse import urlsplit
 
 import torch
 from pydantic import (
@@ -49,6 +50,17 @@ def check_model(name: str) -> str:
     return name
 
 
+def _check_url(url: str) -> str:
+    try:
+        parts = urlsplit(url)
+        plain = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:  # a port that is no number
+        plain = False
+    if not plain or not url.isprintable() or any(sign in url for sign in " @?#"):
+        raise ValueError("want http(s)://host[:port][/path] and no more (see `token_env`)")
+    return url
+
+
 def read_token(variable: str) -> str | None:
     """The token in an environment variable; None if unset or empty. Raises ValueError."""
     token = os.environ.get(variable, "").strip() or None
@@ -75,6 +87,7 @@ TextCache = Annotated[int, Field(ge=0)]
 TokenEnv = Annotated[str, AfterValidator(_check_variable)] | None
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Retries = Annotated[int, Field(ge=0)]
+Url = Annotated[str, AfterValidator(_check_url)]  # the address of a server, without a password
 Pretrained = Annotated[str, AfterValidator(check_model)]  # the folder of a model, or a Hub id
 
 

@@ -23,9 +23,9 @@ from torch import Tensor
 
 from flowalign.rewards import load
 from flowalign.rewards.base import RewardBase
-from flowalign.rewards.options import Count, Divisor, Retries, Seconds, TokenEnv, read_token
+from flowalign.rewards.options import Count, Divisor, Retries, Seconds, TokenEnv, Url, read_token
 from flowalign.system.escape import shown
-from flowalign.system.http import Client, check_url
+from flowalign.system.http import Client
 from flowalign.system.images import png_base64, to_uint8
 from flowalign.types import Metadata, Scores
 
@@ -105,7 +105,7 @@ class VLM(RewardBase):
 
     def __init__(
         self,
-        url: str,
+        url: Url,
         model: Annotated[str, Field(min_length=1)],
         template: str | Template = "unifiedreward",
         *,
@@ -133,11 +133,8 @@ class VLM(RewardBase):
         }
 
     @classmethod
-    def check_options(
-        cls, url: str, template: str | Template = "unifiedreward", **others: Any
-    ) -> None:
-        """Raise ValueError for a URL or a template that cannot work. Sends no request."""
-        check_url("url", url, "the base, such as http://127.0.0.1:8000/v1")
+    def check_options(cls, template: str | Template = "unifiedreward", **others: Any) -> None:
+        """Raise ValueError for a template that cannot work. Sends no request."""
         _template(template, others.get("pattern"), others.get("scale"))
 
     def __call__(self, images: Tensor, prompts: Sequence[str], metadata: Metadata) -> Scores:

@@ -16,7 +16,7 @@ from flowalign.commands.prompts import fetch
 from flowalign.rewards import score
 from flowalign.rewards.service.client import Remote
 from flowalign.rewards.vlm import VLM
-from flowalign.system.http import Client, Refused
+from flowalign.system.http import Client
 
 IMAGE = torch.zeros(1, 3, 4, 4)
 LEAST = {"timeout": 0.4, "retries": 0}  # seconds; a reward's requests take at most twice that
@@ -57,13 +57,12 @@ def vlm(url: str) -> None:
 
 def described(url: str) -> None:
     with pytest.raises((ConnectionError, TimeoutError, ValueError)):
-        Remote(url, connect_timeout=0.5, **LEAST).describe()
+        Remote(url, **LEAST).describe()
 
 
 def downloaded(url: str) -> None:
-    limits = {"total": 0.8, "max_bytes": 2**20, "redirects": True}
-    with Client(**LEAST, **limits) as client:
-        with pytest.raises((ConnectionError, TimeoutError, Refused)):
+    with Client(**LEAST, max_bytes=2**20, redirects=True) as client:
+        with pytest.raises((ConnectionError, TimeoutError, ValueError)):
             client.request("GET", f"{url}/set.txt")
 
 
@@ -108,7 +107,7 @@ def test_redirects_end_and_so_do_those_that_lead_astray():
         answer = response(b"", f"location: {location}", status="302 there")
         with saying(lambda answer=answer: [answer]) as server:
             with Client(timeout=2, retries=0, redirects=True) as client:
-                with pytest.raises((ConnectionError, Refused)) as caught:
+                with pytest.raises((ConnectionError, ValueError)) as caught:
                     client.request("GET", server.url)
             assert server.asked <= 6 and len(str(caught.value)) < 500, location
 

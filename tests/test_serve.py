@@ -126,16 +126,10 @@ def test_a_slow_sender_is_cut_off():
 def test_a_call_that_hangs_takes_neither_health_nor_the_next_caller_with_it():
     reward = served.Stuck()
     with served.serving(reward, seconds=0.3) as url:
-        assert ask(url, one("hang")).status_code == 504
-        health = get(url, "health")
-        assert health.status_code == 503 and health.json()["status"] == "stuck"
-        refused = ask(url, one("a"))  # at once, and no 504 after a wait
-        assert refused.status_code == 503 and "hangs" in refused.json()["detail"]
-        assert refused.headers["retry-after"] == "1"
+        assert [ask(url, one(text)).status_code for text in ("hang", "a")] == [504, 504]
+        assert get(url, "health").json()["pending"] == 0
         reward.go.set()
-        until = time.monotonic() + 10
-        while ask(url, one("a")).status_code != 200:
-            assert time.monotonic() < until
+        assert ask(url, one("a")).status_code == 200
 
 
 def test_a_full_queue_turns_away_and_calls_are_made_one_at_a_time():
@@ -154,7 +148,8 @@ def test_a_full_queue_turns_away_and_calls_are_made_one_at_a_time():
             calls and get(url, "health").json()["pending"] == 2
         ):
             time.sleep(0.01)
-        assert ask(url).status_code == 503 and calls == ["in"]
+        refused = ask(url)
+        assert refused.status_code == 503 and refused.headers["retry-after"] and calls == ["in"]
         reward.go.set()
         assert [future.result().status_code for future in waiting] == [200, 200]
     assert calls == ["in", "out"] * 2
@@ -168,7 +163,6 @@ def test_the_command_refuses_what_cannot_be_served(capsys, monkeypatch) -> None:
     for argv, said in (
         (["ocrr"], "'ocr'"),
         (["ocr", "engin=rapidocr"], "'engin'"),
-        (["ocr", "--options", "[]"], "list"),
         (["ocr", "rapidocr"], "rapidocr"),
         (["served:exact", "--host", "0.0.0.0"], wire.TOKEN),
     ):
@@ -195,7 +189,7 @@ def test_a_token_that_no_header_can_hold_is_refused(monkeypatch):
 def test_a_port_that_is_taken_is_one_line(capsys):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        assert main(["serve-reward", "served:exact", "--port", port]) == 1
+        assert main(["serve-reward", "served:exact", "--port", port]) == 2
     assert f"port {port}" in capsys.readouterr().err
 
 

@@ -219,6 +219,7 @@ def test_wrong_options_are_refused_without_a_network(monkeypatch):
     text = {"template": "Rate {prompt}"}
     for options, key in (
         ({"url": "localhost:8000"}, "`url`"),
+        ({"url": "http://me:pw@host"}, "token_env"),
         ({"template": "qwenv"}, "'qwenvl'"),
         ({"template": "test_vlm:Judge"}, "`template`"),
         (text, "`pattern`"),

@@ -18,7 +18,7 @@ from typing import Any
 from flowalign.commands.prompts.geneval import same_picture
 from flowalign.commands.prompts.held_out import GENEVAL, OCR, digest
 from flowalign.system.files import expanded, replacing
-from flowalign.system.http import Client, Refused
+from flowalign.system.http import Client
 from flowalign.training.data import PromptError, load_prompts
 from flowalign.training.sources import File, Source
 from flowalign.types import PromptBatch
@@ -134,12 +134,10 @@ def _checksum(content: bytes, like: str = "sha256:") -> str:
 def _download(url: str) -> bytes:
     """All that an address sends. Raises FetchError."""
     try:
-        with Client(
-            timeout=60.0, connect_timeout=10.0, total=SECONDS, deadline=SECONDS,
-            max_bytes=MAX_BYTES, redirects=True,
-        ) as client:  # fmt: skip
+        limits = {"timeout": 120.0, "deadline": SECONDS, "max_bytes": MAX_BYTES}
+        with Client(**limits, redirects=True) as client:
             answer = client.request("GET", url)
-    except (OSError, Refused) as error:
+    except (OSError, ValueError) as error:
         raise FetchError(
             f"could not fetch: {error}. Nothing was written. Is there a way to the network from "
             "here (or HTTPS_PROXY)? Try again. If the set has moved, fetch it by hand: any command "
