@@ -157,7 +157,7 @@ YAML
     step flowalign data generate geneval
     step flowalign data generate ocr
     step flowalign data list
-    step flowalign data check data/ocr_train.txt --reward ocr --tokens 77
+    step flowalign data check data/ocr_train.txt --reward ocr
 }
 
 mistakes() { # each is refused before anything is written

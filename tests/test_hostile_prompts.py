@@ -10,8 +10,6 @@ from generated import examples, holds, json_values, nothing_else, texts
 from hypothesis import strategies as st
 
 from flowalign import rewards
-from flowalign.commands.findings import healthy
-from flowalign.commands.prompts.check import examine
 from flowalign.training.data import PromptError, load_prompts, subset
 
 FILES = {  # each was a traceback, a hang, or silently something else
@@ -62,13 +60,6 @@ def test_a_pipe_is_no_prompt_set(tmp_path: Path):
             load_prompts(path, "task")
 
 
-def test_a_target_that_is_no_text_is_a_finding(tmp_path: Path):
-    path = tmp_path / "a.jsonl"
-    path.write_text('{"prompt": "a \\"b\\"", "target": 3}')
-    batch = load_prompts(path, "task")
-    assert not healthy(examine(batch, {"ocr": {}}, {"itself": batch}))
-
-
 pieces = st.one_of(
     texts,
     st.sampled_from(
@@ -115,8 +106,6 @@ def test_a_file_is_read_or_refused(count: int, suffix: str, tmp_path: Path):
                 rewards.check_prompts(name, {}, batch.prompts, batch.metadata)
             except ValueError as error:
                 assert str(error)
-        for finding in examine(batch, {"ocr": {}}, {"itself": batch}, 77):
-            finding.text.encode()
 
     holds(read_or_refused, count // 3, content=written)
 
