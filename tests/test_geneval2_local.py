@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import fakes
 import pytest
 import torch
 from PIL import Image
@@ -131,16 +132,11 @@ def padded(body: bytes, count: int) -> bytes:
 
 
 @needs_torchvision
-def test_it_is_a_benchmark(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_a_benchmark(model: str, tmp_path: Path) -> None:
     """From the official form of a file to the tables, which name the judge."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "data.jsonl").write_text(
-        "".join(json.dumps({"prompt": f"a red star {i}", **LINE}) + "\n" for i in range(2))
-    )
-    reward = "benchmarks.0.reward.options"
-    given = ["--benchmarks", "geneval2", "--limit", "2", "--out", "out", "sampling.steps=2"]
-    given += ["benchmarks.0.prompts=data.jsonl", f"{reward}.model={model}"]
-    assert evaluate(given) == 0
+    mark = {"name": "geneval2", "reward": {"name": "geneval2", "options": {"model": model}}}
+    lines = [{"prompt": f"a red star {i}", **LINE} for i in range(2)]
+    assert evaluate(["--config", str(fakes.evaluation("tiny", tmp_path, lines, mark))]) == 0
     results = json.loads((tmp_path / "out" / "results.json").read_text())
     about = results["benchmarks"]["geneval2"]
     assert about["engine"].startswith("transformers") and about["model"] == model

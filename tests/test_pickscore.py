@@ -32,7 +32,7 @@ def scored(images: np.ndarray, rows: list[tuple[dict, list]]) -> Tensor:
 
 
 def test_a_prompt_is_encoded_once_and_cut_where_the_model_ends(monkeypatch: pytest.MonkeyPatch):
-    clip = Clip("tiny", device="cpu")
+    clip = Clip("tiny", None, "cpu")
     long = " ".join(["star"] * 100)
     vectors = clip.text_features(["a star", long, "a star"])
     assert torch.allclose(vectors.norm(dim=-1), torch.ones(3), atol=1e-6)
@@ -42,7 +42,7 @@ def test_a_prompt_is_encoded_once_and_cut_where_the_model_ends(monkeypatch: pyte
 
 
 def test_a_text_has_the_same_vector_whatever_was_asked_with_it_or_before():
-    clip, texts = Clip("tiny", device="cpu"), [row["prompt"] for row, _ in held_out(6)]
+    clip, texts = Clip("tiny", None, "cpu"), [row["prompt"] for row, _ in held_out(6)]
     together = clip.text_features(texts)
     clip._text_vector.cache_clear()
     alone = [clip.text_features([text]) for text in texts[:3]]

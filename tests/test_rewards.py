@@ -27,6 +27,7 @@ from flowalign.rewards import (
     score,
     scoring,
 )
+from flowalign.rewards.options import located
 from flowalign.rewards.scoring import AsyncScorer
 from flowalign.types import Detections, PromptBatch, Scores
 
@@ -143,21 +144,21 @@ def test_annotations_of_what_yaml_holds_are_checked_and_others_left_to_the_rewar
 
 
 WRONG = {
-    "aesthetic": [{"head": "nowhere.pth"}, {"head": "."}, {"head": None}, {"text_cache": 3}],
+    "aesthetic": [{"head": "nowhere.pth"}, {"head": "."}, {"head": None}],
     "clipscore": [
-        {"batch_size": True}, {"offload": "yes"}, {"text_cache": -1}, {"device": "gpu"},
-        {"model": "no such model"}, {"model": 3}, {"processor": "tiny"},
+        {"batch_size": True}, {"offload": "yes"}, {"device": "gpu"},
+        {"model": "no such model"}, {"model": 3}, {"model": "owner/name@rev/folder"},
     ],
     "geneval": [
         {"threshold": 1.0}, {"counting_threshold": True}, {"max_objects": 0}, {"max_objects": 2.0},
         {"max_overlap": 0}, {"position_threshold": -0.1},
     ],
-    "hpsv2": [{"version": "2.1"}, {"weights": "nowhere.pt"}, {"architecture": ""}],
+    "hpsv2": [{"weights": "nowhere.pt"}, {"architecture": ""}],
     "imagereward": [{"weights": "ImageReward.pt"}, {"tokenizer": "no such folder"}],
-    "ocr": [{"rule": "lenient"}, {"workers": 0}, {"batch_size": True}, {"upscal": 2}],
+    "ocr": [{"rule": "lenient"}, {"workers": 0}, {"limit_typ": "max"}],
     "pickscore": [
         {"normalizer": 0}, {"normalizer": float("nan")}, {"normalizer": "26"}, {"batch_size": 0},
-        {"model": "./nowhere/at_all"}, {"processor": "/no/where"}, {"normaliser": 2},
+        {"model": "./nowhere/at_all"}, {"normaliser": 2},
     ],
 }  # fmt: skip
 
@@ -173,11 +174,18 @@ def test_wrong_options_are_refused_before_anything_is_loaded(name: str, tmp_path
         assert f"no option {key!r}" in said or f"`{key}" in said and repr(value) in said, options
 
 
+def test_a_model_may_name_its_revision(tmp_path: Path):
+    check("clipscore", {"model": "owner/name@abc1"})
+    assert located("owner/name@abc1") == ("owner/name", {"revision": "abc1"})
+    for model in ("owner/name", str(tmp_path)):
+        assert located(model) == (model, {})
+
+
 def test_wrong_options_of_a_detector_are_refused_before_anything_is_loaded():
-    for option, value in (("model", "./no/where"), ("size", [8, 16]), ("dtype", "float8")):
+    for option, value in (("model", "./no/where"), ("size", [8, 16])):
         with pytest.raises(ValueError, match=f"`{option}` of detector 'mask2former'"):
             check("geneval", {"detector": "mask2former", "detector_options": {option: value}})
-    check("geneval", {"detector": "mask2former", "detector_options": {"dtype": "bfloat16"}})
+    check("geneval", {"detector": "mask2former", "detector_options": {"batch_size": 2}})
 
 
 def test_one_bad_image_masks_only_itself_and_is_logged(caplog):
