@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
@@ -73,7 +73,7 @@ class Mask2Former:
         by index (`NAMES`).
     size: shortest edge that an image is resized to, and longest edge that it may get, in pixels.
         (The model's own preprocessor says 384 x 384, with which small objects are missed.)
-    clip, clip_pretrained: who names colours, see `ClipColors`.
+    clip, clip_pretrained: who names colours, see `ClipColors`. dtype: of the network alone.
     batch_size: images a forward pass; it changes no result beyond rounding.
     device: None = the GPU if there is one. offload: the weights of both models lie on the CPU
         between calls of the reward.
@@ -91,19 +91,21 @@ class Mask2Former:
         size: Annotated[Sequence[int], AfterValidator(_check_size)] = SIZE,
         clip: OpenClip = "ViT-L-14",
         clip_pretrained: OpenClipWeights = "openai",
+        dtype: Literal["float32", "bfloat16", "float16"] = "float32",
         batch_size: Count = 8,
         device: Device = None,
         offload: bool = False,
     ) -> None:
         self.batch_size, (self.shortest, self.longest) = batch_size, size
+        self.dtype = getattr(torch, dtype)
         self.colors = ClipColors(clip, clip_pretrained, device=device, offload=offload)
-        self.processor, self.network = _load(model)
+        self.processor, self.network = _load(model, self.dtype)
         self.placement = Placement(self.network, device, offload)
         self.placements = (self.placement, self.colors.placement)
         commit = getattr(self.network.config, "_commit_hash", None)
         at = f"{located(model)[0]}@{commit}" if commit else model
         self.name = (
-            f"mask2former {at} at {self.shortest}/{self.longest} px, float32; "
+            f"mask2former {at} at {self.shortest}/{self.longest} px, {dtype}; "
             f"colours by {self.colors.name}"
         )
 
@@ -138,7 +140,7 @@ class Mask2Former:
         padded = pad(inputs, (0, -width % DIVISOR, 0, -height % DIVISOR))  # 0 = the mean colour
         sizes = padded.shape[-2:], (height, width), pictures[0].shape[:2]
         with self.placement:
-            output = self.network(pixel_values=padded.to(self.placement.device))
+            output = self.network(pixel_values=padded.to(self.placement.device, self.dtype))
         logits = zip(output.class_queries_logits, output.masks_queries_logits, strict=True)
         return [
             self._named(picture, instances(classes, masks, *sizes))
@@ -187,8 +189,11 @@ def instances(
     As mmdet 2.x does it (Mask2FormerHead.simple_test, MaskFormerFusionHead.instance_postprocess,
     mask2bbox). Raises ValueError for logits that are NaN or infinite.
     """
+    class_logits, mask_logits = class_logits.float(), mask_logits.float()
     if not bool(class_logits.isfinite().all() and mask_logits.isfinite().all()):
-        raise ValueError("the detector answered NaN or infinity.")
+        raise ValueError(
+            "the detector answered NaN or infinity; with `dtype` float16, try bfloat16."
+        )
     chance = class_logits.softmax(-1)[:, :-1]
     pairs = chance.flatten().topk(min(top, chance.numel())).indices
     queries, labels = pairs // chance.shape[1], pairs % chance.shape[1]
@@ -221,7 +226,7 @@ def tight(inside: Tensor) -> tuple[np.ndarray, list[np.ndarray]]:
     return boxes, crops
 
 
-def _load(model: str) -> tuple[Any, Any]:
+def _load(model: str, dtype: torch.dtype) -> tuple[Any, Any]:
     """(image processor, network), its labels and weights checked."""
     folder, at = located(model)
     config: Any = AutoConfig.from_pretrained(folder, **at)
@@ -232,7 +237,7 @@ def _load(model: str) -> tuple[Any, Any]:
         )
     kind: Any = Mask2FormerForUniversalSegmentation
     more = {"use_safetensors": True, "output_loading_info": True, **at}  # never a pickle
-    network, report = kind.from_pretrained(folder, config=config, dtype=torch.float32, **more)
+    network, report = kind.from_pretrained(folder, config=config, dtype=dtype, **more)
     missing = sorted(dict(network.named_parameters()).keys() & set(report["missing_keys"]))
     if missing:
         raise ValueError(f"`model` {model!r} lacks {len(missing)} weights, such as {missing[0]}.")

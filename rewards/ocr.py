@@ -36,8 +36,7 @@ def target_of(prompt: str) -> str:
     """The text between the first two straight double quotes of a prompt, as it stands there.
 
     Raises ValueError where there is no such text: fewer than two quotes, or nothing but spaces
-    between them. (The peers die of a prompt without quotes and of an empty target, and take the
-    rest of the prompt after a lone quote, so that an inch mark becomes the target.)
+    between them. (The peers take the rest of the prompt after a lone quote.)
     """
     pieces = prompt.split('"')
     if len(pieces) < 3 or not normalize(pieces[1]):
@@ -53,30 +52,26 @@ def normalize(text: str) -> str:
     return text.replace(" ", "").lower()  # as the peers, who keep tabs and newlines
 
 
+def joined(lines: Sequence[Line] | None) -> str:
+    """The normalized text of the lines of confidence > 0."""
+    return normalize("".join(text for text, confidence in lines or () if confidence > 0))
+
+
 def text_reward(target: str, lines: Sequence[Line] | None) -> float:
     """The published OCR rule, in [0,1]; its mean is what papers call OCR accuracy.
 
     lines: (text, confidence) in reading order, None or [] = no text. Lines of confidence > 0
     are joined; 1 if the target is in them, else 1 - min(Levenshtein, n) / n for a target of n
-    characters. So any surplus text around the target is free: see `strict_reward`.
+    characters. So any surplus text around the target is free.
     Source: Flow-OPD@434ab16 flow_grpo/ocr.py (OcrScorer). Raises ValueError for a blank target.
     """
-    wanted, read = _compared(target, lines)
+    wanted, read = normalize(target), joined(lines)
+    if not wanted:
+        raise ValueError(f"the target text {target!r} is blank; nothing can be compared with it.")
     if wanted in read:  # Levenshtein would count the surplus text
         return 1.0
     return 1 - min(Levenshtein.distance(wanted, read), len(wanted)) / len(wanted)
 
-
-def strict_reward(target: str, lines: Sequence[Line] | None) -> float:
-    """A rule of our own that does not pay for surplus text: 1 - Levenshtein / longer length.
-
-    In [0,1], and 1 only for exactly the target. Raises ValueError for a blank target.
-    """
-    wanted, read = _compared(target, lines)
-    return 1 - Levenshtein.distance(wanted, read) / max(len(wanted), len(read))
-
-
-RULES = {"published": text_reward, "strict": strict_reward}  # of one text
 
 # What LongText-Bench removes: all but Chinese, Latin and French letters, digits and white space.
 OTHERS = re.compile(r"[^\u4e00-\u9fa5a-zA-Z0-9\sàâäéèêëîïôöùûüçÀÂÄÉÈÊËÎÏÔÖÙÛÜÇ]")
@@ -176,8 +171,8 @@ class PaddleOCREngine:
     text_detection_model_dir, text_recognition_model_dir: folders of models, both or none, for a
         machine without a network; a folder has the name of its model, or that and "_infer".
         scripts/paddle_models_from_rapidocr.py makes a pair.
-    inference: what runs the models: None (PaddlePaddle), "onnxruntime" (for folders that hold an
-        inference.onnx), or another of PaddleOCR's `engine`s.
+    inference: what runs the models: None (PaddlePaddle), or "onnxruntime" for folders that hold an
+        inference.onnx.
     device: "cpu" or "gpu:0"; None = PaddleOCR's choice.
     limit_side_len, limit_type: as for RapidOCREngine; PaddleOCR's own: 64, "min". The peers' 960,
         "max" gives the same for 512 px.
@@ -191,7 +186,7 @@ class PaddleOCREngine:
         *,
         text_detection_model_dir: str | None = None,
         text_recognition_model_dir: str | None = None,
-        inference: str | None = None,
+        inference: Literal["onnxruntime"] | None = None,
         limit_side_len: Count = 64,
         limit_type: Limit = "min",
     ) -> None:
@@ -208,11 +203,9 @@ class PaddleOCREngine:
                 "text_recognition_model_dir": str(folders[1]),
             }
         running: dict[str, Any] = {"cpu_threads": 1}
-        if inference == "onnxruntime":  # one thread, as onnxruntime says it
+        if inference:  # PaddleOCR before 3.7 knows no `engine`
             limits = {"intra_op_num_threads": 1, "inter_op_num_threads": 1}
-            running = {"engine_config": limits}
-        if inference is not None:  # PaddleOCR before 3.7 knows no `engine`
-            running["engine"] = inference
+            running = {"engine": inference, "engine_config": limits}
         self._ocr = paddleocr.PaddleOCR(
             **models,
             **running,
@@ -292,8 +285,8 @@ class OCR(RewardBase):
 
     engine: "rapidocr", "paddleocr", "vlm" (with that engine's options), or an Engine object.
     workers: images read at once, each by an engine of its own (an Engine object reads alone).
-    rule: "published" (`text_reward`), "strict" (`strict_reward`), or of several texts "cvtg2k",
-        "longtext", "longtext_zh" (`word_scores`).
+    rule: "published" (`text_reward`), or of several texts "cvtg2k", "longtext", "longtext_zh"
+        (`word_scores`).
     The target is `target` of the image's metadata (for several texts a list, or LongText-Bench's
     `text`), else what the prompt puts in quotes. An image without text scores 0. A failing engine
     and a prompt without a target raise: see `flowalign.rewards.score`.
@@ -320,7 +313,7 @@ class OCR(RewardBase):
     def __init__(
         self,
         engine: str | Engine = "rapidocr",
-        rule: Literal["published", "strict", "cvtg2k", "longtext", "longtext_zh"] = "published",
+        rule: Literal["published", "cvtg2k", "longtext", "longtext_zh"] = "published",
         workers: Count = 1,
         **engine_options: Any,
     ) -> None:
@@ -348,12 +341,9 @@ class OCR(RewardBase):
     @classmethod
     def packages(cls, engine: str | Engine = "rapidocr", **options: Any) -> tuple[str, ...]:
         """What the engine imports."""
-        if engine == "rapidocr":
-            return ("rapidocr", "onnxruntime")
-        if engine != "paddleocr":
-            return ()
-        runtime = options.get("inference")
-        return ("paddleocr", "onnxruntime" if runtime == "onnxruntime" else "paddle")
+        paddle = ("paddleocr", options.get("inference") or "paddle")
+        known = {"rapidocr": ("rapidocr", "onnxruntime"), "paddleocr": paddle}
+        return known.get(engine, ()) if isinstance(engine, str) else ()
 
     @classmethod
     def check_prompts(cls, prompts: Sequence[str], metadata: Metadata, **options: Any) -> None:
@@ -370,9 +360,9 @@ class OCR(RewardBase):
         pages = self._read([to_uint8(image) for image in images])
         rows, reasons = [], {}
         for row, (texts, lines, meta) in enumerate(zip(targets, pages, metadata, strict=True)):
-            if self.rule in RULES:
-                wanted, read = _compared(texts[0], lines)
-                value = RULES[self.rule](texts[0], lines)
+            if self.rule == "published":
+                wanted, read = normalize(texts[0]), joined(lines)
+                value = text_reward(texts[0], lines)
                 longest = max(4, 1 << (len(wanted) - 1).bit_length())
                 length = f"letters_{longest // 2 + 1 if longest > 4 else 1:02}_to_{longest:02}"
                 rows.append({"value": value, "exact": float(wanted == read), length: value})
@@ -412,10 +402,3 @@ def _texts(rule: str, prompt: str, metadata: Mapping[str, Any]) -> list[str]:
         want = "words" if rule in WORDS else "one text"
         raise ValueError(f"prompt {prompt!r} has {where} {found!r}; rule {rule!r} wants {want}.")
     return texts
-
-
-def _compared(target: str, lines: Sequence[Line] | None) -> tuple[str, str]:
-    wanted = normalize(target)
-    if not wanted:
-        raise ValueError(f"the target text {target!r} is blank; nothing can be compared with it.")
-    return wanted, normalize("".join(text for text, confidence in lines or () if confidence > 0))

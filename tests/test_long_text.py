@@ -144,7 +144,6 @@ def test_texts_come_from_the_metadata_or_from_all_double_quotes() -> None:
         ("longtext", {"target": ["?!", "..."]}, "`target`"),  # nothing that the rule keeps
         ("longtext_zh", {"text": {"a": 1}}, "`text`"),
         ("published", {"target": ["a", "b"]}, "`target`"),  # that rule is of one text
-        ("strict", {"target": ["a", "b"]}, "`target`"),
     ],
 )
 def test_prompts_without_texts_are_refused(rule: str, metadata: dict[str, Any], key: str) -> None:

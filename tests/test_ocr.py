@@ -20,7 +20,6 @@ from flowalign.rewards.ocr import (
     OCR,
     PaddleOCREngine,
     RapidOCREngine,
-    strict_reward,
     target_of,
     text_reward,
 )  # fmt: skip
@@ -58,17 +57,8 @@ def test_blank_targets_are_refused():
     for prompt in ("no quotes", 'a 5" screen', 'a sign ""', 'a sign "  "'):
         with pytest.raises(ValueError, match="quotes"):
             target_of(prompt)
-    for rule in (text_reward, strict_reward):
-        with pytest.raises(ValueError, match="' '"):
-            rule(" ", [("a", 0.9)])
-
-
-def test_strict_rule_does_not_pay_for_surplus_text():
-    lines = [("OPEN", 0.9), ("DAILY", 0.9)]
-    assert text_reward("Open", lines) == 1
-    assert strict_reward("Open", lines) == pytest.approx(4 / 9)
-    assert strict_reward("Open", [("o pen", 0.9), ("DAILY", 0.0)]) == 1
-    assert strict_reward("Open", None) == 0
+    with pytest.raises(ValueError, match="' '"):
+        text_reward(" ", [("a", 0.9)])
 
 
 def test_a_failed_engine_and_a_missing_target_are_invalid_but_no_text_is_zero():

@@ -98,7 +98,7 @@ def test_what_is_unknown_is_refused_with_a_suggestion(stranger):
         ("nowhere.at.all:Thing", {}, "'nowhere'"),
         ("stranger:Brightnes", {}, "Brightnes"),
         ("stranger:Brightness", {"scal": 1}, "'scale'"),
-        ("geneval", {"treshold": 0.5}, "'threshold'"),
+        ("geneval", {"detektor": "tiny"}, "'detector'"),
         ("geneval", {"detector": "tinny"}, "'tinny'"),
         ("geneval", {"reward": "lenient"}, "`reward`.*'bounded'"),
     ):
@@ -149,10 +149,7 @@ WRONG = {
         {"batch_size": True}, {"offload": "yes"}, {"device": "gpu"},
         {"model": "no such model"}, {"model": 3}, {"model": "owner/name@rev/folder"},
     ],
-    "geneval": [
-        {"threshold": 1.0}, {"counting_threshold": True}, {"max_objects": 0}, {"max_objects": 2.0},
-        {"max_overlap": 0}, {"position_threshold": -0.1},
-    ],
+    "geneval": [{"reward": "lenient"}, {"detector_optoins": {}}],
     "hpsv2": [{"weights": "nowhere.pt"}, {"architecture": ""}],
     "imagereward": [{"weights": "ImageReward.pt"}, {"tokenizer": "no such folder"}],
     "ocr": [{"rule": "lenient"}, {"workers": 0}, {"limit_typ": "max"}],
@@ -182,10 +179,10 @@ def test_a_model_may_name_its_revision(tmp_path: Path):
 
 
 def test_wrong_options_of_a_detector_are_refused_before_anything_is_loaded():
-    for option, value in (("model", "./no/where"), ("size", [8, 16])):
+    for option, value in (("model", "./no/where"), ("size", [8, 16]), ("dtype", "float8")):
         with pytest.raises(ValueError, match=f"`{option}` of detector 'mask2former'"):
             check("geneval", {"detector": "mask2former", "detector_options": {option: value}})
-    check("geneval", {"detector": "mask2former", "detector_options": {"batch_size": 2}})
+    check("geneval", {"detector": "mask2former", "detector_options": {"dtype": "bfloat16"}})
 
 
 def test_one_bad_image_masks_only_itself_and_is_logged(caplog):
@@ -279,7 +276,7 @@ def test_ocr_names_the_first_prompt_without_a_target():
     ):
         prompts, rows = ['a sign that says "OK"', prompt, "none"], [{}, metadata, {}]
         with pytest.raises(ValueError, match="number 2 of 3") as caught:
-            check_prompts("ocr", {"rule": "strict"}, prompts, rows)
+            check_prompts("ocr", {}, prompts, rows)
         said = str(caught.value)
         assert repr(prompt) in said and repr(metadata.get("target", "target")).strip("'") in said
 
