@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -58,12 +57,6 @@ class Touchy:
         return exact(images, prompts, metadata)
 
 
-def corner(images: Tensor, prompts, metadata) -> Scores:
-    """The first number of each image after half a second: needs no memory, and the queue fills."""
-    time.sleep(0.5)
-    return Scores.of(images[:, 0, 0, 0].clone())
-
-
 class Stuck:
     """`exact`, but the prompt `hang` hangs until it is let go."""
 
@@ -73,20 +66,6 @@ class Stuck:
     def __call__(self, images: Tensor, prompts, metadata) -> Scores:
         if "hang" in prompts:
             assert self.go.wait(20)
-        return exact(images, prompts, metadata)
-
-
-class Mortal:
-    """`exact`, but the process is killed in its n-th call; only once, as a file remembers."""
-
-    def __init__(self, flag: str, call: int) -> None:
-        self.flag, self.call, self.calls = Path(flag), call, 0
-
-    def __call__(self, images: Tensor, prompts, metadata) -> Scores:
-        self.calls += 1
-        if self.calls == self.call and not self.flag.exists():
-            self.flag.touch()
-            os.kill(os.getpid(), signal.SIGKILL)
         return exact(images, prompts, metadata)
 
 

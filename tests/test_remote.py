@@ -8,7 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -189,6 +189,18 @@ def test_a_server_that_hangs_is_a_timeout_error_within_the_deadline():
         reward.go.set()
 
 
+def test_two_servers_work_at_the_same_time():
+    both = threading.Barrier(2, timeout=20)
+
+    def waits(images, prompts, metadata) -> Scores:
+        both.wait()
+        return served.exact(images, prompts, metadata)
+
+    with served.serving(waits) as one, served.serving(waits) as two:
+        scores = Remote([one, two], batch_size=1)(IMAGES, PROMPTS, METADATA)
+    assert torch.equal(scores.value, served.exact(IMAGES, PROMPTS, METADATA).value)
+
+
 def test_a_dead_server_leaves_the_rotation_and_others_take_its_requests():
     bad, good = Flaky(refusals=1000), Flaky(pause=0.02)
     with served.serving(bad) as one, served.serving(good) as two:
@@ -229,24 +241,9 @@ def test_a_dead_server_of_several_is_only_warned_of(caplog: pytest.LogCaptureFix
     gone = closed_port()
     with served.serving(served.exact) as url:
         build_on(None, "remote", {"urls": [gone, url]})
-        with served.serving(served.corner) as other, pytest.raises(ConnectionError, match="served"):
+        with served.serving(served.Touchy()) as other, pytest.raises(ConnectionError, match="served"):
             build_on(None, "remote", {"urls": [url, other]})  # of another reward
     assert any(gone in record.getMessage() for record in caplog.records)
-
-
-# Several servers ---------------------------------------------------------------------------------
-
-
-def test_two_servers_work_at_the_same_time():
-    both = threading.Barrier(2, timeout=20)
-
-    def waits(images, prompts, metadata) -> Scores:
-        both.wait()
-        return served.exact(images, prompts, metadata)
-
-    with served.serving(waits) as one, served.serving(waits) as two:
-        scores = Remote([one, two], batch_size=1)(IMAGES, PROMPTS, METADATA)
-    assert torch.equal(scores.value, served.exact(IMAGES, PROMPTS, METADATA).value)
 
 
 # Options -----------------------------------------------------------------------------------------
@@ -285,57 +282,22 @@ def metrics(folder: Path) -> list[dict]:
 
 
 @pytest.mark.slow
-def test_a_server_that_is_killed_and_restarted_under_load_costs_no_step(
-    random_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """SIGKILL while it scores the third of eight requests; another takes over its port."""
-    monkeypatch.setattr(http, "LONGEST_WAIT", 0.2)  # 2000 of them: time to start again
-    here = fakes.settings(random_model, tmp_path / "here" / "run")
-    here = here.model_copy(update={"tasks": [with_reward(here.tasks[0], "served:exact", {})]})
-    fakes.wired(here).run()
-    flag = tmp_path / "killed"
-    with ExitStack() as stack:
-        url = stack.enter_context(immortal(f"flag={flag}", "call=3"))
-        options = {"urls": url, "batch_size": 4, "retries": 2000}
-        there = fakes.settings(random_model, tmp_path / "there" / "run")
-        there = there.model_copy(update={"tasks": [with_reward(there.tasks[0], "remote", options)]})
-        fakes.wired(there).run()
-    assert flag.exists()
-    there, expected = metrics(tmp_path / "there" / "run"), metrics(tmp_path / "here" / "run")
+def test_a_server_that_fails_under_load_costs_no_step(random_model: str, tmp_path: Path) -> None:
+    folders = [tmp_path / "here" / "run", tmp_path / "there" / "run"]
+    for folder in folders:
+        folder.parent.mkdir()
+    with served.serving(Flaky(refusals=3)) as url:
+        options = {"urls": url, "batch_size": 4}
+        for folder, reward in zip(
+            folders, (("served:exact", {}), ("remote", options)), strict=True
+        ):
+            config = fakes.settings(random_model, folder)
+            task = with_reward(config.tasks[0], *reward)
+            fakes.wired(config.model_copy(update={"tasks": [task]})).run()
+    expected, there = map(metrics, folders)
     assert len(expected) == 4 and there == expected
 
 
 def with_reward(task, name: str, options: dict):
     reward = task.reward.model_copy(update={"name": name, "options": options})
     return task.model_copy(update={"reward": reward})
-
-
-class immortal:
-    """A served Mortal that is started again, on the same port, when its process ends."""
-
-    def __init__(self, *options: str) -> None:
-        self.options, self.over = options, threading.Event()
-
-    def __enter__(self) -> str:
-        self.process, url = served.process("served:Mortal", *self.options)
-        self.thread = threading.Thread(target=self.watch, args=(int(url.rsplit(":", 1)[1]),))
-        self.thread.start()
-        return url
-
-    def watch(self, port: int) -> None:
-        while not self.over.is_set():
-            if self.process.poll() is not None:
-                self.end()
-                self.process, _ = served.process("served:Mortal", *self.options, port=port)
-            self.over.wait(0.02)
-
-    def end(self) -> None:
-        self.process.kill()
-        self.process.wait()
-        assert self.process.stdout
-        self.process.stdout.close()
-
-    def __exit__(self, *error: object) -> None:
-        self.over.set()
-        self.thread.join()
-        self.end()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import socket
 import subprocess
@@ -221,39 +220,3 @@ def test_serving_imports_nothing_that_an_old_environment_lacks():
         [sys.executable, "-c", code], capture_output=True, text=True, env=environment
     )
     assert done.stdout.strip() == "[]", done.stderr
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
-def test_memory_is_bounded_by_queue_and_size(capsys):
-    """As docs/rewards/remote.md states it. Prints the measured figures."""
-    megabytes, queue = 12, 6
-    side = int((megabytes * 2**20 * 0.74 / 6) ** 0.5)  # noise: its PNGs are as large as its pixels
-    noise = torch.rand(2, 3, side, side, generator=torch.Generator().manual_seed(0))
-    body = wire.encode_request("corner", noise, ["a", "b"], [{}, {}])
-    assert 0.9 < len(body) / 2**20 / megabytes <= 1
-    arguments = ["--max-bytes", str(megabytes * 2**20), "--queue", str(queue)]
-    exact = {"MALLOC_MMAP_THRESHOLD_": "1000000"}  # freed memory goes back at once
-    process, url = served.process("served:corner", *arguments, environment=exact)
-    try:
-        small = wire.encode_request("corner", torch.zeros(2, 3, 8, 8), ["a", "b"], [{}, {}])
-        assert ask(url, small).status_code == 200
-        before = peak_memory(process.pid)
-        with ThreadPoolExecutor(queue) as pool:
-            answers = list(pool.map(lambda _: ask(url, body).status_code, range(2 * queue)))
-        grown = (peak_memory(process.pid) - before) / megabytes
-    finally:
-        process.kill()
-        process.wait()
-        assert process.stdout
-        process.stdout.close()
-    with capsys.disabled():
-        print(f"\nmemory: {grown:.1f} x max-bytes at queue {queue}")
-    assert set(answers) == {200}
-    assert grown <= queue + 16
-
-
-def peak_memory(pid: int) -> float:
-    """MiB of a process at most so far."""
-    (kilobytes,) = re.findall(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
-    return int(kilobytes) / 1024
