@@ -9,7 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from difflib import get_close_matches
 from importlib.metadata import version
-from pathlib import Path
 from queue import SimpleQueue
 from statistics import fmean
 from typing import Any, Literal, Protocol
@@ -27,7 +26,6 @@ from flowalign.system.packages import require
 from flowalign.types import Metadata, Scores
 
 Line = tuple[str, float]
-Limit = Literal["min", "max"]
 CONFIDENCE = 0.5  # lines of less are dropped, as PaddleOCR 2.x, the peers' engine, does
 QUESTION = "Which text does the image show? Reply with that text only, and do not repeat any of it."
 
@@ -133,7 +131,10 @@ class RapidOCREngine:
     """
 
     def __init__(
-        self, limit_side_len: Count = 736, limit_type: Limit = "min", rec_width: Count = 320
+        self,
+        limit_side_len: Count = 736,
+        limit_type: Literal["min", "max"] = "min",
+        rec_width: Count = 320,
     ) -> None:
         rapidocr = require("rapidocr", "this reward reads text with")
         self._ocr: Any = rapidocr.RapidOCR(
@@ -165,75 +166,33 @@ class RapidOCREngine:
 
 
 class PaddleOCREngine:
-    """PaddleOCR 3.x, by default with the peers' models, which it downloads on first use.
+    """PaddleOCR 3.x with the peers' models, which it downloads on first use.
 
-    lang: which models, where no folders are given.
-    text_detection_model_dir, text_recognition_model_dir: folders of models, both or none, for a
-        machine without a network; a folder has the name of its model, or that and "_infer".
-        scripts/paddle_models_from_rapidocr.py makes a pair.
-    inference: what runs the models: None (PaddlePaddle), or "onnxruntime" for folders that hold an
-        inference.onnx.
-    device: "cpu" or "gpu:0"; None = PaddleOCR's choice.
-    limit_side_len, limit_type: as for RapidOCREngine; PaddleOCR's own: 64, "min". The peers' 960,
-        "max" gives the same for 512 px.
+    lang: of the models. device: "cpu" or "gpu:0"; None = PaddleOCR's choice. An image keeps its
+    size for detection (at 512 px the peers' limit gives the same).
     Raises ImportError where paddleocr is not installed.
     """
 
-    def __init__(
-        self,
-        lang: str = "en",
-        device: str | None = None,
-        *,
-        text_detection_model_dir: str | None = None,
-        text_recognition_model_dir: str | None = None,
-        inference: Literal["onnxruntime"] | None = None,
-        limit_side_len: Count = 64,
-        limit_type: Limit = "min",
-    ) -> None:
+    def __init__(self, lang: str = "en", device: str | None = None) -> None:
         paddleocr = require("paddleocr", "this reward reads text with")
-        models, which = {"lang": lang, "ocr_version": "PP-OCRv4"}, f"PP-OCRv4 {lang}"
-        if text_detection_model_dir and text_recognition_model_dir:
-            folders = Path(text_detection_model_dir), Path(text_recognition_model_dir)
-            names = [folder.name.removesuffix("_infer") for folder in folders]
-            which = " + ".join(names)
-            models = {
-                "text_detection_model_name": names[0],
-                "text_detection_model_dir": str(folders[0]),
-                "text_recognition_model_name": names[1],
-                "text_recognition_model_dir": str(folders[1]),
-            }
-        running: dict[str, Any] = {"cpu_threads": 1}
-        if inference:  # PaddleOCR before 3.7 knows no `engine`
-            limits = {"intra_op_num_threads": 1, "inter_op_num_threads": 1}
-            running = {"engine": inference, "engine_config": limits}
         self._ocr = paddleocr.PaddleOCR(
-            **models,
-            **running,
+            lang=lang,
+            ocr_version="PP-OCRv4",
+            cpu_threads=1,
             device=device,
             use_doc_orientation_classify=False,  # these three are for scans and photographs
             use_doc_unwarping=False,
             use_textline_orientation=False,
             text_rec_score_thresh=CONFIDENCE,
-            text_det_limit_side_len=limit_side_len,
-            text_det_limit_type=limit_type,
+            text_det_limit_side_len=64,
+            text_det_limit_type="min",
             text_det_box_thresh=0.6,
             text_det_unclip_ratio=1.5,
         )
         self.name = (
-            f"paddleocr {version('paddleocr')} {inference or 'paddle'}, {which}, "
-            f"text_rec_score_thresh {CONFIDENCE}, upscale 1, "
-            f"limit {limit_side_len} {limit_type}, box_thresh 0.6, unclip_ratio 1.5"
+            f"paddleocr {version('paddleocr')} paddle, PP-OCRv4 {lang}, text_rec_score_thresh "
+            f"{CONFIDENCE}, upscale 1, limit 64 min, box_thresh 0.6, unclip_ratio 1.5"
         )
-
-    @staticmethod
-    def check_options(
-        text_detection_model_dir: str | None = None,
-        text_recognition_model_dir: str | None = None,
-        **others: Any,
-    ) -> None:
-        """Raise ValueError for one folder alone: PaddleOCR would download the other model."""
-        if bool(text_detection_model_dir) != bool(text_recognition_model_dir):
-            raise ValueError("give both text_detection_model_dir and text_recognition_model_dir.")
 
     def read(self, image: np.ndarray) -> list[Line]:
         """image uint8 RGB [H,W,3] -> (text, confidence) in PaddleOCR's order, [] = no text."""
@@ -341,8 +300,7 @@ class OCR(RewardBase):
     @classmethod
     def packages(cls, engine: str | Engine = "rapidocr", **options: Any) -> tuple[str, ...]:
         """What the engine imports."""
-        paddle = ("paddleocr", options.get("inference") or "paddle")
-        known = {"rapidocr": ("rapidocr", "onnxruntime"), "paddleocr": paddle}
+        known = {"rapidocr": ("rapidocr", "onnxruntime"), "paddleocr": ("paddleocr", "paddle")}
         return known.get(engine, ()) if isinstance(engine, str) else ()
 
     @classmethod

@@ -2,12 +2,10 @@
 
 import json
 import random
-import runpy
 import sys
 import threading
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import matplotlib
 import numpy as np
@@ -15,7 +13,7 @@ import pytest
 import torch
 from PIL import Image, ImageDraw, ImageFont
 
-from flowalign.rewards import build, check, describe, ocr, score
+from flowalign.rewards import build, describe, ocr, score
 from flowalign.rewards.ocr import (
     OCR,
     PaddleOCREngine,
@@ -93,17 +91,10 @@ def test_the_value_is_also_given_by_the_length_of_the_target():
 
 
 PADDLE_3_7 = """
-    doc_orientation_classify_model_name doc_orientation_classify_model_dir
-    doc_unwarping_model_name doc_unwarping_model_dir text_detection_model_name
-    text_detection_model_dir textline_orientation_model_name textline_orientation_model_dir
-    textline_orientation_batch_size text_recognition_model_name text_recognition_model_dir
-    text_recognition_batch_size use_doc_orientation_classify use_doc_unwarping
-    use_textline_orientation text_det_limit_side_len text_det_limit_type text_det_thresh
-    text_det_box_thresh text_det_unclip_ratio text_det_input_shape text_rec_score_thresh
-    return_word_box text_rec_input_shape lang ocr_version
-    paddlex_config device engine engine_config enable_hpi use_tensorrt precision enable_mkldnn
-    mkldnn_cache_capacity cpu_threads enable_cinn
-""".split()  # what PaddleOCR 3.7.0 takes: its constructor's names, and _common_args.py's
+    use_doc_orientation_classify use_doc_unwarping use_textline_orientation text_rec_score_thresh
+    text_det_limit_side_len text_det_limit_type text_det_box_thresh text_det_unclip_ratio
+    lang ocr_version device cpu_threads
+""".split()  # of what PaddleOCR 3.7.0 takes: its constructor's names, and _common_args.py's
 
 
 @pytest.fixture
@@ -114,8 +105,6 @@ def paddle(monkeypatch):
     class FakePaddle:
         def __init__(self, **options):
             assert set(options) <= set(PADDLE_3_7)
-            if options.get("text_detection_model_dir"):  # the real one warns
-                assert "lang" not in options and "ocr_version" not in options
             asked.update(options)
 
         def predict(self, images):
@@ -134,30 +123,6 @@ def test_paddle_gets_bgr_and_its_3x_arguments(paddle):
     assert paddle["use_textline_orientation"] is False and paddle["text_rec_score_thresh"] == 0.5
     assert (paddle["lang"], paddle["ocr_version"]) == ("en", "PP-OCRv4")
     assert engine.name.startswith("paddleocr 3.7.0 paddle, PP-OCRv4 en, text_rec_score_thresh 0.5,")
-
-
-@pytest.fixture(scope="module")
-def paddle_models(tmp_path_factory):
-    """Folders (detection, recognition) of PaddleOCR models, out of rapidocr's wheel."""
-    script = Path(__file__).parent.parent / "scripts" / "paddle_models_from_rapidocr.py"
-    return runpy.run_path(str(script))["write"](tmp_path_factory.mktemp("paddle"))
-
-
-def test_paddle_is_told_of_local_folders_by_name(paddle, paddle_models):
-    detection, recognition = map(str, paddle_models)
-    options: dict[str, Any] = {
-        "text_detection_model_dir": detection,
-        "text_recognition_model_dir": recognition,
-    }
-    engine = PaddleOCREngine(inference="onnxruntime", **options)
-    assert {name: paddle[name] for name in options} == options
-    assert paddle["text_detection_model_name"] == "PP-OCRv6_small_det"
-    assert paddle["text_recognition_model_name"] == "PP-OCRv6_small_rec"
-    assert paddle["engine"] == "onnxruntime" and paddle["engine_config"]
-    assert "onnxruntime, PP-OCRv6_small_det + PP-OCRv6_small_rec," in engine.name
-    del options["text_detection_model_dir"]
-    with pytest.raises(ValueError, match="text_detection_model_dir"):
-        check("ocr", {"engine": "paddleocr", **options})
 
 
 def _sign(rng, word):
