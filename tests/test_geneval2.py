@@ -13,7 +13,6 @@ from vision_judge import completion, tokenizer
 from flowalign.eval.stats import rows_of
 from flowalign.rewards import build, build_on, check, check_prompts, describe, score
 from flowalign.rewards.geneval2 import first_tokens, question_score, soft_tifa, spellings
-from flowalign.training.sources import SOURCES, commands
 
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "geneval2.json").read_text())
 FIRST, CASES = GOLDEN["meta"]["first_token"], GOLDEN["cases"]
@@ -175,8 +174,3 @@ def test_wrong_options_and_prompts_are_refused_before_anything_is_loaded() -> No
     ):
         with pytest.raises(ValueError, match="flowalign data fetch geneval2"):
             check_prompts("geneval2", {}, ["a"], [LINE | change])
-
-
-def test_the_official_file_is_fetched_and_not_shipped() -> None:
-    assert commands("data/geneval2_test.jsonl") == ["flowalign data fetch geneval2"]
-    assert "NC" in SOURCES["geneval2"].licence

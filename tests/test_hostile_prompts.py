@@ -108,17 +108,3 @@ def test_a_file_is_read_or_refused(count: int, suffix: str, tmp_path: Path):
                 assert str(error)
 
     holds(read_or_refused, count // 3, content=written)
-
-
-@pytest.mark.slow
-@examples(300)
-def test_a_path_is_read_or_refused(count: int):
-    paths = st.lists(st.one_of(texts, st.sampled_from(["/", ".", "tiny/", ".txt"])), max_size=5)
-
-    def read_or_refused(parts: list[str]) -> None:
-        try:
-            load_prompts("".join(parts), "task")
-        except PromptError as error:
-            assert len(str(error)) < 20_000
-
-    holds(read_or_refused, count, parts=paths)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import geneval_models
@@ -133,45 +133,6 @@ def test_boxes_of_masks_of_all_sizes_are_the_formula():
         assert len({tuple(box) for _, box, _ in expected}) > 5 and len(expected) < 30  # some empty
         for mask, (x1, y1, x2, y2) in zip(found.masks, found.boxes.tolist(), strict=True):
             assert mask.shape == (y2 - y1, x2 - x1) and mask[0].any() and mask[:, -1].any()
-
-
-class Planted(nn.Module):
-    """A network that sees three things in a frame of 16 x 24 cells of four pixels."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.asked: list[Tensor] = []
-
-    def forward(self, pixel_values: Tensor) -> Any:
-        self.asked.append(pixel_values)
-        masks = torch.full((len(pixel_values), 4, 16, 24), -8.0)
-        masks[:, 0, 2:6, 5:15] = 8
-        masks[:, 1, 13:16, 0:4] = 8  # below row 48, in the padding
-        masks[:, 2, 0:12, 20:24] = 8  # its right half is in the padding
-        classes = torch.zeros(len(pixel_values), 4, 81)
-        classes[:, 0, 16], classes[:, 0, 15] = 9.0, 8.0  # a dog, and maybe a cat
-        classes[:, 1, 0] = classes[:, 2, 64] = 9.0
-        return SimpleNamespace(class_queries_logits=classes, masks_queries_logits=masks)
-
-
-@pytest.mark.parametrize("scale", [1, 2])
-def test_a_planted_mask_gives_exactly_its_box(detector, monkeypatch, scale: int):
-    network = Planted()
-    monkeypatch.setattr(detector, "network", network)
-    monkeypatch.setattr(detector, "shortest", 48)
-    (found,) = detector(torch.full((1, 3, 48 * scale, 88 * scale), 0.5))
-    (asked,) = network.asked
-    assert asked.shape == (1, 3, 64, 96) and bool((asked[..., 48:, :] == 0).all())
-    assert bool((asked[..., :48, 88:] == 0).all()) and bool((asked[..., :48, :88] != 0).all())
-    tops = {name: max(boxes, key=lambda box: box[4]) for name, boxes in found.boxes.items()}
-    assert tops["dog"][:4] == [scale * x for x in (20, 8, 60, 24)]
-    assert tops["cat"][:4] == tops["dog"][:4]  # one query may stand for two classes
-    assert tops["computer mouse"][:4] == [scale * x for x in (80, 0, 88, 48)]
-    assert tops["cat"][4] / tops["dog"][4] == pytest.approx(np.exp(-1), abs=1e-5)
-    chance = np.exp(9) / (np.exp(9) + 80)
-    assert chance * 0.9 < tops["computer mouse"][4] < chance  # no loss at the padding's edge
-    persons = found.boxes.get("person", [])
-    assert all(box[:4] in (tops["dog"][:4], tops["computer mouse"][:4]) for box in persons)
 
 
 def test_batch_size_and_order_do_not_matter(options: dict[str, Any], detector: Mask2Former):

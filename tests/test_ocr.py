@@ -13,7 +13,7 @@ import pytest
 import torch
 from PIL import Image, ImageDraw, ImageFont
 
-from flowalign.rewards import build, describe, ocr, score
+from flowalign.rewards import build, check_prompts, describe, ocr, score
 from flowalign.rewards.ocr import (
     OCR,
     PaddleOCREngine,
@@ -57,6 +57,10 @@ def test_blank_targets_are_refused():
             target_of(prompt)
     with pytest.raises(ValueError, match="' '"):
         text_reward(" ", [("a", 0.9)])
+    prompt, fine = 'a sign that says "HI"', ({}, {"target": "OK"})
+    for target in (" ", None, 10):
+        with pytest.raises(ValueError, match="number 3 of 3: .*`target`"):
+            check_prompts("ocr", {}, [prompt] * 3, [*fine, {"target": target}])
 
 
 def test_a_failed_engine_and_a_missing_target_are_invalid_but_no_text_is_zero():

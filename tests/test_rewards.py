@@ -18,7 +18,6 @@ from flowalign.rewards import (
     build,
     build_on,
     check,
-    check_prompts,
     declared,
     describe,
     is_groupwise,
@@ -263,22 +262,6 @@ def test_geneval_scores_what_the_detector_found(stranger, kind, value):
     scores = reward(IMAGES[1:3], PROMPTS[1:3], [DOG, DOG])
     assert scores.value.tolist() == value
     assert scores.parts["correct"].tolist() == [1, 1]
-
-
-def test_ocr_names_the_first_prompt_without_a_target():
-    for prompt, metadata in (
-        ("a sign", {}),
-        ('a 10" sign', {}),
-        ('a sign that says " "', {}),
-        ('a sign that says "HI"', {"target": " "}),
-        ('a sign that says "HI"', {"target": None}),
-        ("a sign that says 10", {"target": 10}),
-    ):
-        prompts, rows = ['a sign that says "OK"', prompt, "none"], [{}, metadata, {}]
-        with pytest.raises(ValueError, match="number 2 of 3") as caught:
-            check_prompts("ocr", {}, prompts, rows)
-        said = str(caught.value)
-        assert repr(prompt) in said and repr(metadata.get("target", "target")).strip("'") in said
 
 
 def test_a_reward_describes_itself_and_at_least_by_its_name():
