@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Annotated, Any, Literal
@@ -102,7 +102,7 @@ class GenEval(RewardBase):
         device: Device = None,
     ) -> None:
         if isinstance(detector, str):
-            factory = _factory(detector)
+            factory = _found(detector)
             detector = factory(**with_device(factory, detector_options or {}, device))
         self.reward, self.detector = reward, detector
         engine = getattr(detector, "name", type(detector).__name__)
@@ -120,7 +120,7 @@ class GenEval(RewardBase):
         Imports the detector's module and checks its signature; builds nothing.
         """
         if isinstance(detector, str):
-            check_call(f"detector {detector!r}", _factory(detector), detector_options or {})
+            check_call(f"detector {detector!r}", _found(detector), detector_options or {})
 
     @classmethod
     def packages(
@@ -130,8 +130,7 @@ class GenEval(RewardBase):
         **others: Any,
     ) -> tuple[str, ...]:
         """What the detector says that it imports."""
-        found = _factory(detector) if isinstance(detector, str) else detector
-        packages = getattr(found, "packages", None)
+        packages = getattr(_found(detector), "packages", None)
         return packages(**(detector_options or {})) if packages else ()
 
     @classmethod
@@ -140,7 +139,7 @@ class GenEval(RewardBase):
         for what the detector that the options name does not know (its `classes` and `palette`):
         never seen, it would only cost points. Without one, GenEval's colours are known."""
         detector = options.get("detector")
-        found = _factory(detector) if isinstance(detector, str) else detector
+        found = _found(detector)
         classes = getattr(found, "classes", ())
         palette = getattr(found, "palette", COLORS if found is None else ())
         for number, (prompt, meta) in enumerate(zip(prompts, metadata, strict=True), 1):
@@ -186,7 +185,10 @@ class GenEval(RewardBase):
         return partial_credit(*judged, **RULES, variant=self.reward), verdict
 
 
-def _factory(detector: str) -> Callable[..., Detector]:
+def _found(detector: Any) -> Any:
+    """The factory behind a name or dotted path; any other detector as it is."""
+    if not isinstance(detector, str):
+        return detector
     if detector not in DETECTORS and ":" not in detector:
         raise ValueError(f"no detector {detector!r}; use one of {list(DETECTORS)}, or a path.")
     return load(DETECTORS.get(detector, detector), "detector")

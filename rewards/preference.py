@@ -41,7 +41,8 @@ class Preference(RewardBase):
     """Base of rewards with value = raw / normalizer.
 
     normalizer: sets the scale of the value only. parts: "raw", the score before division.
-    source: what else the scores depend on, such as the model.
+    device, batch_size, offload: where its networks compute, images a forward pass, and whether the
+    weights lie on the CPU between calls. source: what else the scores depend on.
     """
 
     clip: TwoTowers
@@ -69,51 +70,39 @@ class ClipScore(Preference):
     `logits_per_image`, as in Flow-GRPO (flow_grpo/clip_scorer.py). The paper's CLIPScore is
     2.5 * max(cos, 0) of ViT-B/32, which is another number. Flow-GRPO resizes float pixels
     bilinearly; here they are resized bicubically at 8 bits, as CLIP was trained.
-    model: a Hub id or folder of a CLIPModel, or "tiny", the preference model of the tiny world.
-    normalizer: 30 as in Flow-GRPO; raw is about 15 to 40.
-    offload: the weights lie on the CPU between calls.
+    model: None = the published one. normalizer: None = Flow-GRPO's, 30; raw is about 15 to 40.
     """
 
     name = "clipscore"
     cost, downloads = Cost(VIT_L), CLIP_L
+    published: tuple[str, str | None, float] = LARGE, None, 30.0  # its processor, the normalizer
 
     def __init__(
         self,
-        model: ClipModel = LARGE,
+        model: ClipModel | None = None,
         *,
-        normalizer: Divisor = 30.0,
+        normalizer: Divisor | None = None,
         device: Device = None,
         batch_size: Count = 64,
         offload: bool = False,
     ) -> None:
-        self.clip = Clip(model, None, device, batch_size, offload)
-        super().__init__(normalizer, model=model)
+        published, processor, usual = self.published
+        model = model or published
+        own = None if model.startswith(published) else model
+        self.clip = Clip(model, own or processor, device, batch_size, offload)
+        super().__init__(normalizer or usual, model=model)
 
 
-class PickScore(Preference):
+class PickScore(ClipScore):
     """PickScore (2305.01569): exp(logit_scale) * cos(text, image) / normalizer, about 0 to 1.
 
-    model: as for `ClipScore`. The published one takes its image processor and tokenizer from
-        PICKSCORE_PROCESSOR; any other has its own.
-    normalizer: 26 as in Flow-GRPO (pickscore_scorer.py), about .83 there. Papers print raw.
-    offload: as for `ClipScore`.
+    The published model takes its image processor and tokenizer from another; any other has its own.
+    normalizer: None = Flow-GRPO's, 26 (pickscore_scorer.py), about .83 there. Papers print raw.
     """
 
     name = "pickscore"
     cost, downloads = Cost(VIT_H), {PICKSCORE: 3.9}
-
-    def __init__(
-        self,
-        model: ClipModel = PICKSCORE,
-        *,
-        normalizer: Divisor = 26.0,
-        device: Device = None,
-        batch_size: Count = 64,
-        offload: bool = False,
-    ) -> None:
-        processor = PICKSCORE_PROCESSOR if model.startswith(PICKSCORE) else None
-        self.clip = Clip(model, processor, device, batch_size, offload)
-        super().__init__(normalizer, model=model)
+    published = PICKSCORE, PICKSCORE_PROCESSOR, 26.0
 
 
 class HPSv2(Preference):
@@ -125,7 +114,6 @@ class HPSv2(Preference):
     weights: a path, or owner/repository/file on the Hub, by default v2.1; v2.0 is
         xswu/HPSv2/HPS_v2_compressed.pt. architecture: open_clip's name of the model.
     normalizer: 1, the value is the cosine, about .2 to .35. (Tables may print 100 * cosine.)
-    offload: as for `ClipScore`.
     Raises ImportError without open_clip, OSError without the file, ValueError where it is another.
     """
 
@@ -150,8 +138,7 @@ class HPSv2(Preference):
 class OpenClipTowers(TwoTowers):
     """An open_clip model from a file of its weights; images are fitted with bars, not cropped.
 
-    architecture: a name that open_clip knows. file: `flowalign.rewards.weights.read_weights`.
-    computing: device, batch_size and offload, as in `TwoTowers`.
+    architecture: a name that open_clip knows. The rest is as for `read_weights` and `TwoTowers`.
     """
 
     def __init__(self, architecture: str, file: str, *computing: Any) -> None:
@@ -181,7 +168,6 @@ class Aesthetic(Preference):
 
     Source: christophschuhmann/improved-aesthetic-predictor, as Flow-GRPO uses it
     (flow_grpo/aesthetic_scorer.py), which leaves the value undivided. The prompt is not used.
-    model: a Hub id or folder of a CLIPModel (CLIP ViT-L/14 by default).
     head: its file, .pth or .safetensors, or owner/repository/file on the Hub. The default is TRL's
         copy of sac+logos+ava1-l14-linearMSE.pth (its checksum: docs/rewards/preference.md).
     normalizer: 10, the end of the scale that people rated on; raw is about 1 to 10.
@@ -261,15 +247,8 @@ class Encoded(RewardBase):
 
     downloads = CLIP_L
 
-    def __init__(
-        self,
-        model: ImageEncoder = LARGE,
-        *,
-        device: Device = None,
-        batch_size: Count = 64,
-        offload: bool = False,
-    ) -> None:
-        name, self.features = image_encoder(model, device, batch_size, offload)
+    def __init__(self, model: ImageEncoder = LARGE, *, device: Device = None) -> None:
+        name, self.features = image_encoder(model, device)
         self.settings = {"model": name}
 
     def vectors(self, images: Tensor) -> Tensor:
@@ -296,11 +275,8 @@ class Similarity(Encoded):
         *,
         model: ImageEncoder = LARGE,
         device: Device = None,
-        batch_size: Count = 64,
-        offload: bool = False,
     ) -> None:
-        computing: Any = {"device": device, "batch_size": batch_size, "offload": offload}
-        super().__init__(model, **computing)
+        super().__init__(model, device=device)
         files = image_files(Path(images).expanduser())
         vectors = [self.vectors(stacked(read_image(file))) for file in files]
         self.center = torch.cat(vectors).mean(0)  # the mean cosine is the product with it

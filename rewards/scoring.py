@@ -12,7 +12,6 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
-from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import contextmanager, suppress
 from functools import partial
 from queue import SimpleQueue
@@ -294,18 +293,14 @@ class AsyncScorer:
         """
         while self._jobs:
             images, _, future = self._jobs.pop(0)
-            try:
-                scores = future.result(self.seconds)
-            except FutureTimeout:
-                if future.done():  # in the last moment, or `score` itself timed out
-                    scores = future.result()
-                else:
-                    reason = f"TimeoutError: no answer within {self.seconds:g} s"
-                    scores, rest = failed(len(images), reason), self._jobs
-                    self.discard()
-                    for images, batch, _ in rest:  # to a new thread
-                        self.submit(images, batch)
-            yield scores
+            if wait([future], self.seconds).done:
+                yield future.result()
+                continue
+            rest = self._jobs
+            self.discard()
+            for others, batch, _ in rest:  # to a new thread
+                self.submit(others, batch)
+            yield failed(len(images), f"TimeoutError: no answer within {self.seconds:g} s")
 
     def discard(self) -> None:
         """Drop what was submitted and not collected; the batch being scored runs on, unread."""
