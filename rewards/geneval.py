@@ -101,11 +101,11 @@ class GenEval(RewardBase):
         detector_options: Mapping[str, Any] | None = None,
         device: Device = None,
     ) -> None:
+        self.reward, self.detector = reward, _found(detector)
         if isinstance(detector, str):
-            factory = _found(detector)
-            detector = factory(**with_device(factory, detector_options or {}, device))
-        self.reward, self.detector = reward, detector
-        engine = getattr(detector, "name", type(detector).__name__)
+            options = with_device(self.detector, detector_options or {}, device)
+            self.detector = self.detector(**options)
+        engine = getattr(self.detector, "name", type(self.detector).__name__)
         self.settings = {"engine": engine, "rule": reward, **RULES}
 
     @classmethod

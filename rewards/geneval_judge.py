@@ -251,8 +251,10 @@ def _outcomes(
             sign = "==" if equal else ">="
             outcome.reason = f"expected {name}{sign}{wanted}, found {outcome.count}"
         if "color" in clause and not outcome.reason:
-            known = isinstance(colors, Mapping)
-            _judge_color(outcome, [colors[name][i] if known else colors(name, i) for i in best])
+            if isinstance(colors, Mapping):
+                _judge_color(outcome, [colors[name][i] for i in best])
+            else:
+                _judge_color(outcome, [colors(name, i) for i in best])
         if "position" in clause and not outcome.reason:
             _judge_position(outcome, outcomes, dead_zone)
         outcomes.append(outcome)

@@ -51,7 +51,7 @@ def check_model(name: str) -> str:
     return name
 
 
-def located(model: str) -> tuple[str, dict[str, str]]:
+def located(model: str) -> tuple[str, dict[str, Any]]:
     """The folder or Hub id of a `Pretrained`, and its revision as `from_pretrained` takes it."""
     folder = Path(model).expanduser()
     address = None if folder.is_dir() else HubAddress.parse(model)

@@ -86,13 +86,14 @@ def test_md5_is_compared_where_nothing_better_is_known(site: Site, tmp_path: Pat
 
 def test_what_is_not_the_set_leaves_nothing(site: Site, tmp_path: Path) -> None:
     tmp_path.joinpath("other.txt").write_text("stays")
-    for checksum, answer, match in (
+    answers: list[tuple[str, dict[str, Any], str]] = [
         (sha256(b"else"), {}, f"{sha256(TEXT)}, but it should be {sha256(b'else')}"),
         ("", {"status": 404}, "404"),
         ("", {"body": b"<!DOCTYPE html><html></html>"}, "web page"),
         ("", {"body": b" \n"}, "set.txt holds no prompts"),
         ("", {"body": b"\xff\xfe"}, "set.txt.*UTF-8"),
-    ):
+    ]
+    for checksum, answer, match in answers:
         with pytest.raises(FetchError, match=match):
             fetch(source(site.serve("/x", **answer), checksum), tmp_path)
         assert [path.name for path in tmp_path.iterdir()] == ["other.txt"]

@@ -154,7 +154,7 @@ def test_broken_pixels_and_a_broken_answer_raise(detector: Mask2Former):
     with pytest.raises(ValueError, match="NaN"):
         detector(images)
     with pytest.raises(ValueError, match="NaN"):
-        instances(torch.zeros(1, 81), torch.full((1, 2, 2), torch.nan), *[(8, 8)] * 3)
+        instances(torch.zeros(1, 81), torch.full((1, 2, 2), torch.nan), (8, 8), (8, 8), (8, 8))
 
 
 def test_a_model_of_other_labels_or_without_its_weights_is_refused(options, tmp_path: Path):

@@ -102,7 +102,7 @@ def write(contents: Mapping[Path, bytes], force: bool) -> None:
                 f"{path} is there and holds something else. Nothing was written. Move it away, "
                 "choose another --out, or replace it with --force."
             )
-    for path, content in reversed(contents.items()):
+    for path, content in [*contents.items()][::-1]:
         with replacing(path) as part:
             part.write_bytes(content)
 
