@@ -40,13 +40,11 @@ def one(prompt: str, reward: str = "Stuck") -> bytes:
     return wire.encode_request(reward, IMAGES[:1], [prompt], [{}])
 
 
-def raw(url: str, *parts: bytes, pause: float = 0.0, end: bool = False) -> bytes:
+def raw(url: str, sent: bytes, end: bool = False) -> bytes:
     """What comes back for bytes as they are; end: the sender closes its side."""
     host, port = url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=10) as connection:
-        for part in parts:
-            connection.sendall(part)
-            time.sleep(pause)
+        connection.sendall(sent)
         if end:
             connection.shutdown(socket.SHUT_WR)
         answer = b""
@@ -112,13 +110,6 @@ def test_what_is_not_wanted_is_refused_unread():
         assert raw(url, cut, end=True) == b""  # it left, so there is nobody to answer
         assert get(url, "score").status_code == 405 and get(url, "nothing").status_code == 404
         assert ask(url).status_code == 200
-
-
-def test_a_slow_sender_is_cut_off():
-    head = "POST /score HTTP/1.1\r\nhost: x\r\n"
-    with served.serving(served.exact, read_seconds=0.1) as url:
-        sent = f"{head}content-length: 90\r\n\r\n".encode(), b"a"
-        assert raw(url, *sent, pause=0.06).startswith(b"HTTP/1.1 408")
 
 
 def test_a_call_that_hangs_takes_neither_health_nor_the_next_caller_with_it():

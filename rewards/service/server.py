@@ -78,13 +78,15 @@ class _Routes:
             raise HTTPException(503, f"{self.pending} requests wait already.", {"retry-after": "1"})
         self.pending += 1
         try:
-            body = await _within(self.limits.read_seconds, self._read(request), 408)
+            body = await self._read(request)
             async with self.decoding:
                 rows = await run_in_threadpool(self._decode, body)
             del body  # not kept in memory while the request waits
             future = asyncio.wrap_future(self.worker.submit(partial(self._score, *rows)))
             del rows
-            scores = await _within(self.limits.seconds, future, 504)
+            scores = await asyncio.wait_for(future, self.limits.seconds)
+        except asyncio.TimeoutError:  # before Python 3.11 not the built-in TimeoutError
+            raise HTTPException(504, f"not done within {self.limits.seconds:g} s.") from None
         finally:
             self.pending -= 1
         answer = wire.encode_answer(self.reward.name, scores)
@@ -118,14 +120,6 @@ class _Routes:
             asked = [prompts[row] for row in rows], [metadata[row] for row in rows]
             pieces.append((rows, score(self.reward, pixels, *asked)))
         return assemble(len(images), pieces)
-
-
-async def _within(seconds: float, result: Any, status: int) -> Any:
-    """What is awaited. Raises HTTPException of this status if it takes longer."""
-    try:
-        return await asyncio.wait_for(result, seconds)
-    except asyncio.TimeoutError:  # before Python 3.11 not the built-in TimeoutError
-        raise HTTPException(status, f"not done within {seconds:g} s.") from None
 
 
 def server(application: FastAPI) -> uvicorn.Server:
@@ -190,7 +184,6 @@ def _parser() -> argparse.ArgumentParser:
         ("--max-bytes", "bytes", "of a request, and of its images once decoded"),
         ("--max-pixels", "pixels", "of an image"),
         ("--max-seconds", "seconds", "for a request, waiting included"),
-        ("--read-seconds", "read_seconds", "for a request to arrive"),
         ("--queue", "queue", "requests at once"),
     ):
         default = getattr(Limits(), name)

@@ -79,7 +79,6 @@ class Limits:
     bytes: int = 256 * 2**20  # of the body, and of the decoded images
     queue: int = 16  # requests being read, waiting or being scored; more are answered 503
     seconds: float = 300.0  # for a request once it is read, waiting included; then 504
-    read_seconds: float = 60.0  # for the sender to deliver the body; then 408
 
 
 def encode_request(
