@@ -42,8 +42,8 @@ class Lost(BaseException):
 
 
 class Touchy:
-    """`exact`, but an image of the prompt `bad` raises an error that names a file, one of `worst`
-    calls sys.exit, and one of `fatal` costs the whole request."""
+    """`exact`, but an image of the prompt `bad` raises an error that names a file, and one of
+    `worst` calls sys.exit."""
 
     headline = "red"
 
@@ -52,8 +52,6 @@ class Touchy:
             raise FileNotFoundError("no file /home/me/secret/weights.bin for 3/4 of it")
         if "worst" in prompts:
             raise SystemExit(3)
-        if "fatal" in prompts:
-            raise Lost
         return exact(images, prompts, metadata)
 
 

@@ -11,7 +11,6 @@ import httpx
 import pytest
 
 import flowalign.commands.prompts.fetch as module
-from flowalign.commands.cli import main
 from flowalign.commands.prompts.fetch import FetchError, fetch
 from flowalign.commands.prompts.held_out import digest
 from flowalign.system import http
@@ -194,14 +193,3 @@ def test_the_table_pins_what_it_names() -> None:
     assert {f.name for f in files if "train" in f.name} == {f.name for f in files if f.validation}
     assert len(set(names)) == len(names)
     assert "offensive" in SOURCES["pickscore"].note
-
-
-def test_the_command_names_its_failure(site: Site, tmp_path: Path, monkeypatch, capsys) -> None:
-    monkeypatch.setitem(SOURCES, "drawbench", source(site.serve("/x"), sha256(TEXT)))  # type: ignore[arg-type]
-    assert main(["data", "fetch", "drawbench", "--out", str(tmp_path)]) == 0
-    assert load_prompts(tmp_path / "set.txt", "t").prompts == ["a cat", "a dog"]
-    (tmp_path / "set.txt").write_text("mine")
-    assert main(["data", "fetch", "drawbench", "--out", str(tmp_path)]) == 2
-    assert "flowalign data: " in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        main(["data", "fetch", "drawbnech"])

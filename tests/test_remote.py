@@ -210,14 +210,6 @@ def test_a_dead_server_leaves_the_rotation_and_others_take_its_requests():
     assert bad.refusals >= 998  # of ten requests it was sent one or two
 
 
-def test_a_request_that_kills_whoever_scores_it_does_not_cost_the_others():
-    with served.serving(served.Touchy()) as one, served.serving(served.Touchy()) as two:
-        prompts = [*PROMPTS[:3], "fatal", *PROMPTS[4:]]
-        scores = Remote([one, two], batch_size=2)(IMAGES, prompts, METADATA)
-    assert [row for row in range(10) if not scores.valid[row]] == [2, 3]
-    assert "answered 500" in scores.reasons[3]
-
-
 def test_a_run_without_its_server_is_refused_in_seconds_before_a_model_is_loaded(
     random_model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch
 ) -> None:
