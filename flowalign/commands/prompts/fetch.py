@@ -1,16 +1,14 @@
 """Official prompt sets, from where they are published to this machine.
 
 Nothing is shipped with the package. A file is written only after all of it came, its checksum holds
-and it reads as a prompt set. FILE.source.json next to it says where it came from.
+and it reads as a prompt set.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import random
 from collections.abc import Mapping, Sequence, Set
-from datetime import datetime, timezone
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -74,20 +72,7 @@ def _fetch(
     parts = dict(zip(paths, contents, strict=True))
     counts = {path: len(_prompts(part, path.name)) for path, part in parts.items()}
     write(parts, force)
-    record = {
-        "url": file.url,
-        "source": source.page,
-        "commit": source.commit,
-        "licence": source.licence,
-        "note": source.note,
-        "sha256": hashlib.sha256(content).hexdigest(),
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "prompts": sum(counts.values()),
-        "verified": checksum == expected,
-    }
-    with replacing(path.with_name(f"{path.name}.source.json")) as part_file:
-        part_file.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    verdict = "its checksum holds" if expected else f"NOT VERIFIED: recorded {checksum}"
+    verdict = "its checksum holds" if expected else f"NOT VERIFIED: {checksum}"
     for path, count in counts.items():
         print(f"  {count} prompts in {path} ({verdict})")
     return paths
