@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
@@ -29,6 +30,8 @@ from flowalign.types import Metadata, PromptBatch, Reward, Scores
 log = logging.getLogger(__name__)
 
 Score = Callable[[Tensor, PromptBatch], Scores]
+# while a reward is called: why the rewards failed that it calls by `score`
+NESTED: ContextVar[list[str] | None] = ContextVar("nested", default=None)
 OUTSIDE = (ConnectionError, TimeoutError, ImportError)  # no image's fault: the next would fail too
 
 
@@ -88,6 +91,8 @@ def score(
                 left = [[row] for row in rows]
     result = assemble(count, pieces)
 
+    if (nested := NESTED.get()) is not None:
+        nested += [f"{reward.name}: {text}" for text in dict.fromkeys(result.failures.values())]
     line = "reward %s failed on %d of %d images (rows %s), which are invalid: %s"
     for reason in dict.fromkeys(result.failures.values()):
         rows = [row for row, text in result.failures.items() if text == reason]
@@ -100,6 +105,7 @@ def _checked(
     reward: RewardBase, images: Tensor, prompts: Sequence[str], metadata: Metadata
 ) -> Scores:
     """One call with its answer checked: float32, on the CPU, NaN where invalid, with a reason."""
+    token = NESTED.set(nested := [])
     try:
         with settings_kept(reward.name):
             scores: Any = reward(images, prompts, metadata)
@@ -108,6 +114,8 @@ def _checked(
         if isinstance(error, Interrupted) or (main and isinstance(error, KeyboardInterrupt)):
             raise
         raise RuntimeError(f"it raised {error!r}, which would have ended the run") from error
+    finally:
+        NESTED.reset(token)
     count = len(images)
     if not isinstance(scores, Scores):
         kind = type(scores).__name__
@@ -120,7 +128,8 @@ def _checked(
     valid = scores.valid.detach().cpu().bool() & torch.isfinite(value)
     reasons = dict(scores.reasons)
     for row in (~valid).nonzero().flatten().tolist():
-        reasons[row] = reasons.get(row) or f"returned {float(value[row])}"
+        inner = f" ({nested[0]})" if nested else ""
+        reasons[row] = reasons.get(row) or f"returned {float(value[row])}{inner}"
     parts = {name: part.detach().to("cpu", torch.float32) for name, part in scores.parts.items()}
     return Scores(value.masked_fill(~valid, math.nan), valid, parts, reasons)
 

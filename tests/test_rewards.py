@@ -232,6 +232,17 @@ def test_nan_infinity_and_a_false_valid_mask_their_image():
     assert set(result.reasons) == {1, 2, 3}
 
 
+def test_why_a_reward_failed_that_another_calls_is_told():
+    def outer(images, prompts, metadata):
+        return score(Brightness(poison="c"), images, prompts, metadata)
+
+    def silent(images, prompts, metadata):
+        return Scores.of(outer(images, prompts, metadata).value)
+
+    for reward in (outer, silent):
+        assert "cannot look at c" in score(reward, IMAGES, PROMPTS, METADATA).reasons[2]
+
+
 def test_keyboard_interrupt_passes_and_unequal_inputs_are_the_callers_fault():
     def interrupted(images, prompts, metadata):
         raise KeyboardInterrupt
