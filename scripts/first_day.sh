@@ -171,7 +171,7 @@ mistakes() { # each is refused before anything is written
     mistake flowalign eval --config configs/tiny/eval.yaml output=runs/x models.x=runs/nobody/adapter
     mistake flowalign sample 'a star' --lora tiny/nobody
     mistake flowalign sample 'a star' --size 100
-    mistake flowalign doctor --reward geneval treshold=1
+    mistake flowalign doctor --reward geneval detektor=tiny
     mistake flowalign serve-reward pickscor
     mistake flowalign watch runs/nobody
     mistake flowalign init --stage grpo --reward orc --out mine/init.yaml

@@ -131,12 +131,6 @@ def test_the_token_goes_to_its_host_only_and_into_no_message(serve: Serve):
     assert str(requests[1].url) == "http://other/y" and "authorization" not in requests[1].headers
 
 
-def test_a_flood_is_cut_off(serve: Serve):
-    serve(httpx.Response(200, content=b"x" * 11))
-    with pytest.raises(ValueError, match="10 bytes"):
-        client(max_bytes=10)[0].request("GET", "http://host/x")
-
-
 def test_calls_of_a_dead_service_end_and_a_faulty_item_costs_itself_alone():
     def call(item: int) -> int:
         if item < 0:
