@@ -1,15 +1,14 @@
 """How well and how fast each installed OCR engine reads rendered signs.
 
     python benchmarks/ocr_signs.py --count 200
-    python benchmarks/ocr_signs.py --count 200 --paddle-models paddle_models --sheet signs.png
+    python benchmarks/ocr_signs.py --count 200 --engines paddleocr --sheet signs.png
 
 Draws signs of 512 px: one to four words, as many letters in all as the texts of the public OCR
 prompts (up to 29, 17 in the mean), in several fonts, on boards of several colours, slightly
 rotated, in perspective, blurred and noisy; the same ones for the same seed. Each engine reads all
 of them on one thread. Prints, as a Markdown table, the accuracy by the published rule (its mean),
 the share read exactly, and ms of CPU time an image, which other programs on the machine do not
-stretch. PaddleOCR takes part where it is installed, from local folders
-(scripts/paddle_models_from_rapidocr.py writes them) or with the models that it downloads.
+stretch. PaddleOCR takes part where it is installed, with the models that it downloads.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ import numpy as np
 import torch
 from PIL import Image, ImageDraw, ImageFont
 
-from flowalign.rewards.ocr import ENGINES, OCR, Engine, PaddleOCREngine, RapidOCREngine
+from flowalign.rewards.ocr import ENGINES, OCR, Engine
 
 SIZE = 512
 FOLDER = Path(matplotlib.get_data_path()) / "fonts" / "ttf"
@@ -123,20 +122,6 @@ def _photographed(pixels: np.ndarray, rng: random.Random) -> np.ndarray:
     return np.clip(pixels + noise, 0, 255).round().astype(np.uint8)
 
 
-def build(name: str, folder: Path | None) -> Engine:
-    """An engine, on one thread."""
-    if name == "rapidocr":
-        return RapidOCREngine()
-    if folder is None:
-        return PaddleOCREngine(device="cpu")
-    return PaddleOCREngine(
-        device="cpu",
-        inference="onnxruntime",
-        text_detection_model_dir=str(folder / "PP-OCRv6_small_det"),
-        text_recognition_model_dir=str(folder / "PP-OCRv6_small_rec"),
-    )
-
-
 def row(engine: Engine, signs: list[Sign], images: torch.Tensor) -> str:
     """A line of the table."""
     reward = OCR(engine)
@@ -162,8 +147,9 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--count", type=int, default=200, help="signs")
     parser.add_argument("--seed", type=int, default=0, help="of the first sign")
-    parser.add_argument("--engines", nargs="+", default=list(ENGINES), choices=list(ENGINES))
-    parser.add_argument("--paddle-models", type=Path, help="folder of PaddleOCR's models")
+    parser.add_argument(
+        "--engines", nargs="+", default=["rapidocr"], choices=["rapidocr", "paddleocr"]
+    )
     parser.add_argument("--sheet", type=Path, help="write some of the pictures here as a PNG")
     asked = parser.parse_args()
     signs = [sign(asked.seed + number) for number in range(asked.count)]
@@ -177,6 +163,6 @@ if __name__ == "__main__":
     print("|---|---|---|---|---|")
     for name in asked.engines:
         try:
-            print(row(build(name, asked.paddle_models), signs, images), flush=True)
+            print(row(ENGINES[name](), signs, images), flush=True)
         except ImportError as error:
             print(f"| {name} | {error} | | | |", flush=True)

@@ -136,7 +136,7 @@ def load_reference(
     source, name = config.fidelity.reference, config.fidelity.features
     sets = [images for images in sets if images.judges]
     try:
-        extract: Features = image_encoder(name, None, device)[1]
+        extract: Features = image_encoder(name, device)[1]
     except (ImportError, ValueError, OSError) as error:
         raise ConfigError([f"fidelity.features: {error}"]) from error
     try:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
-from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
@@ -21,7 +20,7 @@ from transformers import AutoConfig, AutoModel, AutoTokenizer, CLIPModel
 from flowalign.backbone.placement import Placement
 from flowalign.backbone.tiny import PREFERENCE
 from flowalign.rewards import load
-from flowalign.rewards.options import check_model
+from flowalign.rewards.options import check_model, located
 from flowalign.system.images import to_uint8
 
 try:  # the same pixels, whether torchvision is installed or not
@@ -31,10 +30,10 @@ except ImportError:  # transformers 4: the one without "Fast" is PIL's
 
 __all__ = ["Clip", "ClipModel", "ImageEncoder", "ImageProcessor", "TwoTowers", "image_encoder"]
 
-TEXT_CACHE = 4096  # prompts whose vectors are kept: 16 MB at D = 1024
+TEXT_CACHE = 4096  # prompts whose vectors are kept on the CPU: 16 MB at D = 1024
 CONTEXT = 77  # tokens of CLIP's text tower; longer prompts are cut
 LARGE = "openai/clip-vit-large-patch14"
-# "tiny" (trained on the tiny world), the folder of a transformers CLIPModel, or a Hub id
+# "tiny" (trained on the tiny world), or a `Pretrained` with a transformers CLIPModel
 ClipModel = Annotated[
     str, AfterValidator(lambda name: name if name == "tiny" else check_model(name))
 ]
@@ -92,7 +91,6 @@ class TwoTowers:
 
     width: D. device: where they compute, None = the GPU if there is one. batch_size: images a
     forward pass; texts are encoded one by one. offload: `flowalign.backbone.placement.Placement`.
-    text_cache: how many prompts' vectors are kept, on the CPU; the least recently used go first.
     """
 
     name: str  # which model answers
@@ -105,12 +103,11 @@ class TwoTowers:
         device: str | torch.device | None = None,
         batch_size: int = 64,
         offload: bool = False,
-        text_cache: int = TEXT_CACHE,
     ) -> None:
         self.placement = Placement(model, device, offload)
         self.device = self.placement.device
         self.width, self.batch_size = width, batch_size
-        self._text_vector = lru_cache(text_cache)(self._encode_text)
+        self._text_vector = lru_cache(TEXT_CACHE)(self._encode_text)
 
     @torch.no_grad()
     def image_features(self, images: Tensor) -> Tensor:
@@ -155,33 +152,23 @@ class TwoTowers:
 class Clip(TwoTowers):
     """A CLIPModel with its image processor and tokenizer.
 
-    model, processor: "tiny", a folder, or a Hub id; processor None = the model's own. revision: of
-    the model. computing, named: device, batch_size, offload and text_cache, as in `TwoTowers`.
-    Raises OSError where there is nothing to load.
+    model, processor: a `ClipModel`; processor None = the model's own. computing: device, batch_size
+    and offload, as in `TwoTowers`. Raises OSError where there is nothing to load.
     """
 
-    def __init__(
-        self,
-        model: str,
-        processor: str | None = None,
-        revision: str | None = None,
-        *computing: Any,
-        **named: Any,
-    ) -> None:
-        self.name = f"{model}@{revision}" if revision else model
-        name = _resolve(model)
-        at = _at(revision)
-        # a revision is a commit of the model's repository, and names none in the processor's
-        source, at_source = (name, at) if processor is None else (_resolve(processor), {})
-        options: Any = {"use_safetensors": True, **at}  # never a pickle
-        self.model = CLIPModel.from_pretrained(name, **options).float()
+    def __init__(self, model: str, processor: str | None = None, *computing: Any) -> None:
+        self.name = model
+        name, at = _located(model)
+        self.model = CLIPModel.from_pretrained(
+            name, use_safetensors=True, **at
+        ).float()  # no pickle
+        source, at_source = _located(processor or model)
         self.pixels = ImageProcessor.from_pretrained(source, **at_source)
         self.tokenizer = AutoTokenizer.from_pretrained(source, **at_source)
         positions = self.model.text_model.embeddings.position_embedding.num_embeddings
         self.context = min(CONTEXT, positions, self.tokenizer.model_max_length)  # often 1e30
         self.scale = float(self.model.logit_scale.detach().exp())
-        width = self.model.visual_projection.out_features
-        super().__init__(self.model, width, *computing, **named)
+        super().__init__(self.model, self.model.visual_projection.out_features, *computing)
 
     def _encode_images(self, pictures: list[np.ndarray]) -> Tensor:
         values = pixel_values(self.pixels, pictures)
@@ -198,12 +185,12 @@ class Clip(TwoTowers):
 class Dino(TwoTowers):
     """DINOv2 with its image processor: the class token after the last norm. Without a text tower.
 
-    model: a folder or a Hub id; the rest as for `Clip`.
+    The arguments are as for `Clip`.
     """
 
-    def __init__(self, model: str, revision: str | None = None, *computing: Any) -> None:
-        self.name = f"{model}@{revision}" if revision else model
-        name, at = _resolve(model), _at(revision)
+    def __init__(self, model: str, *computing: Any) -> None:
+        self.name = model
+        name, at = _located(model)
         self.model: Any = AutoModel.from_pretrained(name, use_safetensors=True, **at).float()
         self.pixels = ImageProcessor.from_pretrained(name, **at)
         super().__init__(self.model, self.model.config.hidden_size, *computing)
@@ -219,26 +206,19 @@ def load_features(model: str) -> Callable[[Tensor], Tensor] | None:
 
 
 @lru_cache(1)  # of the judges of several benchmarks
-def image_encoder(
-    model: str, revision: str | None = None, *computing: Any
-) -> tuple[str, Callable[[Tensor], Tensor]]:
+def image_encoder(model: str, *computing: Any) -> tuple[str, Callable[[Tensor], Tensor]]:
     """(its name, images [B,3,H,W] in [0,1] -> vectors [B,D]) of an `ImageEncoder`. The vectors of a
     model are unit vectors. computing: as for `Clip`. Raises OSError where nothing can be loaded."""
     if features := load_features(model):
         return model, features
-    if AutoConfig.from_pretrained(_resolve(model), **_at(revision)).model_type == "clip":
-        encoder: TwoTowers = Clip(model, None, revision, *computing)
-    else:
-        encoder = Dino(model, revision, *computing)
-    return encoder.name, encoder.image_features
+    name, at = _located(model)
+    is_clip = AutoConfig.from_pretrained(name, **at).model_type == "clip"
+    encoder = Clip(model, None, *computing) if is_clip else Dino(model, *computing)
+    return model, encoder.image_features
 
 
-def _at(revision: str | None) -> dict[str, Any]:
-    return {"revision": revision} if revision else {}
-
-
-def _resolve(model: str) -> str:
-    return str(PREFERENCE) if model == "tiny" else str(Path(model).expanduser())
+def _located(model: str) -> tuple[str, dict[str, Any]]:
+    return (str(PREFERENCE), {}) if model == "tiny" else located(model)
 
 
 def _pooled(output: Any) -> Tensor:

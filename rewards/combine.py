@@ -49,12 +49,6 @@ def _distinct(summands: Sequence[Summand]) -> Sequence[Summand]:
     return summands
 
 
-def _labelled(rewards: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], dict[str, float]]:
-    """The components, and their weights, by label."""
-    terms = {str(spec.get("label") or spec["name"]): spec for spec in rewards}
-    return terms, {label: float(spec.get("weight", 1.0)) for label, spec in terms.items()}
-
-
 # Mappings, as a config has them; pydantic checks them by the models.
 Spec = Annotated[Mapping[str, Any], GetPydanticSchema(lambda _, model: model(Component))]
 Term = Annotated[Mapping[str, Any], GetPydanticSchema(lambda _, model: model(Summand))]
@@ -83,14 +77,10 @@ class Composed(RewardBase):
         return {"name": self.name, **parts, **self.settings}
 
 
-class Weighted(Composed):
-    """Sum of weight * value over components [{name, options, weight, label}, ...].
+class Terms(Composed):
+    """Base of a sum and a product of components [{name, options, weight, label}, ...]."""
 
-    The weights are used as they are, so put components on one scale first (see `Normalized`).
-    """
-
-    name = "weighted"
-    weights: Mapping[str, float] = {}  # by label; set when it is built
+    called = "weights"  # the attribute that holds them, and what descriptions call them
 
     def __init__(
         self,
@@ -98,14 +88,26 @@ class Weighted(Composed):
         *,
         device: Device = None,
     ) -> None:
-        terms, self.weights = _labelled(rewards)
+        terms = {str(spec.get("label") or spec["name"]): spec for spec in rewards}
         super().__init__(terms, device)
+        numbers = {label: float(spec.get("weight", 1.0)) for label, spec in terms.items()}
+        setattr(self, self.called, numbers)
         self.columns = tuple(terms)
 
     def describe(self) -> dict[str, Any]:
         """The components and their weights."""
         parts = {label: registry.describe(reward) for label, reward in self.components.items()}
-        return {"name": self.name, "rewards": parts, "weights": self.weights}
+        return {"name": self.name, "rewards": parts, self.called: getattr(self, self.called)}
+
+
+class Weighted(Terms):
+    """Sum of weight * value over components.
+
+    The weights are used as they are, so put components on one scale first (see `Normalized`).
+    """
+
+    name = "weighted"
+    weights: Mapping[str, float] = {}  # by label; set when it is built
 
     def __call__(self, images: Tensor, prompts: Sequence[str], metadata: Metadata) -> Scores:
         value, components = torch.zeros(len(images)), {}
@@ -116,26 +118,12 @@ class Weighted(Composed):
         return _join(value, components, self.weights)
 
 
-class Product(Composed):
-    """Product of value ** weight over components, given as to `weighted`: an image needs all of
-    them, but those of weight 0. A value below 0 makes its image invalid."""
+class Product(Terms):
+    """Product of value ** weight over components: an image needs all of them, but those of weight
+    0. A value below 0 makes its image invalid."""
 
-    name = "product"
-
-    def __init__(
-        self,
-        rewards: Annotated[Sequence[Term], Field(min_length=1), AfterValidator(_distinct)],
-        *,
-        device: Device = None,
-    ) -> None:
-        terms, self.exponents = _labelled(rewards)
-        super().__init__(terms, device)
-        self.columns = tuple(terms)
-
-    def describe(self) -> dict[str, Any]:
-        """The components and their exponents."""
-        parts = {label: registry.describe(reward) for label, reward in self.components.items()}
-        return {"name": self.name, "rewards": parts, "exponents": self.exponents}
+    name, called = "product", "exponents"
+    exponents: Mapping[str, float] = {}
 
     def __call__(self, images: Tensor, prompts: Sequence[str], metadata: Metadata) -> Scores:
         value, components = torch.ones(len(images)), {}

@@ -11,8 +11,7 @@ from PIL import Image
 from pydantic import AfterValidator
 from torch import Tensor
 
-from flowalign.rewards.geneval import build_detector
-from flowalign.rewards.geneval2 import MODEL, AskedReward, Local, detected
+from flowalign.rewards.geneval2 import MODEL, AskedReward, Local
 from flowalign.rewards.options import Device, check_model
 from flowalign.rewards.vlm import VLM
 from flowalign.system.devices import resolve
@@ -21,7 +20,7 @@ from flowalign.system.images import to_uint8
 from flowalign.system.packages import require
 from flowalign.types import Metadata, Scores
 
-Judge = Annotated[str, AfterValidator(lambda m: m if m in ("tiny", "mplug") else check_model(m))]
+Judge = Annotated[str, AfterValidator(lambda m: m if m == "mplug" else check_model(m))]
 Question = tuple[list[int], str, str]  # its parents, which make sense of it; category; text
 
 
@@ -51,8 +50,8 @@ def gated(yes: Mapping[int, float], asked: Mapping[int, Question], rule: str) ->
 
 
 class DPG(AskedReward):
-    """DPG-Bench's score of an image whose metadata is a prompt of dpg_bench.csv; with the model
-    `tiny`, which is the tiny world's detector, a line of GenEval. Options: docs/rewards/dpg.md.
+    """DPG-Bench's score of an image whose metadata is a prompt of dpg_bench.csv. Options:
+    docs/rewards/dpg.md.
 
     value: the mean of `gated`. parts: the share of yes in each category, and in the category before
     its dash; by rule "official" of a prompt's last image alone, with "left_out" = 1 where the first
@@ -70,7 +69,6 @@ class DPG(AskedReward):
         *,
         endpoint: Mapping[str, Any] | None = None,
         rule: Literal["corrected", "official"] = "corrected",
-        revision: str = "main",
         device: Device = None,
         offload: bool = False,
     ) -> None:
@@ -81,13 +79,9 @@ class DPG(AskedReward):
         elif model == "mplug":
             package = require("dpg_evaluator", "the model mplug of reward dpg needs")
             self.judge, about = package.MPLUG(device=str(resolve(device))), {"engine": "mplug"}
-        elif model == "tiny":
-            self.judge = build_detector("tiny")
-            about = {"engine": self.judge.name}
         else:
-            self.judge = Local(model, revision, device, offload)
+            self.judge = Local(model, device, offload)
             about = {**self.judge.settings, "engine": "transformers, yes against no"}
-        self.is_tiny = endpoint is None and model == "tiny"
         self.settings = {**about, "rule": rule}
 
     @classmethod
@@ -121,12 +115,6 @@ class DPG(AskedReward):
 
     def _ask(self, image: Tensor, metadata: Mapping[str, Any]) -> tuple[dict[int, Question], Any]:
         """The questions about an image [1,3,H,W], and the answers."""
-        if self.is_tiny:  # GenEval's metadata: the questions after one for an object need it
-            pairs, asked, thing = detected(metadata, self.judge(image)[0]), {}, 0
-            for number, (skill, _) in enumerate(pairs):
-                thing = number if skill == "object" else thing
-                asked[number] = ([thing] if thing != number else [], skill, "")
-            return asked, ["yes" if score > 0.5 else "no" for _, score in pairs]
         asked = questions(metadata)
         if self.rule == "official" and metadata.get("first_row"):  # of the file; they skip it
             del asked[next(iter(asked))]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Annotated, Any, Literal
@@ -14,7 +14,7 @@ from torch import Tensor
 from flowalign.rewards import load, with_device
 from flowalign.rewards.base import VIT_L, Cost, RewardBase
 from flowalign.rewards.geneval_judge import COLORS, Verdict, judge, partial_credit
-from flowalign.rewards.options import Count, Device, check_call
+from flowalign.rewards.options import Device, check_call
 from flowalign.system.escape import shown
 from flowalign.types import Detections, Detector, Metadata, Scores
 
@@ -22,7 +22,14 @@ DETECTORS: dict[str, str] = {
     "tiny": "flowalign.backbone.tiny.detector:TinyDetector",
     "mask2former": "flowalign.rewards.mask2former:Mask2Former",
 }
-Threshold = Annotated[float, Field(ge=0, lt=1)]
+# the benchmark's thresholds, see `judge`
+RULES: dict[str, Any] = {
+    "threshold": 0.3,
+    "counting_threshold": 0.9,
+    "max_objects": 16,
+    "max_overlap": 1.0,
+    "position_threshold": 0.1,
+}
 
 
 class Exclusion(BaseModel, strict=True):
@@ -70,7 +77,6 @@ class GenEval(RewardBase):
         `detector.name`, where it has one, says which models answer.
     device: of a detector that takes one and is not given it by its options.
     reward: "bounded" or "published" (`partial_credit`), or "official" (0 or 1, `judge`).
-    Thresholds: see `judge`; the defaults are the benchmark's.
     parts: "correct", the official decision, 0 or 1, which is the number a benchmark is known by.
     Raises ValueError for metadata that cannot be judged, and what the detector raises.
     """
@@ -92,25 +98,15 @@ class GenEval(RewardBase):
         detector: str | Detector = "tiny",
         reward: Literal["bounded", "published", "official"] = "bounded",
         *,
-        threshold: Threshold = 0.3,
-        counting_threshold: Threshold = 0.9,
-        max_objects: Count = 16,
-        max_overlap: Annotated[float, Field(gt=0, le=1)] = 1.0,
-        position_threshold: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.1,
         detector_options: Mapping[str, Any] | None = None,
         device: Device = None,
     ) -> None:
-        self.reward = reward
-        self.rules = {
-            "threshold": threshold,
-            "counting_threshold": counting_threshold,
-            "max_objects": max_objects,
-            "max_overlap": max_overlap,
-            "position_threshold": position_threshold,
-        }
-        self.detector = build_detector(detector, detector_options, device)
+        self.reward, self.detector = reward, _found(detector)
+        if isinstance(detector, str):
+            options = with_device(self.detector, detector_options or {}, device)
+            self.detector = self.detector(**options)
         engine = getattr(self.detector, "name", type(self.detector).__name__)
-        self.settings = {"engine": engine, "rule": reward, **self.rules}
+        self.settings = {"engine": engine, "rule": reward, **RULES}
 
     @classmethod
     def check_options(
@@ -121,10 +117,10 @@ class GenEval(RewardBase):
     ) -> None:
         """Raise ValueError if there is no such detector, or if it does not take its options.
 
-        Imports the detector's module and checks its signature (`check_call`); builds nothing.
+        Imports the detector's module and checks its signature; builds nothing.
         """
         if isinstance(detector, str):
-            check_call(f"detector {detector!r}", _factory(detector), detector_options or {})
+            check_call(f"detector {detector!r}", _found(detector), detector_options or {})
 
     @classmethod
     def packages(
@@ -134,8 +130,7 @@ class GenEval(RewardBase):
         **others: Any,
     ) -> tuple[str, ...]:
         """What the detector says that it imports."""
-        factory = _factory(detector) if isinstance(detector, str) else None
-        packages = getattr(factory, "packages", None)
+        packages = getattr(_found(detector), "packages", None)
         return packages(**(detector_options or {})) if packages else ()
 
     @classmethod
@@ -144,7 +139,7 @@ class GenEval(RewardBase):
         for what the detector that the options name does not know (its `classes` and `palette`):
         never seen, it would only cost points. Without one, GenEval's colours are known."""
         detector = options.get("detector")
-        found = _factory(detector) if isinstance(detector, str) else detector
+        found = _found(detector)
         classes = getattr(found, "classes", ())
         palette = getattr(found, "palette", COLORS if found is None else ())
         for number, (prompt, meta) in enumerate(zip(prompts, metadata, strict=True), 1):
@@ -184,30 +179,16 @@ class GenEval(RewardBase):
         if not metadata.get("include"):
             raise ValueError(f"the metadata has no `include`, but the keys {sorted(metadata)}.")
         judged = metadata, objects.boxes, objects.colors
-        verdict = judge(*judged, **self.rules)
+        verdict = judge(*judged, **RULES)
         if self.reward == "official":
             return float(verdict.correct), verdict
-        return partial_credit(*judged, **self.rules, variant=self.reward), verdict
+        return partial_credit(*judged, **RULES, variant=self.reward), verdict
 
 
-def build_detector(
-    detector: str | Detector,
-    options: Mapping[str, Any] | None = None,
-    device: str | torch.device | None = None,
-) -> Detector:
-    """The detector of that name or dotted path, built with these options; an object as it is.
-    device: as in `flowalign.rewards.build_on`.
-
-    Raises ValueError as `GenEval.check_options` does, and whatever its constructor raises.
-    """
-    GenEval.check_options(detector, options)
+def _found(detector: Any) -> Any:
+    """The factory behind a name or dotted path; any other detector as it is."""
     if not isinstance(detector, str):
         return detector
-    factory = _factory(detector)
-    return factory(**with_device(factory, options or {}, device))
-
-
-def _factory(detector: str) -> Callable[..., Detector]:
     if detector not in DETECTORS and ":" not in detector:
         raise ValueError(f"no detector {detector!r}; use one of {list(DETECTORS)}, or a path.")
     return load(DETECTORS.get(detector, detector), "detector")

@@ -8,12 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import product
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
@@ -21,15 +18,12 @@ from transformers import AutoModelForImageTextToText, AutoProcessor, AutoTokeniz
 
 from flowalign.backbone.placement import Placement
 from flowalign.rewards.base import RewardBase
-from flowalign.rewards.clip import ClipModel
-from flowalign.rewards.geneval import GenEval, build_detector
-from flowalign.rewards.geneval_judge import relations
-from flowalign.rewards.options import Count, Device, check_call
+from flowalign.rewards.options import Count, Device, Pretrained, check_call, located
 from flowalign.rewards.vlm import VLM
 from flowalign.system.escape import shown
 from flowalign.system.images import to_uint8
 from flowalign.system.packages import require
-from flowalign.types import Detections, Metadata, Scores
+from flowalign.types import Metadata, Scores
 
 MODEL = "Qwen/Qwen3-VL-8B-Instruct"  # the benchmark's own judge
 WORDS = ("one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
@@ -49,8 +43,8 @@ def spellings(question: str, answer: str) -> list[str]:
 
 
 def first_tokens(tokenizer: Any) -> dict[str, int]:
-    """{spelling: its first token} of all spellings."""
-    texts = [*spellings("", "Yes"), *(text for w in WORDS for text in spellings("How many", w))]
+    """{spelling: its first token} of all spellings, and of those of no."""
+    texts = [*YES, *NO, *(text for word in WORDS for text in spellings("How many", word))]
     return {text: tokenizer.encode(text, add_special_tokens=False)[0] for text in texts}
 
 
@@ -73,34 +67,13 @@ def questions(metadata: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     return [(skill, text, answer) for skill, (text, answer) in pairs if spellings(text, answer)]
 
 
-def detected(metadata: Mapping[str, Any], found: Detections) -> list[tuple[str, Any]]:
-    """(skill, score) of the questions in GenEval's metadata. The confidence of a box is its
-    probability to be an object; a count is right if the best boxes are objects, and no others."""
-    boxes = {name: [np.asarray(box) for box in rows] for name, rows in found.boxes.items()}
-    answers = []
-    for clause in metadata["include"]:
-        name, count, own = clause["class"], clause["count"], boxes.get(clause["class"], [])
-        scores = sorted((box[4] for box in own), reverse=True)
-        exact = math.prod([*scores[:count], *(1 - score for score in scores[count:])])
-        answers += [("object", scores[:1]), ("count", [exact] if len(scores) >= count else [])]
-        if "color" in clause:
-            both = zip(own, found.colors.get(name, []), strict=True)  # type: ignore[union-attr]
-            answers.append(("attribute", [b[4] for b, color in both if color == clause["color"]]))
-        if "position" in clause:
-            relation, target = clause["position"]
-            pairs = product(own, boxes.get(metadata["include"][target]["class"], []))
-            hits = [a[4] * b[4] for a, b in pairs if relation in relations(a, b, 0.1)]
-            answers.append(("position", hits))
-    return [(skill, float(max(hits, default=0.0))) for skill, hits in answers]
-
-
 class Local:
-    """A vision-language model of transformers. It is asked one question at a time, as officially,
-    so that an answer depends on nothing else, and gives the probabilities of all tokens."""
+    """A vision-language model of transformers, asked one question at a time, as officially, so
+    that an answer depends on nothing else."""
 
-    def __init__(self, model: str, revision: str, *place: Any) -> None:
+    def __init__(self, model: str, *place: Any) -> None:
         require("torchvision", "a local judge of reward geneval2 needs")
-        folder, at = str(Path(model).expanduser()), {"revision": revision}
+        folder, at = located(model)
         self.processor: Any = AutoProcessor.from_pretrained(folder, **at)
         self.network: Any = AutoModelForImageTextToText.from_pretrained(folder, dtype="auto", **at)
         self.placement = Placement(self.network, *place)
@@ -110,14 +83,13 @@ class Local:
 
     def ask(self, images: Tensor, asked: Sequence[tuple[int, str]]) -> list[Table]:
         """How probable tokens begin the answers. asked: row of images [B,3,H,W], question."""
-        tokens = set(self.first.values())
-        return [{i: float(each[i]) for i in tokens} for each in self._probabilities(images, asked)]
+        tokens, found = set(self.first.values()), self._probabilities(images, asked)
+        return [{token: float(each[token]) for token in tokens} for each in found]
 
     def decide(self, images: Tensor, asked: Sequence[tuple[int, str]]) -> list[str]:
         """ "yes" or "no": the likelier one to begin the answer, in any of its spellings."""
-        encode = self.processor.tokenizer.encode
-        yes, no = ([encode(t, add_special_tokens=False)[0] for t in texts] for texts in (YES, NO))
-        found = self._probabilities(images, asked)
+        found, first = self._probabilities(images, asked), self.first
+        yes, no = ([first[text] for text in texts] for texts in (YES, NO))
         return ["yes" if each[yes].sum() > each[no].sum() else "no" for each in found]
 
     @torch.no_grad()
@@ -140,8 +112,9 @@ class Served:
     at most what the others have. model: whose tokenizer says what the first tokens are."""
 
     def __init__(self, endpoint: Mapping[str, Any], model: str, top: int) -> None:
-        self.endpoint, self.top = VLM(**{"model": model, **endpoint, "image_size": None}), top
-        tokenizer: Any = AutoTokenizer.from_pretrained(str(Path(model).expanduser()))
+        folder, at = located(model)
+        self.endpoint, self.top = VLM(**{"model": folder, **endpoint, "image_size": None}), top
+        tokenizer: Any = AutoTokenizer.from_pretrained(folder, **at)
         self.first = {text: tokenizer.decode([i]) for text, i in first_tokens(tokenizer).items()}
         if not all(text.startswith(token) for text, token in self.first.items()):
             raise ValueError(f"`model`: the tokens of {model!r} do not show spaces before words")
@@ -166,7 +139,7 @@ class AskedReward(RewardBase):
     `flowalign data fetch` writes; questions: what reads one of its lines, or raises an error."""
 
     choice = ("model", MODEL)
-    choices = {**RewardBase.choices, MODEL: "Apache-2.0"}
+    choices: Mapping[str, str] = {MODEL: "Apache-2.0"}
     downloads = {MODEL: 17.5}
     source: str
     questions: Callable[[Mapping[str, Any]], Any]
@@ -185,8 +158,6 @@ class AskedReward(RewardBase):
     @classmethod
     def check_prompts(cls, prompts: Sequence[str], metadata: Metadata, **options: Any) -> None:
         """Raise ValueError for the first prompt whose metadata is not of the judge's form."""
-        if cls.chosen(**options) == "tiny":
-            return GenEval.check_prompts(prompts, metadata, detector="tiny")
         for prompt, meta in zip(prompts, metadata, strict=True):
             try:
                 cls.questions(meta)
@@ -196,8 +167,8 @@ class AskedReward(RewardBase):
 
 
 class GenEval2(AskedReward):
-    """Soft-TIFA of an image whose metadata is a line of GenEval 2; with the model `tiny`, which is
-    the tiny world's detector, a line of GenEval. Options: docs/rewards/geneval2.md.
+    """Soft-TIFA of an image whose metadata is a line of GenEval 2. Options:
+    docs/rewards/geneval2.md.
 
     value: the GM. parts: "gm" again, "am", the mean score of each skill, and the GM under the
     number of atoms. An image is invalid if one of its questions has no answer.
@@ -211,21 +182,19 @@ class GenEval2(AskedReward):
 
     def __init__(
         self,
-        model: ClipModel = MODEL,
+        model: Pretrained = MODEL,
         *,
         endpoint: Mapping[str, Any] | None = None,
         top_logprobs: Count = 20,
-        revision: str = "main",
         device: Device = None,
         offload: bool = False,
     ) -> None:
-        self.judge: Any = None
-        if endpoint is not None:
-            self.judge = Served(endpoint, model, top_logprobs)
-        elif model != "tiny":
-            self.judge = Local(model, revision, device, offload)
-        self.detector: Any = None if self.judge else build_detector("tiny")
-        self.settings = self.judge.settings if self.judge else {"engine": self.detector.name}
+        self.judge: Any = (
+            Local(model, device, offload)
+            if endpoint is None
+            else Served(endpoint, model, top_logprobs)
+        )
+        self.settings = self.judge.settings
 
     def connect(self) -> None:
         """Ask an endpoint a question. Raises ValueError if it gives no log-probabilities."""
@@ -236,24 +205,20 @@ class GenEval2(AskedReward):
 
     def __call__(self, images: Tensor, prompts: Sequence[str], metadata: Metadata) -> Scores:
         """images [B,3,H,W] in [0,1] -> Scores of B, on the CPU; failed ones say why."""
+        asked = [(row, *each) for row, meta in enumerate(metadata) for each in questions(meta)]
+        texts = [(row, f"{question} Answer in one word.") for row, _, question, _ in asked]
         answers: list[list[Any]] = [[] for _ in metadata]  # of each image (skill, score or error)
-        if self.detector:
-            answers = [detected(*x) for x in zip(metadata, self.detector(images), strict=True)]
-        else:
-            asked = [(row, *each) for row, meta in enumerate(metadata) for each in questions(meta)]
-            texts = [(row, f"{question} Answer in one word.") for row, _, question, _ in asked]
-            tables = self.judge.ask(images, texts)
-            for (row, skill, *pair), table in zip(asked, tables, strict=True):
-                failed = isinstance(table, Exception)
-                score = table if failed else question_score(table, self.judge.first, *pair)
-                answers[row].append((skill, score))
+        for (row, skill, *pair), table in zip(asked, self.judge.ask(images, texts), strict=True):
+            failed = isinstance(table, Exception)
+            score = table if failed else question_score(table, self.judge.first, *pair)
+            answers[row].append((skill, score))
         rows, reasons = [], {}
         for row, (meta, pairs) in enumerate(zip(metadata, answers, strict=True)):
             scores = {skill: [s for name, s in pairs if name == skill] for skill, _ in pairs}
             if errors := [score for _, score in pairs if isinstance(score, Exception)]:
                 reasons[row], scores = f"{type(errors[0]).__name__}: {errors[0]}", {}
             am, gm = soft_tifa([score for _, score in pairs]) if scores else (math.nan, math.nan)
-            atoms = f"atoms_{meta.get('atom_count', len(pairs)):02}"
+            atoms = f"atoms_{meta['atom_count']:02}"
             skills = {skill: fmean(own) for skill, own in scores.items()}
             rows.append({"value": gm, "am": am, "gm": gm, atoms: gm} | skills)
         return Scores.of_rows(rows, reasons)

@@ -76,24 +76,20 @@ def judge(
     max_objects: int = 16,
     max_overlap: float = 1.0,
     position_threshold: float = 0.1,
-    strict: bool = False,
 ) -> Verdict:
     """The official decision on one image.
 
     Every include clause must hold (count, then colour, then position) and no exclude clause may
-    fire. Only the `count` most confident boxes of a class are judged for colour and position.
-    strict: the reward server's `strict_rewards` instead: counts must be equal, and exclude is
-    ignored. A reason that names two relations lists them alphabetically (the official order
-    depends on PYTHONHASHSEED).
-    Raises ValueError where a position refers to its own clause or to a later one.
+    fire. Only the `count` most confident boxes of a class are judged for colour and position. A
+    reason that names two relations lists them alphabetically (the official order depends on
+    PYTHONHASHSEED). Raises ValueError where a position refers to its own clause or to a later one.
     """
     selected = select(metadata, detections, threshold, counting_threshold, max_objects, max_overlap)
-    outcomes = _outcomes(metadata, selected, detections, colors, position_threshold, strict)
+    outcomes = _outcomes(metadata, selected, detections, colors, position_threshold)
     reasons = [outcome.reason for outcome in outcomes if outcome.reason]
-    if not strict:
-        for clause in _fired(metadata, selected):
-            name, count = clause["class"], clause["count"]
-            reasons.append(f"expected {name}<{count}, found {len(selected[name])}")
+    for clause in _fired(metadata, selected):
+        name, count = clause["class"], clause["count"]
+        reasons.append(f"expected {name}<{count}, found {len(selected[name])}")
     return Verdict(correct=not reasons, reason="\n".join(reasons))
 
 
@@ -106,7 +102,7 @@ def partial_credit(
     position_threshold: float = 0.1,
     **rules: Any,
 ) -> float:
-    """A graded score of one image: the mean of its terms. Counts must be equal, as in `strict`.
+    """A graded score of one image: the mean of its terms. Counts must be equal.
 
     rules: the other thresholds of `judge`.
     "bounded", in [0, 1]; the terms depend on the metadata alone, n = the wanted count:
@@ -124,7 +120,7 @@ def partial_credit(
     if variant not in ("bounded", "published"):
         raise ValueError(f"variant {variant!r} is unknown; use 'bounded' or 'published'.")
     selected = select(metadata, detections, **rules)
-    outcomes = _outcomes(metadata, selected, detections, colors, position_threshold, strict=True)
+    outcomes = _outcomes(metadata, selected, detections, colors, position_threshold, equal=True)
     if variant == "published":
         terms = [term for outcome in outcomes for term in _published_terms(outcome)]
         return sum(terms) / len(terms) if terms else 0.0
@@ -240,24 +236,25 @@ def _outcomes(
     detections: Detections,
     colors: Colors,
     dead_zone: float,
-    strict: bool,
+    equal: bool = False,
 ) -> list[_Outcome]:
-    """The outcome of every include clause, in order; a later one may refer to an earlier one."""
+    """The outcome of every include clause, in order; a later one may refer to an earlier one.
+    equal: more objects than are wanted are wrong, too."""
     outcomes: list[_Outcome] = []
     for clause in metadata.get("include", []):
         name, wanted = clause["class"], clause["count"]
         chosen = selected.get(name, [])
-        boxes = [_boxes(detections[name])[i] for i in chosen[:wanted]]
+        best = chosen[:wanted]
+        boxes = [_boxes(detections[name])[i] for i in best]
         outcome = _Outcome(clause, wanted, len(chosen), boxes)
-        if outcome.count != wanted if strict else outcome.count < wanted:
-            sign = "==" if strict else ">="
+        if outcome.count < wanted or equal and outcome.count > wanted:
+            sign = "==" if equal else ">="
             outcome.reason = f"expected {name}{sign}{wanted}, found {outcome.count}"
         if "color" in clause and not outcome.reason:
-            asked = chosen[:wanted]
             if isinstance(colors, Mapping):
-                _judge_color(outcome, [colors[name][i] for i in asked])
+                _judge_color(outcome, [colors[name][i] for i in best])
             else:
-                _judge_color(outcome, [colors(name, i) for i in asked])
+                _judge_color(outcome, [colors(name, i) for i in best])
         if "position" in clause and not outcome.reason:
             _judge_position(outcome, outcomes, dead_zone)
         outcomes.append(outcome)

@@ -19,7 +19,7 @@ from transformers import (
 from flowalign.backbone.placement import Placement
 from flowalign.rewards import clip
 from flowalign.rewards.base import VIT_L, Cost
-from flowalign.rewards.options import Count, Device, Divisor, Pretrained
+from flowalign.rewards.options import Count, Device, Divisor, Pretrained, located
 from flowalign.rewards.preference import Head, Preference
 from flowalign.rewards.weights import WeightsFile, fit_weights, read_weights
 
@@ -70,7 +70,6 @@ class ImageReward(Preference):
     architecture: sizes that differ from the published model's, {"vision": {...}, "text": {...}}
         of transformers' BlipVisionConfig and BlipTextConfig.
     normalizer: 1, the value is the published score: over the authors' data about N(0, 1).
-    offload: the weights lie on the CPU between calls.
     Raises OSError where a file cannot be had, ValueError where it does not fit the model.
     """
 
@@ -90,7 +89,8 @@ class ImageReward(Preference):
         offload: bool = False,
     ) -> None:
         tensors = official_names(read_weights(weights))
-        self.tokenizer = AutoTokenizer.from_pretrained(tokenizer)
+        folder, at = located(tokenizer)
+        self.tokenizer = AutoTokenizer.from_pretrained(folder, **at)
         self.network = Network(**(architecture or {}))
         fit_weights(self.network, tensors, weights)
         self.placement = Placement(self.network, device, offload)

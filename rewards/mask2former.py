@@ -24,7 +24,7 @@ from transformers import AutoConfig, Mask2FormerForUniversalSegmentation
 
 from flowalign.backbone.placement import Placement
 from flowalign.rewards.geneval_judge import COLORS, NAMES
-from flowalign.rewards.options import Count, Device, OpenClip, Pretrained
+from flowalign.rewards.options import Count, Device, OpenClip, Pretrained, located
 from flowalign.system.images import to_uint8
 from flowalign.system.packages import require
 from flowalign.types import Detections
@@ -69,13 +69,12 @@ OpenClipWeights = Annotated[str, Field(min_length=1), AfterValidator(_check_clip
 class Mask2Former:
     """Detector of GenEval's 80 classes; colours are asked of an open_clip model, box by box.
 
-    model, revision: a Hub id or folder of a Mask2Former for COCO instances, with 80 labels, which
-        are taken by index (`geneval_names`).
+    model: a Hub id or folder of a Mask2Former for COCO instances, with 80 labels, which are taken
+        by index (`NAMES`).
     size: shortest edge that an image is resized to, and longest edge that it may get, in pixels.
         (The model's own preprocessor says 384 x 384, with which small objects are missed.)
-    clip, clip_pretrained, clip_quick_gelu: who names colours, see `ClipColors`.
-    dtype: of the network, "float32", "bfloat16" or "float16"; what follows it is float32. CLIP is
-        always float32. batch_size: images a forward pass; it changes no result beyond rounding.
+    clip, clip_pretrained: who names colours, see `ClipColors`. dtype: of the network alone.
+    batch_size: images a forward pass; it changes no result beyond rounding.
     device: None = the GPU if there is one. offload: the weights of both models lie on the CPU
         between calls of the reward.
     `name` says which models answered. Raises ValueError for a model that is no Mask2Former with 80
@@ -89,29 +88,24 @@ class Mask2Former:
         self,
         model: Pretrained = MODEL,
         *,
-        revision: str | None = None,
         size: Annotated[Sequence[int], AfterValidator(_check_size)] = SIZE,
         clip: OpenClip = "ViT-L-14",
         clip_pretrained: OpenClipWeights = "openai",
-        clip_quick_gelu: bool | None = None,
         dtype: Literal["float32", "bfloat16", "float16"] = "float32",
         batch_size: Count = 8,
         device: Device = None,
         offload: bool = False,
     ) -> None:
-        self.batch_size, self.dtype = batch_size, getattr(torch, dtype)
-        self.shortest, self.longest = size
-        self.colors = ClipColors(
-            clip, clip_pretrained, quick_gelu=clip_quick_gelu, device=device, offload=offload
-        )
-        folder = str(Path(model).expanduser())
-        self.processor, self.network = _load(folder, revision, self.dtype)
+        self.batch_size, (self.shortest, self.longest) = batch_size, size
+        self.dtype = getattr(torch, dtype)
+        self.colors = ClipColors(clip, clip_pretrained, device=device, offload=offload)
+        self.processor, self.network = _load(model, self.dtype)
         self.placement = Placement(self.network, device, offload)
         self.placements = (self.placement, self.colors.placement)
-        commit = getattr(self.network.config, "_commit_hash", None) or revision
-        at = f"@{commit}" if commit else ""
+        commit = getattr(self.network.config, "_commit_hash", None)
+        at = f"{located(model)[0]}@{commit}" if commit else model
         self.name = (
-            f"mask2former {model}{at} at {self.shortest}/{self.longest} px, {dtype}; "
+            f"mask2former {at} at {self.shortest}/{self.longest} px, {dtype}; "
             f"colours by {self.colors.name}"
         )
 
@@ -144,12 +138,12 @@ class Mask2Former:
         )["pixel_values"]
         height, width = inputs.shape[-2:]
         padded = pad(inputs, (0, -width % DIVISOR, 0, -height % DIVISOR))  # 0 = the mean colour
-        frame = Frame(padded.shape[-2:], (height, width), pictures[0].shape[:2])
+        sizes = padded.shape[-2:], (height, width), pictures[0].shape[:2]
         with self.placement:
             output = self.network(pixel_values=padded.to(self.placement.device, self.dtype))
         logits = zip(output.class_queries_logits, output.masks_queries_logits, strict=True)
         return [
-            self._named(picture, instances(classes, masks, frame))
+            self._named(picture, instances(classes, masks, *sizes))
             for picture, (classes, masks) in zip(pictures, logits, strict=True)
         ]
 
@@ -165,15 +159,6 @@ class Mask2Former:
 
 
 @dataclass(frozen=True)
-class Frame:
-    """(height, width) of what the network saw, of the image in it (upper left), of the image."""
-
-    padded: Sequence[int]
-    resized: Sequence[int]
-    image: Sequence[int]
-
-
-@dataclass(frozen=True)
 class Instances:
     """K objects of one image, by class: labels [K] in [0,C), scores [K] in [0,1], boxes [K,4] as
     x1, y1, x2, y2 in pixels, right and bottom exclusive, masks K x bool [y2 - y1, x2 - x1]."""
@@ -184,9 +169,18 @@ class Instances:
     masks: list[np.ndarray]
 
 
-def instances(class_logits: Tensor, mask_logits: Tensor, frame: Frame, top: int = TOP) -> Instances:
+def instances(
+    class_logits: Tensor,
+    mask_logits: Tensor,
+    padded: Sequence[int],
+    resized: Sequence[int],
+    image: Sequence[int],
+    top: int = TOP,
+) -> Instances:
     """The objects that class logits [Q,C+1] and mask logits [Q,h,w] of one image stand for.
 
+    padded, resized, image: (height, width) of what the network saw, of the image in it (upper
+    left), and of the image.
     The `top` (query, class) pairs of the highest class probability, the last class meaning "no
     object"; a query may stand for several. Mask: its logits enlarged to the padded size, freed of
     the padding, brought to the image's size (both bilinear), above 0. Score: class probability
@@ -198,15 +192,15 @@ def instances(class_logits: Tensor, mask_logits: Tensor, frame: Frame, top: int 
     class_logits, mask_logits = class_logits.float(), mask_logits.float()
     if not bool(class_logits.isfinite().all() and mask_logits.isfinite().all()):
         raise ValueError(
-            "the detector answered NaN or infinity. If `dtype` is float16, use bfloat16 or float32."
+            "the detector answered NaN or infinity; with `dtype` float16, try bfloat16."
         )
     chance = class_logits.softmax(-1)[:, :-1]
     pairs = chance.flatten().topk(min(top, chance.numel())).indices
     queries, labels = pairs // chance.shape[1], pairs % chance.shape[1]
     used, row = queries.unique(return_inverse=True)
-    height, width = frame.resized
-    masks = interpolate(mask_logits[used][None], tuple(frame.padded), mode="bilinear")
-    masks = interpolate(masks[..., :height, :width], tuple(frame.image), mode="bilinear")[0]
+    height, width = resized
+    masks = interpolate(mask_logits[used][None], tuple(padded), mode="bilinear")
+    masks = interpolate(masks[..., :height, :width], tuple(image), mode="bilinear")[0]
     inside = masks > 0
     certainty = (masks.sigmoid() * inside).sum((1, 2)) / inside.sum((1, 2)).clamp(min=1)
     scores = chance[queries, labels] * certainty[row]
@@ -232,10 +226,10 @@ def tight(inside: Tensor) -> tuple[np.ndarray, list[np.ndarray]]:
     return boxes, crops
 
 
-def _load(model: str, revision: str | None, dtype: torch.dtype) -> tuple[Any, Any]:
-    """(image processor, network) of a Hub id or folder, its labels and weights checked."""
-    at: dict[str, Any] = {"revision": revision} if revision else {}
-    config: Any = AutoConfig.from_pretrained(model, **at)
+def _load(model: str, dtype: torch.dtype) -> tuple[Any, Any]:
+    """(image processor, network), its labels and weights checked."""
+    folder, at = located(model)
+    config: Any = AutoConfig.from_pretrained(folder, **at)
     if config.model_type != "mask2former" or config.num_labels != len(NAMES):
         raise ValueError(
             f"`model` {model!r} is a {config.model_type} with {config.num_labels} labels; GenEval "
@@ -243,11 +237,11 @@ def _load(model: str, revision: str | None, dtype: torch.dtype) -> tuple[Any, An
         )
     kind: Any = Mask2FormerForUniversalSegmentation
     more = {"use_safetensors": True, "output_loading_info": True, **at}  # never a pickle
-    network, report = kind.from_pretrained(model, config=config, dtype=dtype, **more)
+    network, report = kind.from_pretrained(folder, config=config, dtype=dtype, **more)
     missing = sorted(dict(network.named_parameters()).keys() & set(report["missing_keys"]))
     if missing:
         raise ValueError(f"`model` {model!r} lacks {len(missing)} weights, such as {missing[0]}.")
-    return ImageProcessor.from_pretrained(model, **at), network.requires_grad_(False).eval()
+    return ImageProcessor.from_pretrained(folder, **at), network.requires_grad_(False).eval()
 
 
 # Colours -----------------------------------------------------------------------------------------
@@ -257,9 +251,9 @@ class ClipColors:
     """Names the colour of objects, with an open_clip model.
 
     architecture, pretrained: as open_clip names them; pretrained may also be a local state dict
-        (.safetensors, or .pt without pickled code). GenEval's are "ViT-L-14", "openai".
-    quick_gelu: None = as the tag's model was trained; a local file counts as OpenAI's weights,
-        which need it. (open_clip 3 warns, but computes wrongly, where "ViT-L-14" gets them.)
+        (.safetensors, or .pt without pickled code), which counts as OpenAI's weights: they need
+        QuickGELU. (open_clip 3 warns, but computes wrongly, where "ViT-L-14" gets them.) GenEval's
+        are "ViT-L-14", "openai".
     device, offload: as in `flowalign.backbone.placement.Placement`. `name` says which model
     answers. Raises ImportError without open_clip, and what that raises for an unknown model.
     """
@@ -269,17 +263,13 @@ class ClipColors:
         architecture: OpenClip = "ViT-L-14",
         pretrained: OpenClipWeights = "openai",
         *,
-        quick_gelu: bool | None = None,
         device: Device = None,
         offload: bool = False,
     ) -> None:
         library = require("open_clip", "GenEval's colours are named with")
         weights, gelu = _open_clip_weights(library, architecture, pretrained)
         model, _, self.preprocess = library.create_model_and_transforms(
-            architecture,
-            pretrained=weights,
-            force_quick_gelu=gelu if quick_gelu is None else quick_gelu,
-            device="cpu",
+            architecture, pretrained=weights, force_quick_gelu=gelu, device="cpu"
         )
         self.model = model.float()
         self.placement = Placement(self.model, device, offload)

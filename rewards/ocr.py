@@ -9,14 +9,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from difflib import get_close_matches
 from importlib.metadata import version
-from pathlib import Path
 from queue import SimpleQueue
 from statistics import fmean
 from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
-import yaml
 from rapidfuzz.distance import Levenshtein
 from torch import Tensor
 
@@ -28,6 +26,7 @@ from flowalign.system.packages import require
 from flowalign.types import Metadata, Scores
 
 Line = tuple[str, float]
+CONFIDENCE = 0.5  # lines of less are dropped, as PaddleOCR 2.x, the peers' engine, does
 QUESTION = "Which text does the image show? Reply with that text only, and do not repeat any of it."
 
 
@@ -35,8 +34,7 @@ def target_of(prompt: str) -> str:
     """The text between the first two straight double quotes of a prompt, as it stands there.
 
     Raises ValueError where there is no such text: fewer than two quotes, or nothing but spaces
-    between them. (The peers die of a prompt without quotes and of an empty target, and take the
-    rest of the prompt after a lone quote, so that an inch mark becomes the target.)
+    between them. (The peers take the rest of the prompt after a lone quote.)
     """
     pieces = prompt.split('"')
     if len(pieces) < 3 or not normalize(pieces[1]):
@@ -52,30 +50,26 @@ def normalize(text: str) -> str:
     return text.replace(" ", "").lower()  # as the peers, who keep tabs and newlines
 
 
+def joined(lines: Sequence[Line] | None) -> str:
+    """The normalized text of the lines of confidence > 0."""
+    return normalize("".join(text for text, confidence in lines or () if confidence > 0))
+
+
 def text_reward(target: str, lines: Sequence[Line] | None) -> float:
     """The published OCR rule, in [0,1]; its mean is what papers call OCR accuracy.
 
     lines: (text, confidence) in reading order, None or [] = no text. Lines of confidence > 0
     are joined; 1 if the target is in them, else 1 - min(Levenshtein, n) / n for a target of n
-    characters. So any surplus text around the target is free: see `strict_reward`.
+    characters. So any surplus text around the target is free.
     Source: Flow-OPD@434ab16 flow_grpo/ocr.py (OcrScorer). Raises ValueError for a blank target.
     """
-    wanted, read = _compared(target, lines)
+    wanted, read = normalize(target), joined(lines)
+    if not wanted:
+        raise ValueError(f"the target text {target!r} is blank; nothing can be compared with it.")
     if wanted in read:  # Levenshtein would count the surplus text
         return 1.0
     return 1 - min(Levenshtein.distance(wanted, read), len(wanted)) / len(wanted)
 
-
-def strict_reward(target: str, lines: Sequence[Line] | None) -> float:
-    """A rule of our own that does not pay for surplus text: 1 - Levenshtein / longer length.
-
-    In [0,1], and 1 only for exactly the target. Raises ValueError for a blank target.
-    """
-    wanted, read = _compared(target, lines)
-    return 1 - Levenshtein.distance(wanted, read) / max(len(wanted), len(read))
-
-
-RULES = {"published": text_reward, "strict": strict_reward}  # of one text
 
 # What LongText-Bench removes: all but Chinese, Latin and French letters, digits and white space.
 OTHERS = re.compile(r"[^\u4e00-\u9fa5a-zA-Z0-9\sàâäéèêëîïôöùûüçÀÂÄÉÈÊËÎÏÔÖÙÛÜÇ]")
@@ -116,11 +110,7 @@ def word_scores(
 
 
 class Engine(Protocol):
-    """Reads text. `name` says which engine, models and settings, and is recorded with results.
-
-    An engine that reads several images faster at once may have `read_many(images) -> lists`: what
-    `read` says of each image, in order, whatever else is in the batch.
-    """
+    """Reads text. `name` says which engine, models and settings, and is recorded with results."""
 
     name: str
 
@@ -132,158 +122,82 @@ class Engine(Protocol):
 class RapidOCREngine:
     """RapidOCR on onnxruntime; its wheel brings the PP-OCRv6 small models, so it works offline.
 
-    upscale: enlarge the image by this integer factor before reading (for small images).
     limit_side_len, limit_type: "min" enlarges for detection until the short side has this many
         pixels, "max" shrinks until the long side has. RapidOCR's own: 736, "min".
-    text_score: lines of lower confidence are dropped. threads: onnxruntime's, per image.
-    box_thresh, unclip_ratio: of the text detector.
     rec_width: the recogniser's input (48 high) is padded to this width; longer lines get more.
         320 is what it was made for, 128 halves its time where lines are short.
-    Has no read_many: RapidOCR reads the lines of one image in batches of 6. Lines of several images
-    in one batch would be padded to the longest of them, and a score would depend on its company.
+    One image a call: in a batch a line is padded to the longest, and scores depend on others.
     Raises ImportError where rapidocr is not installed. Not for use from several threads.
     """
 
     def __init__(
         self,
-        upscale: int = 1,
-        limit_side_len: int = 736,
-        limit_type: str = "min",
-        text_score: float = 0.5,
-        box_thresh: float = 0.5,
-        unclip_ratio: float = 1.6,
-        rec_width: int = 320,
-        threads: int = 1,
+        limit_side_len: Count = 736,
+        limit_type: Literal["min", "max"] = "min",
+        rec_width: Count = 320,
     ) -> None:
         rapidocr = require("rapidocr", "this reward reads text with")
-        self.upscale = upscale
         self._ocr: Any = rapidocr.RapidOCR(
             params={
                 "Global.log_level": "critical",
-                "Global.text_score": text_score,
+                "Global.text_score": CONFIDENCE,
                 "Global.use_cls": False,  # upside-down lines: generated text has none
-                "EngineConfig.onnxruntime.intra_op_num_threads": threads,  # -1 would take all cores
+                "EngineConfig.onnxruntime.intra_op_num_threads": 1,  # -1 would take all cores
                 "EngineConfig.onnxruntime.inter_op_num_threads": 1,
                 "Det.limit_side_len": limit_side_len,
                 "Det.limit_type": limit_type,
-                "Det.box_thresh": box_thresh,
-                "Det.unclip_ratio": unclip_ratio,
+                "Det.box_thresh": 0.5,
+                "Det.unclip_ratio": 1.6,
                 "Rec.rec_img_shape": [3, 48, rec_width],
             }
         )
         parts = (self._ocr.cfg.Det, self._ocr.cfg.Rec)  # often of one release: named once
         models = dict.fromkeys(f"{p.ocr_version.value} {p.model_type.value}" for p in parts)
-        self.name = (  # recorded with results: all that changes them
-            f"rapidocr {version('rapidocr')}, {' + '.join(models)}, text_score {text_score}, "
-            f"upscale {upscale}, limit {limit_side_len} {limit_type}, box_thresh {box_thresh}, "
-            f"unclip_ratio {unclip_ratio}, rec_width {rec_width}"
+        self.name = (
+            f"rapidocr {version('rapidocr')}, {' + '.join(models)}, text_score {CONFIDENCE}, "
+            f"upscale 1, limit {limit_side_len} {limit_type}, box_thresh 0.5, "
+            f"unclip_ratio 1.6, rec_width {rec_width}"
         )
 
     def read(self, image: np.ndarray) -> list[Line]:
         """image uint8 RGB [H,W,3] -> (text, confidence) in RapidOCR's order, [] = no text."""
-        page = self._ocr(_bgr(image, self.upscale))
+        page = self._ocr(_bgr(image))
         return list(zip(page.txts or (), map(float, page.scores or ()), strict=True))
 
 
 class PaddleOCREngine:
-    """PaddleOCR 3.x, by default with the peers' models, which it downloads on first use.
+    """PaddleOCR 3.x with the peers' models, which it downloads on first use.
 
-    lang, ocr_version: which models, where no folders are given.
-    text_detection_model_dir, text_recognition_model_dir: folders of models, both or none, for a
-        machine without a network. scripts/paddle_models_from_rapidocr.py makes a pair.
-    inference: what runs the models: None (PaddlePaddle), "onnxruntime" (for folders that hold an
-        inference.onnx), or another of PaddleOCR's `engine`s.
-    device: "cpu" or "gpu:0"; None = PaddleOCR's choice.
-    text_rec_score_thresh: lines of lower confidence are dropped (the peers' 2.x default is .5).
-    limit_side_len, limit_type: as for RapidOCREngine; PaddleOCR's own: 64, "min". The peers' 960,
-        "max" gives the same for 512 px. box_thresh, unclip_ratio: of the text detector.
-    upscale, threads: as for RapidOCREngine.
-    Raises ImportError where paddleocr is not installed, ValueError for a folder without a model.
+    lang: of the models. device: "cpu" or "gpu:0"; None = PaddleOCR's choice. An image keeps its
+    size for detection (at 512 px the peers' limit gives the same).
+    Raises ImportError where paddleocr is not installed.
     """
 
-    def __init__(
-        self,
-        lang: str = "en",
-        ocr_version: str = "PP-OCRv4",
-        device: str | None = None,
-        text_rec_score_thresh: float = 0.5,
-        upscale: int = 1,
-        *,
-        text_detection_model_dir: str | None = None,
-        text_recognition_model_dir: str | None = None,
-        inference: str | None = None,
-        limit_side_len: int = 64,
-        limit_type: str = "min",
-        box_thresh: float = 0.6,
-        unclip_ratio: float = 1.5,
-        threads: int = 1,
-    ) -> None:
-        models = _local_models(text_detection_model_dir, text_recognition_model_dir)
-        which = " + ".join(name for key, name in models.items() if key.endswith("_name"))
-        if not models:
-            models, which = {"lang": lang, "ocr_version": ocr_version}, f"{ocr_version} {lang}"
+    def __init__(self, lang: str = "en", device: str | None = None) -> None:
         paddleocr = require("paddleocr", "this reward reads text with")
-        self.upscale = upscale
-        running: dict[str, Any] = {"cpu_threads": threads}
-        if inference == "onnxruntime":
-            limits = {"intra_op_num_threads": threads, "inter_op_num_threads": 1}
-            running = {"engine_config": limits}  # as onnxruntime names them
-        if inference is not None:  # PaddleOCR before 3.7 knows no `engine`
-            running["engine"] = inference
         self._ocr = paddleocr.PaddleOCR(
-            **models,
-            **running,
+            lang=lang,
+            ocr_version="PP-OCRv4",
+            cpu_threads=1,
             device=device,
             use_doc_orientation_classify=False,  # these three are for scans and photographs
             use_doc_unwarping=False,
             use_textline_orientation=False,
-            text_rec_score_thresh=text_rec_score_thresh,
-            text_det_limit_side_len=limit_side_len,
-            text_det_limit_type=limit_type,
-            text_det_box_thresh=box_thresh,
-            text_det_unclip_ratio=unclip_ratio,
+            text_rec_score_thresh=CONFIDENCE,
+            text_det_limit_side_len=64,
+            text_det_limit_type="min",
+            text_det_box_thresh=0.6,
+            text_det_unclip_ratio=1.5,
         )
         self.name = (
-            f"paddleocr {version('paddleocr')} {inference or 'paddle'}, {which}, "
-            f"text_rec_score_thresh {text_rec_score_thresh}, upscale {upscale}, "
-            f"limit {limit_side_len} {limit_type}, box_thresh {box_thresh}, "
-            f"unclip_ratio {unclip_ratio}"
+            f"paddleocr {version('paddleocr')} paddle, PP-OCRv4 {lang}, text_rec_score_thresh "
+            f"{CONFIDENCE}, upscale 1, limit 64 min, box_thresh 0.6, unclip_ratio 1.5"
         )
 
     def read(self, image: np.ndarray) -> list[Line]:
         """image uint8 RGB [H,W,3] -> (text, confidence) in PaddleOCR's order, [] = no text."""
-        return self.read_many([image])[0]
-
-    def read_many(self, images: Sequence[np.ndarray]) -> list[list[Line]]:
-        """The lines of each image, by one call. PaddleOCR batches the lines of an image and no
-        further, so a score does not depend on the other images."""
-        pages = self._ocr.predict([_bgr(image, self.upscale) for image in images])
-        return [list(zip(p["rec_texts"], map(float, p["rec_scores"]), strict=True)) for p in pages]
-
-
-def _local_models(detection: str | None, recognition: str | None) -> dict[str, str]:
-    """The arguments that have PaddleOCR load models from these folders; {} without folders."""
-    if not detection and not recognition:
-        return {}
-    if not detection or not recognition:  # it would download the other
-        raise ValueError("give text_detection_model_dir and text_recognition_model_dir, or none.")
-    return {
-        "text_detection_model_name": _model_name(detection),
-        "text_detection_model_dir": detection,
-        "text_recognition_model_name": _model_name(recognition),
-        "text_recognition_model_dir": recognition,
-    }
-
-
-def _model_name(folder: str) -> str:
-    """The name in the inference.yml of a model's folder, which PaddleOCR asks for."""
-    try:
-        text = (Path(folder) / "inference.yml").read_text(encoding="utf-8")
-        # the fast loader where there is one: the file lists an alphabet of 18,000 letters
-        settings = yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-        return settings["Global"]["model_name"]
-    except (OSError, yaml.YAMLError, LookupError, TypeError) as error:
-        raise ValueError(f"{folder!r} has no inference.yml of PaddleOCR: {error!r}") from error
+        (page,) = self._ocr.predict([_bgr(image)])
+        return list(zip(page["rec_texts"], map(float, page["rec_scores"]), strict=True))
 
 
 class VLMEngine:
@@ -317,15 +231,9 @@ ENGINES: dict[str, Callable[..., Engine]] = {
 }
 
 
-def _bgr(image: np.ndarray, upscale: int) -> np.ndarray:
-    """RGB -> BGR, as both engines take arrays; enlarged by an integer factor, bicubic."""
-    image = np.ascontiguousarray(image[:, :, ::-1])  # OpenCV takes no negative strides
-    if upscale == 1:
-        return image
-    import cv2  # here: a server's old environment may lack it
-
-    size = (image.shape[1] * upscale, image.shape[0] * upscale)
-    return cv2.resize(image, size, interpolation=cv2.INTER_CUBIC)
+def _bgr(image: np.ndarray) -> np.ndarray:
+    """RGB -> BGR, as both engines take arrays; OpenCV takes no negative strides."""
+    return np.ascontiguousarray(image[:, :, ::-1])
 
 
 # The reward --------------------------------------------------------------------------------------
@@ -336,22 +244,21 @@ class OCR(RewardBase):
 
     engine: "rapidocr", "paddleocr", "vlm" (with that engine's options), or an Engine object.
     workers: images read at once, each by an engine of its own (an Engine object reads alone).
-    batch_size: images handed over in one call, to an engine that takes several (PaddleOCR).
-    rule: "published" (`text_reward`), "strict" (`strict_reward`), or of several texts "cvtg2k",
-        "longtext", "longtext_zh" (`word_scores`).
+    rule: "published" (`text_reward`), or of several texts "cvtg2k", "longtext", "longtext_zh"
+        (`word_scores`).
     The target is `target` of the image's metadata (for several texts a list, or LongText-Bench's
     `text`), else what the prompt puts in quotes. An image without text scores 0. A failing engine
     and a prompt without a target raise: see `flowalign.rewards.score`.
     parts: "exact", 1 where the text equals the target but for case and spaces, else 0, and the
     value under the length of the target; of several texts those of `word_scores`.
-    `engine.name` says what read: engine, models, settings. workers, batch_size change no result.
+    `engine.name` says what read: engine, models, settings. workers change no result.
     """
 
     name = "ocr"
     choice = ("engine", "rapidocr")
     choices = {"rapidocr": "Apache-2.0", "paddleocr": "Apache-2.0", "vlm": ""}
     cost = Cost(seconds=0.306)  # docs/rewards/ocr.md
-    resizes = frozenset({"limit_side_len", "limit_type", "rec_width", "upscale"})
+    resizes = frozenset({"limit_side_len", "limit_type", "rec_width"})
     breakdowns = {
         "by length of the text": "(letters|length)_.*",
         "by number of texts": r"regions_\d",
@@ -365,18 +272,15 @@ class OCR(RewardBase):
     def __init__(
         self,
         engine: str | Engine = "rapidocr",
-        rule: Literal["published", "strict", "cvtg2k", "longtext", "longtext_zh"] = "published",
+        rule: Literal["published", "cvtg2k", "longtext", "longtext_zh"] = "published",
         workers: Count = 1,
-        batch_size: Count = 16,
         **engine_options: Any,
     ) -> None:
+        self.engines = [engine]
         if isinstance(engine, str):
             self.engines = [ENGINES[engine](**engine_options) for _ in range(workers)]
-        else:
-            self.engines = [engine]
-        self.engine = self.engines[0]
+        self.engine: Any = self.engines[0]
         self.rule, self.settings = rule, {"engine": self.engine.name, "rule": rule}
-        self.batch_size = batch_size if hasattr(self.engine, "read_many") else 1  # else no gain
 
     @classmethod
     def check_options(cls, engine: str | Engine = "rapidocr", **options: Any) -> None:
@@ -384,9 +288,8 @@ class OCR(RewardBase):
         if isinstance(engine, str):
             if engine not in ENGINES:
                 raise ValueError(f"no OCR engine {engine!r}; use one of {list(ENGINES)}.")
-            for name in ("rule", "workers", "batch_size"):
-                options.pop(name, None)
-            check_call(f"OCR engine {engine!r}", ENGINES[engine], options)
+            own = {name: options[name] for name in options.keys() - {"rule", "workers"}}
+            check_call(f"OCR engine {engine!r}", ENGINES[engine], own)
 
     @classmethod
     def image_cost(cls, *, workers: int = 1, **options: Any) -> Cost | None:
@@ -397,12 +300,8 @@ class OCR(RewardBase):
     @classmethod
     def packages(cls, engine: str | Engine = "rapidocr", **options: Any) -> tuple[str, ...]:
         """What the engine imports."""
-        if engine == "rapidocr":
-            return ("rapidocr", "onnxruntime")
-        if engine != "paddleocr":
-            return ()
-        runtime = options.get("inference")
-        return ("paddleocr", "onnxruntime" if runtime == "onnxruntime" else "paddle")
+        known = {"rapidocr": ("rapidocr", "onnxruntime"), "paddleocr": ("paddleocr", "paddle")}
+        return known.get(engine, ()) if isinstance(engine, str) else ()
 
     @classmethod
     def check_prompts(cls, prompts: Sequence[str], metadata: Metadata, **options: Any) -> None:
@@ -419,9 +318,9 @@ class OCR(RewardBase):
         pages = self._read([to_uint8(image) for image in images])
         rows, reasons = [], {}
         for row, (texts, lines, meta) in enumerate(zip(targets, pages, metadata, strict=True)):
-            if self.rule in RULES:
-                wanted, read = _compared(texts[0], lines)
-                value = RULES[self.rule](texts[0], lines)
+            if self.rule == "published":
+                wanted, read = normalize(texts[0]), joined(lines)
+                value = text_reward(texts[0], lines)
                 longest = max(4, 1 << (len(wanted) - 1).bit_length())
                 length = f"letters_{longest // 2 + 1 if longest > 4 else 1:02}_to_{longest:02}"
                 rows.append({"value": value, "exact": float(wanted == read), length: value})
@@ -437,17 +336,15 @@ class OCR(RewardBase):
         for engine in self.engines:
             free.put(engine)
 
-        def read(chunk: Sequence[np.ndarray]) -> list[list[Line]]:
+        def read(picture: np.ndarray) -> list[Line]:
             engine = free.get()  # never waits: there are as many threads as engines
             try:
-                return engine.read_many(chunk) if len(chunk) > 1 else [engine.read(chunk[0])]
+                return engine.read(picture)
             finally:
                 free.put(engine)
 
-        starts = range(0, len(pictures), self.batch_size)
-        chunks = [pictures[start : start + self.batch_size] for start in starts]
         with ThreadPoolExecutor(len(self.engines)) as pool:  # the engines release the GIL
-            return [lines for chunk in pool.map(read, chunks) for lines in chunk]
+            return list(pool.map(read, pictures))
 
 
 def _texts(rule: str, prompt: str, metadata: Mapping[str, Any]) -> list[str]:
@@ -463,10 +360,3 @@ def _texts(rule: str, prompt: str, metadata: Mapping[str, Any]) -> list[str]:
         want = "words" if rule in WORDS else "one text"
         raise ValueError(f"prompt {prompt!r} has {where} {found!r}; rule {rule!r} wants {want}.")
     return texts
-
-
-def _compared(target: str, lines: Sequence[Line] | None) -> tuple[str, str]:
-    wanted = normalize(target)
-    if not wanted:
-        raise ValueError(f"the target text {target!r} is blank; nothing can be compared with it.")
-    return wanted, normalize("".join(text for text, confidence in lines or () if confidence > 0))

@@ -17,6 +17,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
+from urllib.parse import urlsplit
 
 import torch
 from pydantic import (
@@ -44,9 +45,30 @@ def check_model(name: str) -> str:
     folder = Path(name).expanduser()
     if folder.is_dir() and not any(folder.glob("*config.json")):
         raise ValueError(f"folder {folder} holds no config.json")
-    if not folder.is_dir() and HubAddress.parse(name) != HubAddress(name):
+    address = HubAddress.parse(name)
+    if not folder.is_dir() and (address is None or address.path):
         raise ValueError("there is no such folder, and it is no Hub id")
     return name
+
+
+def located(model: str) -> tuple[str, dict[str, Any]]:
+    """The folder or Hub id of a `Pretrained`, and its revision as `from_pretrained` takes it."""
+    folder = Path(model).expanduser()
+    address = None if folder.is_dir() else HubAddress.parse(model)
+    if address is None:
+        return str(folder), {}
+    return address.repository, {"revision": address.revision} if address.revision else {}
+
+
+def _check_url(url: str) -> str:
+    try:
+        parts = urlsplit(url)
+        plain = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:  # a port that is no number
+        plain = False
+    if not plain or not url.isprintable() or any(sign in url for sign in " @?#"):
+        raise ValueError("want http(s)://host[:port][/path] and no more (see `token_env`)")
+    return url
 
 
 def read_token(variable: str) -> str | None:
@@ -71,11 +93,12 @@ Number = Annotated[float, Field(allow_inf_nan=False)]
 Divisor = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Device = Annotated[str | torch.device | None, PlainValidator(_check_device)]
 OpenClip = Annotated[str, Field(min_length=1)]  # open_clip's name of a model, such as ViT-L-14
-TextCache = Annotated[int, Field(ge=0)]
 TokenEnv = Annotated[str, AfterValidator(_check_variable)] | None
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Retries = Annotated[int, Field(ge=0)]
-Pretrained = Annotated[str, AfterValidator(check_model)]  # the folder of a model, or a Hub id
+Url = Annotated[str, AfterValidator(_check_url)]  # the address of a server, without a password
+# the folder of a model, or owner/name[@revision] on the Hub
+Pretrained = Annotated[str, AfterValidator(check_model)]
 
 
 def check_call(

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import numpy as np
 import torch
@@ -16,7 +16,6 @@ from torch.nn.functional import normalize
 from flowalign.rewards.base import CLIP_L, VIT_H, VIT_L, Cost, RewardBase
 from flowalign.rewards.clip import (
     LARGE,
-    TEXT_CACHE,
     Clip,
     ClipModel,
     ImageEncoder,
@@ -26,7 +25,7 @@ from flowalign.rewards.clip import (
     letterbox,
     pixel_values,
 )
-from flowalign.rewards.options import Count, Device, Divisor, OpenClip, TextCache
+from flowalign.rewards.options import Count, Device, Divisor, OpenClip
 from flowalign.rewards.weights import WeightsFile, fit_weights, read_weights
 from flowalign.system.images import image_files, read_image, stacked
 from flowalign.system.packages import require
@@ -34,7 +33,7 @@ from flowalign.types import Metadata, Scores
 
 PICKSCORE = "yuvalkirstain/PickScore_v1"
 PICKSCORE_PROCESSOR = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
-HPS_FILES = {"v2.1": "xswu/HPSv2/HPS_v2.1_compressed.pt", "v2.0": "xswu/HPSv2/HPS_v2_compressed.pt"}
+HPS = "xswu/HPSv2/HPS_v2.1_compressed.pt"
 AESTHETIC_HEAD = "trl-lib/ddpo-aesthetic-predictor/aesthetic-model.pth"
 
 
@@ -42,7 +41,8 @@ class Preference(RewardBase):
     """Base of rewards with value = raw / normalizer.
 
     normalizer: sets the scale of the value only. parts: "raw", the score before division.
-    source: what else the scores depend on, such as the model.
+    device, batch_size, offload: where its networks compute, images a forward pass, and whether the
+    weights lie on the CPU between calls. source: what else the scores depend on.
     """
 
     clip: TwoTowers
@@ -70,58 +70,39 @@ class ClipScore(Preference):
     `logits_per_image`, as in Flow-GRPO (flow_grpo/clip_scorer.py). The paper's CLIPScore is
     2.5 * max(cos, 0) of ViT-B/32, which is another number. Flow-GRPO resizes float pixels
     bilinearly; here they are resized bicubically at 8 bits, as CLIP was trained.
-    model: a Hub id or folder of a CLIPModel, or "tiny", the preference model of the tiny world.
-    normalizer: 30 as in Flow-GRPO; raw is about 15 to 40.
-    offload: the weights lie on the CPU between calls. text_cache: prompts whose vectors are kept.
+    model: None = the published one. normalizer: None = Flow-GRPO's, 30; raw is about 15 to 40.
     """
 
     name = "clipscore"
     cost, downloads = Cost(VIT_L), CLIP_L
+    published: tuple[str, str | None, float] = LARGE, None, 30.0  # its processor, the normalizer
 
     def __init__(
         self,
-        model: ClipModel = LARGE,
+        model: ClipModel | None = None,
         *,
-        normalizer: Divisor = 30.0,
-        revision: str | None = None,
+        normalizer: Divisor | None = None,
         device: Device = None,
         batch_size: Count = 64,
         offload: bool = False,
-        text_cache: TextCache = TEXT_CACHE,
     ) -> None:
-        self.clip = Clip(model, None, revision, device, batch_size, offload, text_cache)
-        super().__init__(normalizer, model=self.clip.name)
+        published, processor, usual = self.published
+        model = model or published
+        own = None if model.startswith(published) else model
+        self.clip = Clip(model, own or processor, device, batch_size, offload)
+        super().__init__(normalizer or usual, model=model)
 
 
-class PickScore(Preference):
+class PickScore(ClipScore):
     """PickScore (2305.01569): exp(logit_scale) * cos(text, image) / normalizer, about 0 to 1.
 
-    model: a Hub id or folder of a CLIPModel, or "tiny", the preference model of the tiny world.
-    processor: where its image processor and tokenizer are; None = with the model. For "tiny" the
-        default is the model's own.
-    normalizer: 26 as in Flow-GRPO (pickscore_scorer.py), about .83 there. Papers print raw.
-    offload, text_cache: as for `ClipScore`.
+    The published model takes its image processor and tokenizer from another; any other has its own.
+    normalizer: None = Flow-GRPO's, 26 (pickscore_scorer.py), about .83 there. Papers print raw.
     """
 
     name = "pickscore"
     cost, downloads = Cost(VIT_H), {PICKSCORE: 3.9}
-
-    def __init__(
-        self,
-        model: ClipModel = PICKSCORE,
-        processor: ClipModel | None = PICKSCORE_PROCESSOR,
-        *,
-        normalizer: Divisor = 26.0,
-        revision: str | None = None,
-        device: Device = None,
-        batch_size: Count = 64,
-        offload: bool = False,
-        text_cache: TextCache = TEXT_CACHE,
-    ) -> None:
-        if model == "tiny" and processor == PICKSCORE_PROCESSOR:
-            processor = None
-        self.clip = Clip(model, processor, revision, device, batch_size, offload, text_cache)
-        super().__init__(normalizer, model=self.clip.name)
+    published = PICKSCORE, PICKSCORE_PROCESSOR, 26.0
 
 
 class HPSv2(Preference):
@@ -130,10 +111,9 @@ class HPSv2(Preference):
     Source: tgxs002/HPSv2, hpsv2/img_score.py, whose default version is v2.0. Like there: the long
     side becomes 224 pixels, black bars fill the square, and the scale of the logits is left out.
     Unlike there: float32 throughout, where the original runs under CUDA's autocast.
-    version: "v2.1" or "v2.0". weights: the path of its file (or owner/repository/file on the Hub),
-        if not the published one of that version. architecture: open_clip's name of the model.
+    weights: a path, or owner/repository/file on the Hub, by default v2.1; v2.0 is
+        xswu/HPSv2/HPS_v2_compressed.pt. architecture: open_clip's name of the model.
     normalizer: 1, the value is the cosine, about .2 to .35. (Tables may print 100 * cosine.)
-    offload: the weights lie on the CPU between calls. text_cache: prompts whose vectors are kept.
     Raises ImportError without open_clip, OSError without the file, ValueError where it is another.
     """
 
@@ -143,26 +123,22 @@ class HPSv2(Preference):
 
     def __init__(
         self,
-        version: Literal["v2.1", "v2.0"] = "v2.1",
-        weights: WeightsFile | None = None,
+        weights: WeightsFile = HPS,
         architecture: OpenClip = "ViT-H-14",
         *,
         normalizer: Divisor = 1.0,
         device: Device = None,
         batch_size: Count = 64,
         offload: bool = False,
-        text_cache: TextCache = TEXT_CACHE,
     ) -> None:
-        file = weights or HPS_FILES[version]
-        self.clip = OpenClipTowers(architecture, file, device, batch_size, offload, text_cache)
+        self.clip = OpenClipTowers(architecture, weights, device, batch_size, offload)
         super().__init__(normalizer, model=self.clip.name)
 
 
 class OpenClipTowers(TwoTowers):
     """An open_clip model from a file of its weights; images are fitted with bars, not cropped.
 
-    architecture: a name that open_clip knows. file: `flowalign.rewards.weights.read_weights`.
-    computing: device, batch_size, offload and text_cache, as in `TwoTowers`.
+    architecture: a name that open_clip knows. The rest is as for `read_weights` and `TwoTowers`.
     """
 
     def __init__(self, architecture: str, file: str, *computing: Any) -> None:
@@ -192,7 +168,6 @@ class Aesthetic(Preference):
 
     Source: christophschuhmann/improved-aesthetic-predictor, as Flow-GRPO uses it
     (flow_grpo/aesthetic_scorer.py), which leaves the value undivided. The prompt is not used.
-    model: a Hub id or folder of a CLIPModel (CLIP ViT-L/14 by default).
     head: its file, .pth or .safetensors, or owner/repository/file on the Hub. The default is TRL's
         copy of sac+logos+ava1-l14-linearMSE.pth (its checksum: docs/rewards/preference.md).
     normalizer: 10, the end of the scale that people rated on; raw is about 1 to 10.
@@ -208,16 +183,15 @@ class Aesthetic(Preference):
         head: WeightsFile = AESTHETIC_HEAD,
         *,
         normalizer: Divisor = 10.0,
-        revision: str | None = None,
         device: Device = None,
         batch_size: Count = 64,
         offload: bool = False,
     ) -> None:
         weights = read_weights(head)  # before the large model, as the likelier to be wrong
-        self.clip = Clip(model, None, revision, device, batch_size, offload)
+        self.clip = Clip(model, None, device, batch_size, offload)
         self.head = Head(self.clip.width).requires_grad_(False).eval()
         fit_weights(self.head, weights, head)
-        super().__init__(normalizer, model=self.clip.name, head=head)
+        super().__init__(normalizer, model=model, head=head)
 
     @torch.no_grad()
     def raw(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
@@ -273,16 +247,8 @@ class Encoded(RewardBase):
 
     downloads = CLIP_L
 
-    def __init__(
-        self,
-        model: ImageEncoder = LARGE,
-        *,
-        revision: str | None = None,
-        device: Device = None,
-        batch_size: Count = 64,
-        offload: bool = False,
-    ) -> None:
-        name, self.features = image_encoder(model, revision, device, batch_size, offload)
+    def __init__(self, model: ImageEncoder = LARGE, *, device: Device = None) -> None:
+        name, self.features = image_encoder(model, device)
         self.settings = {"model": name}
 
     def vectors(self, images: Tensor) -> Tensor:
@@ -308,13 +274,9 @@ class Similarity(Encoded):
         images: Annotated[str, AfterValidator(_with_images)],
         *,
         model: ImageEncoder = LARGE,
-        revision: str | None = None,
         device: Device = None,
-        batch_size: Count = 64,
-        offload: bool = False,
     ) -> None:
-        computing: Any = {"device": device, "batch_size": batch_size, "offload": offload}
-        super().__init__(model, revision=revision, **computing)
+        super().__init__(model, device=device)
         files = image_files(Path(images).expanduser())
         vectors = [self.vectors(stacked(read_image(file))) for file in files]
         self.center = torch.cat(vectors).mean(0)  # the mean cosine is the product with it

@@ -11,12 +11,10 @@ import math
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, wait
-from concurrent.futures import TimeoutError as FutureTimeout
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from functools import partial
-from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -220,43 +218,28 @@ class TaskRewards:
 class Worker:
     """Runs calls in the order of `submit`, one at a time, in a thread: rewards are not thread safe.
 
-    The thread is a daemon, so a call that hangs does not keep the process alive. Whatever a call
-    raises, KeyboardInterrupt and SystemExit included, is raised by its future.
+    Whatever a call raises, KeyboardInterrupt and SystemExit included, is raised by its future.
     The thread's current device is that of the thread that makes the worker. It works on a stream of
     its own: a call sees all that its submitter has started, and its result is complete.
     """
 
     def __init__(self) -> None:
-        self._jobs: SimpleQueue[tuple[Future[Any], Callable[[], Any], Any] | None] = SimpleQueue()
         self._stream = SideStream()
-        threading.Thread(target=self._run, name="reward", daemon=True).start()
+        self._pool = ThreadPoolExecutor(1, "reward", self._stream.activate)
 
     def submit(self, call: Callable[[], Any]) -> Future[Any]:
         """The future result of a call; it can be cancelled until its turn comes."""
-        future: Future[Any] = Future()
-        self._jobs.put((future, call, self._stream.record()))
-        return future
+        return self._pool.submit(self._run, call, self._stream.record())
 
     def close(self) -> None:
         """End the thread, once what was submitted is done or cancelled; does not wait."""
-        self._jobs.put(None)
+        self._pool.shutdown(wait=False)
 
-    def _run(self) -> None:
-        self._stream.activate()
-        while (job := self._jobs.get()) is not None:
-            future, call, event = job
-            if not future.set_running_or_notify_cancel():
-                continue
-            try:
-                self._stream.wait(event)
-                result = call()
-                self._stream.synchronize()
-            except BaseException as error:
-                future.set_exception(error)
-            else:
-                future.set_result(result)
-                del result
-            del job, future, call  # free the images before waiting for the next job
+    def _run(self, call: Callable[[], Any], event: Any) -> Any:
+        self._stream.wait(event)
+        result = call()
+        self._stream.synchronize()
+        return result
 
 
 class AsyncScorer:
@@ -303,18 +286,14 @@ class AsyncScorer:
         """
         while self._jobs:
             images, _, future = self._jobs.pop(0)
-            try:
-                scores = future.result(self.seconds)
-            except FutureTimeout:
-                if future.done():  # in the last moment, or `score` itself timed out
-                    scores = future.result()
-                else:
-                    reason = f"TimeoutError: no answer within {self.seconds:g} s"
-                    scores, rest = failed(len(images), reason), self._jobs
-                    self.discard()
-                    for images, batch, _ in rest:  # to a new thread
-                        self.submit(images, batch)
-            yield scores
+            if wait([future], self.seconds).done:
+                yield future.result()
+                continue
+            rest = self._jobs
+            self.discard()
+            for others, batch, _ in rest:  # to a new thread
+                self.submit(others, batch)
+            yield failed(len(images), f"TimeoutError: no answer within {self.seconds:g} s")
 
     def discard(self) -> None:
         """Drop what was submitted and not collected; the batch being scored runs on, unread."""

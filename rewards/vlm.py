@@ -21,11 +21,10 @@ from PIL import Image
 from pydantic import AfterValidator, Field
 from torch import Tensor
 
-from flowalign.rewards import load
 from flowalign.rewards.base import RewardBase
-from flowalign.rewards.options import Count, Divisor, Retries, Seconds, TokenEnv, read_token
+from flowalign.rewards.options import Count, Divisor, Retries, Seconds, TokenEnv, Url, read_token
 from flowalign.system.escape import shown
-from flowalign.system.http import Client, check_url
+from flowalign.system.http import Client
 from flowalign.system.images import png_base64, to_uint8
 from flowalign.types import Metadata, Scores
 
@@ -105,9 +104,9 @@ class VLM(RewardBase):
 
     def __init__(
         self,
-        url: str,
+        url: Url,
         model: Annotated[str, Field(min_length=1)],
-        template: str | Template = "unifiedreward",
+        template: str = "unifiedreward",
         *,
         pattern: Pattern | None = None,
         scale: Divisor | None = None,
@@ -134,11 +133,14 @@ class VLM(RewardBase):
 
     @classmethod
     def check_options(
-        cls, url: str, template: str | Template = "unifiedreward", **others: Any
+        cls,
+        template: str = "unifiedreward",
+        pattern: str | None = None,
+        scale: float | None = None,
+        **others: Any,
     ) -> None:
-        """Raise ValueError for a URL or a template that cannot work. Sends no request."""
-        check_url("url", url, "the base, such as http://127.0.0.1:8000/v1")
-        _template(template, others.get("pattern"), others.get("scale"))
+        """Raise ValueError for a template that cannot work. Sends no request."""
+        _template(template, pattern, scale)
 
     def __call__(self, images: Tensor, prompts: Sequence[str], metadata: Metadata) -> Scores:
         """images [B,3,H,W] in [0,1], B prompts -> Scores of B, on the CPU; failed ones say why."""
@@ -198,20 +200,14 @@ def image_url(image: Tensor, size: int | None) -> str:
     return "data:image/png;base64," + png_base64(picture)
 
 
-def _template(template: str | Template, pattern: str | None, scale: float | None) -> Template:
+def _template(template: str, pattern: str | None, scale: float | None) -> Template:
     """The template that the options name or make. Raises ValueError for what is none."""
-    if isinstance(template, str) and "{prompt}" in template:
-        if pattern is None:
-            raise ValueError("a text as `template` needs `pattern`, such as 'Score: (\\d+)'.")
-        return Template(template, pattern, scale or 5.0, lowest=0.0)
-    if pattern is not None or scale is not None:
-        raise ValueError("`pattern` and `scale` go with a text with {prompt} as `template`.")
-    named: Any = template
-    if isinstance(template, str):
-        named = load(template, "template") if ":" in template else TEMPLATES.get(template)
-    if not isinstance(named, Template):
+    if template not in TEMPLATES and "{prompt}" not in template:
         raise ValueError(
-            f"no `template` {template!r}; use one of {list(TEMPLATES)}, a text with {{prompt}} in "
-            "it, or the path 'package.module:attribute' of a flowalign.rewards.vlm.Template."
+            f"no `template` {template!r}; use one of {list(TEMPLATES)}, or a text with {{prompt}}."
         )
-    return named
+    if template in TEMPLATES and pattern is scale is None:
+        return TEMPLATES[template]
+    if template in TEMPLATES or pattern is None:
+        raise ValueError("`pattern`, such as 'Score: (\\d+)', and `scale` go with a text of yours.")
+    return Template(template, pattern, scale or 5.0, lowest=0.0)

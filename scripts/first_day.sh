@@ -157,7 +157,7 @@ YAML
     step flowalign data generate geneval
     step flowalign data generate ocr
     step flowalign data list
-    step flowalign data check data/ocr_train.txt --reward ocr --tokens 77
+    step flowalign data check data/ocr_train.txt --reward ocr
 }
 
 mistakes() { # each is refused before anything is written
@@ -171,7 +171,7 @@ mistakes() { # each is refused before anything is written
     mistake flowalign eval --config configs/tiny/eval.yaml output=runs/x models.x=runs/nobody/adapter
     mistake flowalign sample 'a star' --lora tiny/nobody
     mistake flowalign sample 'a star' --size 100
-    mistake flowalign doctor --reward geneval treshold=1
+    mistake flowalign doctor --reward geneval detektor=tiny
     mistake flowalign serve-reward pickscor
     mistake flowalign watch runs/nobody
     mistake flowalign init --stage grpo --reward orc --out mine/init.yaml

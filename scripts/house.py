@@ -30,7 +30,7 @@ BUDGET = {
     "credit": 244,
     "eval": 2485,
     "flowalign": 64,
-    "rewards": 4616,
+    "rewards": 4300,
     "sde": 185,
     "system": 1171,
     "teachers": 1053,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -43,8 +42,8 @@ class Lost(BaseException):
 
 
 class Touchy:
-    """`exact`, but an image of the prompt `bad` raises an error that names a file, one of `worst`
-    calls sys.exit, and one of `fatal` costs the whole request."""
+    """`exact`, but an image of the prompt `bad` raises an error that names a file, and one of
+    `worst` calls sys.exit."""
 
     headline = "red"
 
@@ -53,15 +52,7 @@ class Touchy:
             raise FileNotFoundError("no file /home/me/secret/weights.bin for 3/4 of it")
         if "worst" in prompts:
             raise SystemExit(3)
-        if "fatal" in prompts:
-            raise Lost
         return exact(images, prompts, metadata)
-
-
-def corner(images: Tensor, prompts, metadata) -> Scores:
-    """The first number of each image after half a second: needs no memory, and the queue fills."""
-    time.sleep(0.5)
-    return Scores.of(images[:, 0, 0, 0].clone())
 
 
 class Stuck:
@@ -73,20 +64,6 @@ class Stuck:
     def __call__(self, images: Tensor, prompts, metadata) -> Scores:
         if "hang" in prompts:
             assert self.go.wait(20)
-        return exact(images, prompts, metadata)
-
-
-class Mortal:
-    """`exact`, but the process is killed in its n-th call; only once, as a file remembers."""
-
-    def __init__(self, flag: str, call: int) -> None:
-        self.flag, self.call, self.calls = Path(flag), call, 0
-
-    def __call__(self, images: Tensor, prompts, metadata) -> Scores:
-        self.calls += 1
-        if self.calls == self.call and not self.flag.exists():
-            self.flag.touch()
-            os.kill(os.getpid(), signal.SIGKILL)
         return exact(images, prompts, metadata)
 
 

@@ -9,7 +9,6 @@ import torch
 from flowalign import rewards
 from flowalign.rewards import build, check, check_prompts, score
 from flowalign.rewards.combine import Weighted
-from flowalign.rewards.preference import Diversity
 from flowalign.types import Scores
 
 RED = {"name": "fakes:redness"}
@@ -151,15 +150,6 @@ def test_a_groupwise_reward_sees_all_images_of_one_prompt_and_no_other():
         assert torch.allclose(found.value[rows], bright[rows] - bright[rows].mean())
 
 
-def test_a_picture_of_nans_leaves_its_group():
-    images = IMAGES.clone()
-    images[2] = math.nan
-    found = ask(build("test_combine:contrast"), images)
-    assert found.valid.tolist() == [True, True, False, True, True, True]
-    assert found.parts["size"][[0, 4]].tolist() == [2, 2]
-    assert "NaN" in found.reasons[2]
-
-
 def test_a_sum_with_a_groupwise_component_is_groupwise():
     both = Weighted([RED, spec("contrast")])
     assert both.groupwise and not Weighted([RED]).groupwise
@@ -183,18 +173,6 @@ def test_a_dead_service_is_asked_once_not_once_a_group():
     offline.asked = 0
     found = ask(offline)
     assert offline.asked == 1 and not found.valid.any() and len(found.reasons) == 6
-
-
-def test_diversity_is_one_minus_the_mean_cosine_to_the_others():
-    reward = Diversity("tiny")
-    features = reward.features(IMAGES[[0, 2, 4]])
-    cosines = features @ features.T
-    expected = [1 - (cosines[i].sum() - 1) / 2 for i in range(3)]
-    found = ask(reward)
-    assert torch.allclose(found.value[[0, 2, 4]], torch.stack(expected), atol=1e-6)
-    assert not found.valid[5] and "more copies" in found.reasons[5]
-    same = score(reward, IMAGES[[0, 0]], ["a", "a"], [{}, {}])
-    assert torch.allclose(same.value, torch.zeros(2), atol=1e-6)
 
 
 def test_what_cannot_work_is_refused_before_any_model_is_loaded():

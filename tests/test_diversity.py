@@ -49,6 +49,8 @@ def test_the_reward_is_the_mean_distance_and_its_part_the_vendi_score():
     pairs = [1 - vectors[i] @ vectors[j] for i in range(4) for j in range(i)]
     assert scores.value.mean() == pytest.approx(float(torch.stack(pairs).mean()), rel=1e-4)
     assert scores.parts["vendi"].tolist() == pytest.approx([vendi(vectors)] * 4)
+    with pytest.raises(ValueError, match="copies"):
+        Diversity("fakes:mean_colour")(images[:1], ["a"], [{}])
 
 
 def test_similarity_is_the_mean_cosine_to_the_images_of_a_folder(tmp_path: Path):

@@ -405,10 +405,6 @@ def test_every_config_in_a_document_is_one_that_a_command_takes(
 ) -> None:
     """No unknown key, no value out of range, no reward, prompt set or adapter that is refused."""
     monkeypatch.setenv("FLOWALIGN_JUDGE_KEY", "secret")  # as the page of vlm tells its reader
-    if importlib.util.find_spec("paddleocr") is None:  # the page of ocr says how to install it
-        (tmp_path / "extra" / "paddleocr").mkdir(parents=True)
-        (tmp_path / "extra" / "paddleocr" / "__init__.py").touch()
-        monkeypatch.syspath_prepend(tmp_path / "extra")
     fake_hub.go_online(hub, monkeypatch, tmp_path / "hub")
     stages = []
     for number, block in enumerate(YAML):

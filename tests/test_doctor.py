@@ -143,7 +143,7 @@ def test_the_command_prints_the_scores_and_ends_by_its_findings(capsys):
     assert main(["doctor", "--reward", "fakes:redness", "--prompts", "tiny/ocr_val"]) == 0
     assert main(["doctor", "--reward", "geneval", "--prompts", "nowhere.txt"]) == 2
     assert "nowhere.txt" in capsys.readouterr().err
-    assert main(["doctor", "--reward", "geneval", "treshold=1"]) == 2
-    assert "'threshold'" in capsys.readouterr().err  # the option that was meant
-    assert main(["doctor", "--reward", "geneval", "threshold"]) == 2
+    assert main(["doctor", "--reward", "geneval", "detektor=tiny"]) == 2
+    assert "'detector'" in capsys.readouterr().err  # the option that was meant
+    assert main(["doctor", "--reward", "geneval", "detector"]) == 2
     assert "key.path=value" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""DPG-Bench: the official arithmetic on recorded answers, its judges, the tiny world."""
+"""DPG-Bench: the official arithmetic on recorded answers, and its judges."""
 
 import json
 import math
@@ -11,8 +11,6 @@ import pytest
 import torch
 from test_vlm import asked, serve  # noqa: F401
 
-from flowalign.backbone.tiny.scenes import rendered
-from flowalign.commands.evaluate import main as evaluate
 from flowalign.eval.stats import rows_of
 from flowalign.rewards import build, check, check_prompts, describe, missing_packages, score
 from flowalign.rewards.dpg import gated
@@ -203,31 +201,4 @@ def test_wrong_options_and_prompts_are_refused_before_anything_is_loaded() -> No
             check_prompts("dpg", {}, ["a"], [LINE | change])
     with pytest.raises(ValueError, match="flowalign data fetch dpg_bench"):
         check_prompts("dpg", {}, ["a"], [{"item_id": "7"}])  # the folder of prompts
-    with pytest.raises(ValueError, match="include"):
-        check_prompts("dpg", {"model": "tiny"}, ["a"], [LINE])
     assert missing_packages("dpg", {"model": "mplug"}) == ["dpg_evaluator"]
-
-
-# The tiny world ----------------------------------------------------------------------------------
-
-
-def test_the_tiny_judge_sees_what_its_world_draws() -> None:
-    red = {"include": [{"class": "star", "count": 1, "color": "red"}]}
-    blue = {"include": [{"class": "star", "count": 1, "color": "blue"}]}
-    other = {"include": [{"class": "circle", "count": 1, "color": "red"}]}
-    images = rendered([red] * 3, seed=0)
-    scores = score(build("dpg", model="tiny"), images, ["a"] * 3, [red, blue, other])
-    assert scores.value.tolist() == pytest.approx([1, 2 / 3, 0])
-    assert scores.parts["attribute"].tolist() == [1, 0, 0]
-
-
-@pytest.mark.slow
-def test_it_is_a_benchmark_of_the_tiny_world(tmp_path: Path, capsys) -> None:
-    assert evaluate(["list"]) == 0
-    assert "| dpg | tiny/geneval_test |" in capsys.readouterr().out
-    given = ["--benchmarks", "dpg", "--limit", "2", "--out", str(tmp_path), "sampling.steps=2"]
-    assert evaluate([*given, "benchmarks.0.reward.options.rule=official"]) == 0
-    results = json.loads((tmp_path / "results.json").read_text())
-    assert results["benchmarks"]["dpg"]["rule"] == "official"
-    assert "by category" in (tmp_path / "report.html").read_text()
-    assert "object" in (tmp_path / "table.md").read_text()

@@ -1,23 +1,18 @@
-"""Soft-TIFA: the official arithmetic on recorded probabilities, an endpoint, the tiny judge."""
+"""Soft-TIFA: the official arithmetic on recorded probabilities, and an endpoint."""
 
 import json
 import math
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import fakes
 import pytest
 import torch
 from test_vlm import asked, serve  # noqa: F401
 from vision_judge import completion, tokenizer
 
-from flowalign.backbone.tiny.scenes import rendered
-from flowalign.commands.evaluate import main as evaluate
 from flowalign.eval.stats import rows_of
 from flowalign.rewards import build, build_on, check, check_prompts, describe, score
-from flowalign.rewards.geneval2 import detected, first_tokens, question_score, soft_tifa, spellings
-from flowalign.training.sources import SOURCES, commands
-from flowalign.types import Detections
+from flowalign.rewards.geneval2 import first_tokens, question_score, soft_tifa, spellings
 
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "geneval2.json").read_text())
 FIRST, CASES = GOLDEN["meta"]["first_token"], GOLDEN["cases"]
@@ -87,7 +82,7 @@ def test_what_is_accepted_and_what_is_its_first_token() -> None:
         with pytest.raises(ValueError, match=repr(answer)):
             spellings("How many cats?", answer)
     words = tokenizer()
-    assert {text: words.decode([i]) for text, i in first_tokens(words).items()} == FIRST
+    assert FIRST.items() <= {t: words.decode([i]) for t, i in first_tokens(words).items()}.items()
     shared = {"one": "o", "One": "O", " one": " ", " One": " ", "1": "1", " 1": " "}
     assert question_score({" ": 0.4}, shared, "How many?", "one") == pytest.approx(1.2)
     assert soft_tifa([0.5, 0.0]) == (0.25, 0.0)
@@ -141,22 +136,6 @@ def test_an_endpoint_without_log_probabilities_is_refused(serve, words: str, rep
         build_on(None, "geneval2", {"model": words, **options})
 
 
-def test_an_evaluation_by_such_an_endpoint_is_refused_in_a_sentence(
-    serve,  # noqa: F811
-    words: str,
-    tmp_path: Path,
-    capsys,  # noqa: F811
-) -> None:
-    judge = serve(lambda request: completion(TABLE, None))
-    options = {"model": words, "endpoint": endpoint(judge.url)}
-    mark = {"reward": {"name": "geneval2", "options": options}}
-    file = fakes.evaluation("tiny", tmp_path, [{"prompt": "a", **LINE}], mark)
-    assert evaluate(["--config", str(file)]) == 2
-    (problem,) = [line for line in capsys.readouterr().err.splitlines() if "benchmarks" in line]
-    assert "benchmarks.0.reward: `endpoint`" in problem
-    assert len(judge.requests) == 1 and not list((tmp_path / "out").glob("*.*"))
-
-
 def test_an_image_with_a_question_unanswered_is_invalid_and_never_0(serve, words: str) -> None:  # noqa: F811
     broken = line(("object", "Is it broken?", "Yes"), ("object", "Is it there?", "Yes"))
     reply = {True: completion(TABLE, None), False: completion(TABLE, 4)}
@@ -195,51 +174,3 @@ def test_wrong_options_and_prompts_are_refused_before_anything_is_loaded() -> No
     ):
         with pytest.raises(ValueError, match="flowalign data fetch geneval2"):
             check_prompts("geneval2", {}, ["a"], [LINE | change])
-    with pytest.raises(ValueError, match="include"):
-        check_prompts("geneval2", {"model": "tiny"}, ["a"], [LINE])
-
-
-def test_the_official_file_is_fetched_and_not_shipped() -> None:
-    assert commands("data/geneval2_test.jsonl") == ["flowalign data fetch geneval2"]
-    assert "NC" in SOURCES["geneval2"].licence
-
-
-# The tiny world ----------------------------------------------------------------------------------
-
-
-def test_a_detector_answers_with_its_confidence() -> None:
-    boxes = {"star": [[0, 0, 9, 9, 0.5], [30, 0, 39, 9, 0.25]], "circle": [[0, 30, 9, 39, 0.5]]}
-    found = Detections(boxes, {"star": ["red", "blue"], "circle": ["red"]})
-    include: list[dict[str, Any]] = [
-        {"class": "star", "count": 1, "color": "blue"},
-        {"class": "circle", "count": 1, "position": ["below", 0]},
-        {"class": "square", "count": 2, "color": "red", "position": ["above", 1]},
-    ]
-    assert detected({"include": include}, found) == [
-        ("object", 0.5), ("count", 0.5 * 0.75), ("attribute", 0.25),
-        ("object", 0.5), ("count", 0.5), ("position", 0.25),
-        ("object", 0.0), ("count", 0.0), ("attribute", 0.0), ("position", 0.0),
-    ]  # fmt: skip
-
-
-def test_the_tiny_judge_sees_what_its_world_draws() -> None:
-    right = {"include": [{"class": "star", "count": 1, "color": "red"}]}
-    wrong = {"include": [{"class": "circle", "count": 1, "color": "red"}]}
-    images = rendered([right, right], seed=0)
-    scores = score(build("geneval2", model="tiny"), images, ["a"] * 2, [right, wrong])
-    assert scores.value[0] > 0.9 and scores.value[1] == 0
-    assert scores.parts["attribute"][0] > 0.9
-
-
-@pytest.mark.slow
-def test_it_is_a_benchmark_of_the_tiny_world(tmp_path: Path, capsys) -> None:
-    assert evaluate(["list"]) == 0
-    assert "| geneval2 | tiny/geneval_test |" in capsys.readouterr().out
-    given = ["--benchmarks", "geneval2", "--limit", "4", "sampling.steps=2", "--out", str(tmp_path)]
-    assert evaluate(given) == 0
-    results = json.loads((tmp_path / "results.json").read_text())
-    about = results["benchmarks"]["geneval2"]
-    assert about["headline"] == "gm" and "detector" in about["engine"]
-    assert "atoms_03" in (tmp_path / "table.md").read_text()
-    page = (tmp_path / "report.html").read_text()
-    assert "GM by number of atoms" in page and "AM by skill" in page

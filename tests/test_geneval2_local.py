@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import fakes
 import pytest
 import torch
 from PIL import Image
@@ -88,15 +89,14 @@ def test_a_score_is_the_full_softmax_at_the_first_tokens(model: str) -> None:
 
 
 @needs_torchvision
-@pytest.mark.parametrize("top", [5, 20, None])
+@pytest.mark.parametrize("top", [5, 20])
 def test_an_endpoint_agrees_as_far_as_its_log_probabilities_reach(
     serve: Any,  # noqa: F811
     model: str,
-    top: int | None,
+    top: int,
 ) -> None:
     local = build("geneval2", model=model)
     tokenizer = local.judge.processor.tokenizer  # type: ignore[attr-defined]
-    count = top or len(tokenizer)
     tables: dict[str, dict[str, float]] = {}
 
     def reply(request: dict[str, Any]) -> Any:
@@ -104,43 +104,27 @@ def test_an_endpoint_agrees_as_far_as_its_log_probabilities_reach(
         softmax = probabilities(local, Image.fromarray(pixels), text)
         # bytes that are no text alone decode to the same sign
         tables[text] = {tokenizer.decode([i]): float(p) for i, p in enumerate(softmax)}
-        status, body = completion(tables[text], count)
-        tops = json.loads(body)["choices"][0]["logprobs"]["content"][0]["top_logprobs"]
-        return status, body if len(tops) == count else padded(body, count - len(tops))
+        return completion(tables[text], top)
 
     options = {"url": serve(reply).url, "model": "judge", "concurrency": 1}
-    served = build("geneval2", model=model, endpoint=options, top_logprobs=count)
+    served = build("geneval2", model=model, endpoint=options, top_logprobs=top)
     images = torch.rand(1, 3, 64, 64, generator=torch.Generator().manual_seed(1))
     exact, lower = (score(reward, images, ["a"], [LINE]).parts for reward in (local, served))
     for skill, question, answer in QUESTIONS:
         table = tables[f"{question} Answer in one word."]
         ranked = sorted(table, key=lambda token: -table[token])
         unseen = [served.judge.first[text] for text in spellings(question, answer)]  # type: ignore
-        hidden = sum(table[token] for token in unseen if token in ranked[count:])
+        hidden = sum(table[token] for token in unseen if token in ranked[top:])
         assert float(exact[skill][0] - lower[skill][0]) == pytest.approx(hidden, abs=1e-6)
-        assert 0 < hidden <= len(unseen) * table[ranked[count - 1]] if top == 5 else hidden >= 0
-        assert top or hidden == 0
-
-
-def padded(body: bytes, count: int) -> bytes:
-    """The same with tokens without a probability, for those that `decode` made one."""
-    document = json.loads(body)
-    more = [{"token": f"byte {i}", "logprob": -9999.0} for i in range(count)]
-    document["choices"][0]["logprobs"]["content"][0]["top_logprobs"] += more
-    return json.dumps(document).encode()
+        assert 0 < hidden <= len(unseen) * table[ranked[top - 1]] if top == 5 else hidden >= 0
 
 
 @needs_torchvision
-def test_it_is_a_benchmark(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_a_benchmark(model: str, tmp_path: Path) -> None:
     """From the official form of a file to the tables, which name the judge."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "data.jsonl").write_text(
-        "".join(json.dumps({"prompt": f"a red star {i}", **LINE}) + "\n" for i in range(2))
-    )
-    reward = "benchmarks.0.reward.options"
-    given = ["--benchmarks", "geneval2", "--limit", "2", "--out", "out", "sampling.steps=2"]
-    given += ["benchmarks.0.prompts=data.jsonl", f"{reward}.model={model}"]
-    assert evaluate(given) == 0
+    mark = {"name": "geneval2", "reward": {"name": "geneval2", "options": {"model": model}}}
+    lines = [{"prompt": f"a red star {i}", **LINE} for i in range(2)]
+    assert evaluate(["--config", str(fakes.evaluation("tiny", tmp_path, lines, mark))]) == 0
     results = json.loads((tmp_path / "out" / "results.json").read_text())
     about = results["benchmarks"]["geneval2"]
     assert about["engine"].startswith("transformers") and about["model"] == model

@@ -10,8 +10,6 @@ from generated import examples, holds, json_values, nothing_else, texts
 from hypothesis import strategies as st
 
 from flowalign import rewards
-from flowalign.commands.findings import healthy
-from flowalign.commands.prompts.check import examine
 from flowalign.training.data import PromptError, load_prompts, subset
 
 FILES = {  # each was a traceback, a hang, or silently something else
@@ -62,35 +60,14 @@ def test_a_pipe_is_no_prompt_set(tmp_path: Path):
             load_prompts(path, "task")
 
 
-def test_a_target_that_is_no_text_is_a_finding(tmp_path: Path):
-    path = tmp_path / "a.jsonl"
-    path.write_text('{"prompt": "a \\"b\\"", "target": 3}')
-    batch = load_prompts(path, "task")
-    assert not healthy(examine(batch, {"ocr": {}}, {"itself": batch}))
-
-
-pieces = st.one_of(
-    texts,
-    st.sampled_from(
-        ["\n", "\r", "\r\n", '"', ",", "prompt", "text", "item_id", "{", "}", "[", ":"]
-    ),
+SIGNS = ["\n", "\r\n", '"', ",", "prompt", "text,q", "item_id", "{", "}", "[", ":"]
+pieces = texts | st.sampled_from(SIGNS)
+rows = st.fixed_dictionaries(
+    {"prompt": texts | json_values}, optional={"target": json_values, "tag": texts}
 )
-lines = st.one_of(
-    st.lists(pieces, max_size=12).map("".join),
-    json_values.map(json.dumps),
-    st.fixed_dictionaries(
-        {"prompt": st.one_of(texts, json_values)}, optional={"target": json_values, "tag": texts}
-    ).map(json.dumps),
-    st.just('{"prompt": "a", "include": [{"class": "dog", "count": 1}]}'),
-    st.just('{"prompt": "a sign that says \\"b\\""}'),
-)
-written = st.one_of(
-    st.binary(max_size=60),
-    st.lists(lines, max_size=5).map(lambda rows: "\n".join(rows).encode(errors="surrogatepass")),
-    st.tuples(
-        st.sampled_from(["prompt,b\n", "item_id,text,q\n", "prompt\r\n"]), st.lists(pieces)
-    ).map(lambda parts: (parts[0] + "".join(parts[1])).encode(errors="surrogatepass")),
-)
+lines = st.lists(pieces, max_size=9).map("".join) | (rows | json_values).map(json.dumps)
+written = st.lists(lines, max_size=5).map(lambda found: "\n".join(found).encode(errors="replace"))
+written |= st.binary(max_size=60)
 
 
 @pytest.mark.slow
@@ -115,21 +92,5 @@ def test_a_file_is_read_or_refused(count: int, suffix: str, tmp_path: Path):
                 rewards.check_prompts(name, {}, batch.prompts, batch.metadata)
             except ValueError as error:
                 assert str(error)
-        for finding in examine(batch, {"ocr": {}}, {"itself": batch}, 77):
-            finding.text.encode()
 
     holds(read_or_refused, count // 3, content=written)
-
-
-@pytest.mark.slow
-@examples(300)
-def test_a_path_is_read_or_refused(count: int):
-    paths = st.lists(st.one_of(texts, st.sampled_from(["/", ".", "tiny/", ".txt"])), max_size=5)
-
-    def read_or_refused(parts: list[str]) -> None:
-        try:
-            load_prompts("".join(parts), "task")
-        except PromptError as error:
-            assert len(str(error)) < 20_000
-
-    holds(read_or_refused, count, parts=paths)

@@ -181,20 +181,7 @@ def test_the_published_sizes_are_those_of_the_published_names():
     assert round(sum(p.numel() for p in network.parameters()) / 1e6) == 446
 
 
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ({"blip.visual_encoder.blocks.1.attn.qkv.bias": None}, "vision.encoder.layers.1.self_attn"),
-        (
-            {"blip.visual_encoder.pos_embed": torch.ones(1, 197, WIDE)},
-            r"position_embedding.*\[1, 197, 32\].*\[1, 5, 32\]",
-        ),
-        ({"mlp.weight": torch.ones(1)}, "mlp.weight"),
-    ],
-)
-def test_another_models_file_is_refused(options: dict, tmp_path: Path, change: dict, said: str):
-    merged = {**official(), **change}
-    kept = {name: tensor for name, tensor in merged.items() if tensor is not None}
-    torch.save(kept, tmp_path / "other.pt")
-    with pytest.raises(ValueError, match=said):
+def test_a_tensor_of_its_parts_that_is_not_known_is_refused(options: dict, tmp_path: Path):
+    torch.save({**official(), "mlp.weight": torch.ones(1)}, tmp_path / "other.pt")
+    with pytest.raises(ValueError, match="mlp.weight"):
         build("imagereward", **{**options, "weights": str(tmp_path / "other.pt")})

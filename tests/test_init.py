@@ -412,7 +412,7 @@ def test_the_table_of_a_recipe_is_of_test_prompts(model: str, of: str, capsys: A
         (["--stage", "grpo", "--reward", "remote"], "urls"),
         (["--stage", "eval", "--options", "engine=x"], "--options"),
         (
-            ["--stage", "eval", "--reward", "ocr", "pickscore", "--options", "rule=strict"],
+            ["--stage", "eval", "--reward", "ocr", "pickscore", "--options", "rule=cvtg2k"],
             "--options",
         ),
         (["--stage", "grpo", "--teachers", "a=b"], "--teachers"),
@@ -432,8 +432,8 @@ def test_what_gives_no_config_is_refused_and_nothing_is_written(
 
 
 def test_options_are_of_the_reward() -> None:
-    one = written("--stage", "grpo", "--reward", "ocr", "--options", "rule=strict")
-    assert one.tasks[0].reward.options["rule"] == "strict"
+    one = written("--stage", "grpo", "--reward", "ocr", "--options", "rule=cvtg2k")
+    assert one.tasks[0].reward.options["rule"] == "cvtg2k"
     head = Path("own.yaml").read_text().partition("stage:")[0]
     assert "measured" in head and "your prompts and rewards" not in head
 
@@ -442,14 +442,14 @@ def test_a_reward_made_of_others_has_the_options_of_their_shipped_configs(capsys
     """The tiny model's OCR engine is not tuned for pages, wherever it stands."""
     (ocr,) = written("--stage", "grpo", "--reward", "ocr").tasks
     assert "--trust" not in capsys.readouterr().out
-    parts = "rewards=[{name: ocr, options: {rule: strict}}, {name: gated, options: "
+    parts = "rewards=[{name: ocr, options: {rule: cvtg2k}}, {name: gated, options: "
     parts += "{reward: {name: ocr}, gate: {name: ocr}, threshold: 0.5}}, {name: 'brand:like'}]"
     Path("brand.py").write_text("def like(images, prompts, metadata): ...")
     config = written("--stage", "nft", "--reward", "product", "--options", parts)
     assert "your prompts and rewards" in Path("own.yaml").read_text().partition("stage:")[0]
     assert "doctor --config own.yaml --trust" in capsys.readouterr().out
     plain, gated, _ = config.tasks[0].reward.options["rewards"]
-    assert plain["options"] == ocr.reward.options | {"rule": "strict"}
+    assert plain["options"] == ocr.reward.options | {"rule": "cvtg2k"}
     assert gated["options"]["reward"] == gated["options"]["gate"] == ocr.reward.model_dump()
 
 

@@ -10,12 +10,10 @@ import pytest
 import torch
 from test_vlm import asked, serve  # noqa: F401
 
-from flowalign.commands.evaluate import main as evaluate
 from flowalign.eval.stats import rows_of
-from flowalign.rewards import build, check, check_prompts, describe, score
+from flowalign.rewards import build, check_prompts, describe, score
 from flowalign.rewards.ocr import OCR, Line
 from flowalign.training.data import PromptError, load_prompts
-from flowalign.training.sources import SOURCES, commands
 from flowalign.types import EvalRow, Metadata, PromptBatch
 
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "long_text.json").read_text("utf-8"))
@@ -144,7 +142,6 @@ def test_texts_come_from_the_metadata_or_from_all_double_quotes() -> None:
         ("longtext", {"target": ["?!", "..."]}, "`target`"),  # nothing that the rule keeps
         ("longtext_zh", {"text": {"a": 1}}, "`text`"),
         ("published", {"target": ["a", "b"]}, "`target`"),  # that rule is of one text
-        ("strict", {"target": ["a", "b"]}, "`target`"),
     ],
 )
 def test_prompts_without_texts_are_refused(rule: str, metadata: dict[str, Any], key: str) -> None:
@@ -166,19 +163,6 @@ def test_an_endpoint_reads_as_an_engine(serve) -> None:  # noqa: F811
     assert judge.requests[0]["max_tokens"] == 1024 and "qwen" in describe(reward)["engine"]
     judge.reply = lambda request: (500, b"no")
     assert score(reward, torch.rand(1, 3, 8, 8), ["a"], metadata[:1]).valid.tolist() == [False]
-
-
-def test_wrong_options_are_refused_before_anything_is_asked() -> None:
-    for options, key in (
-        ({"rule": "words"}, "`rule`"),
-        ({"engine": "vlm"}, "`endpoint`"),
-        ({"engine": "vlm", "endpoint": {}}, "`url`"),
-        ({"engine": "vlm", "endpoint": {"model": "m", "url": "localhost"}}, "`url`"),
-        ({"engine": "vlm", "endpoint": {"model": "m"}, "max_tokens": 0}, "`max_tokens`"),
-    ):
-        with pytest.raises(ValueError) as caught:
-            check("ocr", options)
-        assert key in str(caught.value), options
 
 
 # The files ---------------------------------------------------------------------------------------
@@ -204,26 +188,3 @@ def test_a_json_of_another_form_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "2.json").write_text(text)
     with pytest.raises(PromptError, match=r"2\.json"):
         load_prompts(tmp_path / "2.json", "t")
-
-
-def test_the_sets_are_fetched_and_not_shipped() -> None:
-    assert commands("data/cvtg2k") == ["flowalign data fetch cvtg2k"]
-    assert commands("data/longtext_en.jsonl") == ["flowalign data fetch longtext"]
-    for name in ("cvtg2k", "longtext"):
-        assert "Apache-2.0" in SOURCES[name].licence
-
-
-# The tiny world ----------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_they_are_benchmarks_of_the_tiny_world(tmp_path: Path, capsys) -> None:
-    assert evaluate(["list"]) == 0
-    assert "| cvtg2k | tiny/ocr_test |" in capsys.readouterr().out
-    given = ["--benchmarks", "cvtg2k", "longtext", "--limit", "4", "sampling.steps=2"]
-    assert evaluate([*given, "--out", str(tmp_path)]) == 0
-    about = json.loads((tmp_path / "results.json").read_text())["benchmarks"]
-    assert {about[name]["rule"] for name in ("cvtg2k", "longtext")} == {"cvtg2k", "longtext"}
-    table = (tmp_path / "table.md").read_text()
-    assert "regions_1" in table and "ned" in table
-    assert "by number of texts" in (tmp_path / "report.html").read_text()

@@ -2,12 +2,10 @@
 
 import json
 import random
-import runpy
 import sys
 import threading
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import matplotlib
 import numpy as np
@@ -15,12 +13,11 @@ import pytest
 import torch
 from PIL import Image, ImageDraw, ImageFont
 
-from flowalign.rewards import build, describe, ocr, score
+from flowalign.rewards import build, check_prompts, describe, ocr, score
 from flowalign.rewards.ocr import (
     OCR,
     PaddleOCREngine,
     RapidOCREngine,
-    strict_reward,
     target_of,
     text_reward,
 )  # fmt: skip
@@ -28,7 +25,7 @@ from flowalign.rewards.ocr import (
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "ocr_reward.json").read_text())
 SCORED = [case for case in GOLDEN["cases"] if "reward" in case["image"]]
 FONT = Path(matplotlib.get_data_path()) / "fonts" / "ttf" / "DejaVuSans-Bold.ttf"
-TINY = {"upscale": 2, "limit_side_len": 128, "limit_type": "max", "rec_width": 128}
+TINY = {"limit_side_len": 128, "rec_width": 128}
 
 
 class FakeEngine:
@@ -58,17 +55,12 @@ def test_blank_targets_are_refused():
     for prompt in ("no quotes", 'a 5" screen', 'a sign ""', 'a sign "  "'):
         with pytest.raises(ValueError, match="quotes"):
             target_of(prompt)
-    for rule in (text_reward, strict_reward):
-        with pytest.raises(ValueError, match="' '"):
-            rule(" ", [("a", 0.9)])
-
-
-def test_strict_rule_does_not_pay_for_surplus_text():
-    lines = [("OPEN", 0.9), ("DAILY", 0.9)]
-    assert text_reward("Open", lines) == 1
-    assert strict_reward("Open", lines) == pytest.approx(4 / 9)
-    assert strict_reward("Open", [("o pen", 0.9), ("DAILY", 0.0)]) == 1
-    assert strict_reward("Open", None) == 0
+    with pytest.raises(ValueError, match="' '"):
+        text_reward(" ", [("a", 0.9)])
+    prompt, fine = 'a sign that says "HI"', ({}, {"target": "OK"})
+    for target in (" ", None, 10):
+        with pytest.raises(ValueError, match="number 3 of 3: .*`target`"):
+            check_prompts("ocr", {}, [prompt] * 3, [*fine, {"target": target}])
 
 
 def test_a_failed_engine_and_a_missing_target_are_invalid_but_no_text_is_zero():
@@ -103,38 +95,25 @@ def test_the_value_is_also_given_by_the_length_of_the_target():
 
 
 PADDLE_3_7 = """
-    doc_orientation_classify_model_name doc_orientation_classify_model_dir
-    doc_unwarping_model_name doc_unwarping_model_dir text_detection_model_name
-    text_detection_model_dir textline_orientation_model_name textline_orientation_model_dir
-    textline_orientation_batch_size text_recognition_model_name text_recognition_model_dir
-    text_recognition_batch_size use_doc_orientation_classify use_doc_unwarping
-    use_textline_orientation text_det_limit_side_len text_det_limit_type text_det_thresh
-    text_det_box_thresh text_det_unclip_ratio text_det_input_shape text_rec_score_thresh
-    return_word_box text_rec_input_shape lang ocr_version
-    paddlex_config device engine engine_config enable_hpi use_tensorrt precision enable_mkldnn
-    mkldnn_cache_capacity cpu_threads enable_cinn
-""".split()  # what PaddleOCR 3.7.0 takes: its constructor's names, and _common_args.py's
+    use_doc_orientation_classify use_doc_unwarping use_textline_orientation text_rec_score_thresh
+    text_det_limit_side_len text_det_limit_type text_det_box_thresh text_det_unclip_ratio
+    lang ocr_version device cpu_threads
+""".split()  # of what PaddleOCR 3.7.0 takes: its constructor's names, and _common_args.py's
 
 
 @pytest.fixture
 def paddle(monkeypatch):
     """What a stand-in for PaddleOCR 3.7 was asked; it refuses arguments that the real one does."""
-    asked = {"batches": []}
+    asked = {}
 
     class FakePaddle:
         def __init__(self, **options):
             assert set(options) <= set(PADDLE_3_7)
-            if options.get("text_detection_model_dir"):  # the real one warns
-                assert "lang" not in options and "ocr_version" not in options
             asked.update(options)
 
         def predict(self, images):
-            asked["batches"].append(len(images))
             asked["pixel"] = images[0][0, 0].tolist()
-            if len(images) > 1 and any(image.max() == 0 for image in images):
-                raise RuntimeError("a black image")
-            reds = [int(image[0, 0, 2]) for image in images]
-            return [{"rec_texts": [f"w{red}"], "rec_scores": [0.75]} for red in reds]
+            return [{"rec_texts": ["w1"], "rec_scores": [0.75]}]
 
     monkeypatch.setitem(sys.modules, "paddleocr", SimpleNamespace(PaddleOCR=FakePaddle))
     monkeypatch.setattr(ocr, "version", lambda package: "3.7.0")
@@ -148,65 +127,6 @@ def test_paddle_gets_bgr_and_its_3x_arguments(paddle):
     assert paddle["use_textline_orientation"] is False and paddle["text_rec_score_thresh"] == 0.5
     assert (paddle["lang"], paddle["ocr_version"]) == ("en", "PP-OCRv4")
     assert engine.name.startswith("paddleocr 3.7.0 paddle, PP-OCRv4 en, text_rec_score_thresh 0.5,")
-
-
-def test_paddle_reads_a_batch_at_once_and_a_bad_image_costs_only_the_speed(paddle):
-    images = torch.arange(7.0)[:, None, None, None].expand(7, 3, 4, 4) / 255
-    prompts = [f'"w{i}"' for i in range(7)]
-    reward = OCR("paddleocr", batch_size=3, workers=2)
-    assert reward(images[1:], prompts[1:], [{}] * 6).value.tolist() == [1.0] * 6
-    assert sorted(paddle["batches"]) == [3, 3]
-    with_black = score(reward, images, prompts, [{}] * 7)
-    assert with_black.value.tolist() == [1.0] * 7  # of the black one alone there is no complaint
-
-
-class Batched(FakeEngine):
-    """Reads several images at once, the red of each; a black one breaks it either way."""
-
-    def read(self, image):
-        super().read(image)
-        return [(f"w{int(image[0, 0, 0])}", 1.0)]
-
-    def read_many(self, images):
-        return [self.read(image) for image in images]
-
-
-@pytest.mark.parametrize("batch_size", [1, 2, 16])
-def test_scores_do_not_depend_on_the_batch_even_where_an_image_fails(batch_size):
-    images = torch.arange(5.0)[[3, 1, 0, 4, 2], None, None, None].expand(5, 3, 4, 4) / 255
-    prompts = ['"w3"', "x", '"a"', '"w4"', '"w2"']
-    scores = score(OCR(Batched(""), batch_size=batch_size), images, prompts, [{}] * 5)
-    assert scores.valid.tolist() == [True, False, False, True, True]
-    assert scores.value[scores.valid].tolist() == [1, 1, 1]
-    assert "quotes" in scores.reasons[1] and "engine died" in scores.reasons[2]
-
-
-@pytest.fixture(scope="module")
-def paddle_models(tmp_path_factory):
-    """Folders (detection, recognition) of PaddleOCR models, out of rapidocr's wheel."""
-    script = Path(__file__).parent.parent / "scripts" / "paddle_models_from_rapidocr.py"
-    return runpy.run_path(str(script))["write"](tmp_path_factory.mktemp("paddle"))
-
-
-def test_paddle_is_told_of_local_folders_by_name(paddle, paddle_models):
-    detection, recognition = map(str, paddle_models)
-    options: dict[str, Any] = {
-        "text_detection_model_dir": detection,
-        "text_recognition_model_dir": recognition,
-    }
-    engine = PaddleOCREngine(inference="onnxruntime", threads=2, **options)
-    assert {name: paddle[name] for name in options} == options
-    assert paddle["text_detection_model_name"] == "PP-OCRv6_small_det"
-    assert paddle["text_recognition_model_name"] == "PP-OCRv6_small_rec"
-    assert (
-        paddle["engine"] == "onnxruntime" and paddle["engine_config"]["intra_op_num_threads"] == 2
-    )
-    assert "onnxruntime, PP-OCRv6_small_det + PP-OCRv6_small_rec," in engine.name
-    with pytest.raises(ValueError, match="text_recognition_model_dir"):
-        PaddleOCREngine(text_detection_model_dir=detection)
-    with pytest.raises(ValueError, match="inference.yml"):
-        options["text_detection_model_dir"] = str(Path(detection).parent)
-        PaddleOCREngine(**options)
 
 
 def _sign(rng, word):
@@ -234,7 +154,7 @@ def test_rapidocr_reads_small_signs():
     assert isinstance(reward, OCR) and reward.engine.name.startswith("rapidocr 3")
     said = describe(reward)
     assert (said["name"], said["rule"]) == ("ocr", "published")
-    assert "PP-OCRv6 small, text_score 0.5, upscale 2, limit 128 max" in said["engine"]
+    assert "PP-OCRv6 small, text_score 0.5, upscale 1, limit 128 min" in said["engine"]
     together = build("ocr", workers=2, **TINY)(images, prompts, [{}] * len(prompts))
     assert torch.equal(together.value, scores.value)
 
@@ -245,7 +165,7 @@ def test_rapidocr_reads_faint_red_only_in_its_channel_order():
     font = ImageFont.truetype(FONT, 20)
     ImageDraw.Draw(image).text((64, 24), "MARKET", font=font, fill=(144, 128, 128), anchor="mm")
     pixels = np.array(image)
-    engine = RapidOCREngine(**{**TINY, "upscale": 1})
+    engine = RapidOCREngine(**{**TINY, "limit_type": "max"})
     assert [text for text, _ in engine.read(pixels)] == ["MARKET"]
     assert engine.read(np.ascontiguousarray(pixels[:, :, ::-1])) == []
 

@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from flowalign.rewards import score
 from flowalign.rewards.clip import Clip
 from flowalign.rewards.preference import PickScore
 
@@ -32,7 +31,7 @@ def scored(images: np.ndarray, rows: list[tuple[dict, list]]) -> Tensor:
 
 
 def test_a_prompt_is_encoded_once_and_cut_where_the_model_ends(monkeypatch: pytest.MonkeyPatch):
-    clip = Clip("tiny", device="cpu")
+    clip = Clip("tiny", None, "cpu")
     long = " ".join(["star"] * 100)
     vectors = clip.text_features(["a star", long, "a star"])
     assert torch.allclose(vectors.norm(dim=-1), torch.ones(3), atol=1e-6)
@@ -42,20 +41,12 @@ def test_a_prompt_is_encoded_once_and_cut_where_the_model_ends(monkeypatch: pyte
 
 
 def test_a_text_has_the_same_vector_whatever_was_asked_with_it_or_before():
-    clip, texts = Clip("tiny", device="cpu"), [row["prompt"] for row, _ in held_out(6)]
+    clip, texts = Clip("tiny", None, "cpu"), [row["prompt"] for row, _ in held_out(6)]
     together = clip.text_features(texts)
     clip._text_vector.cache_clear()
     alone = [clip.text_features([text]) for text in texts[:3]]
     assert torch.equal(torch.cat(alone), together[:3])
     assert torch.equal(clip.text_features(texts[::-1]), together.flip(0))
-
-
-def test_an_image_that_is_broken_masks_only_itself():
-    images = torch.rand(3, 3, 64, 64)
-    images[1, 0, 0, 0] = float("nan")
-    result = score(REWARD, images, ["a star"] * 3, [{}] * 3)
-    assert result.valid.tolist() == [True, False, True] and "NaN" in result.reasons[1]
-    assert REWARD.clip.image_features(images[:0]).shape == (0, REWARD.clip.width)
 
 
 SPOILT = "blur bleed malformed clutter faded oversaturated missing mismatch".split()

@@ -4,7 +4,7 @@ where its model waits."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +27,12 @@ Images = list[Image.Image]
 @dataclass(frozen=True)
 class Case:
     """raw: the score [B] of PIL images and prompts, by hand; the value is raw / scale. size: of the
-    images. more: options that must not matter."""
+    images."""
 
     options: dict[str, Any]
     scale: float
     raw: Callable[[Images, Sequence[str]], Tensor]
     size: tuple[int, int] = (40, 48)
-    more: dict[str, Any] = field(default_factory=dict)
     tolerance: float = 1e-3
     prompts: Sequence[str] = tuple(PROMPTS)
 
@@ -49,7 +48,7 @@ def clipscore(folder: Path, request: pytest.FixtureRequest) -> Case:
             found.append(model(input_ids=ids, pixel_values=pixels).logits_per_image[0, 0])
         return torch.stack(found)
 
-    return Case({"model": str(folder)}, 30, raw, more={"text_cache": 1})
+    return Case({"model": str(folder)}, 30, raw)
 
 
 def aesthetic(folder: Path, request: pytest.FixtureRequest) -> Case:
@@ -79,7 +78,7 @@ def hpsv2(folder: Path, request: pytest.FixtureRequest) -> Case:
         seen, read = model.encode_image(normalized(squares)), model.encode_text(tokenizer(prompts))
         return torch.cosine_similarity(seen, read)
 
-    return Case(options, 1, raw, (24, 48), {"text_cache": 0}, 1e-5)
+    return Case(options, 1, raw, (24, 48), 1e-5)
 
 
 def pickscore(folder: Path, request: pytest.FixtureRequest) -> Case:
@@ -91,7 +90,7 @@ def pickscore(folder: Path, request: pytest.FixtureRequest) -> Case:
         pixels = torch.stack(arrays).view(-1, 64, 64, 3).permute(0, 3, 1, 2) / 127.5 - 1
         return clip.model(input_ids=ids, pixel_values=pixels).logits_per_image.diagonal()
 
-    return Case({"model": "tiny", "normalizer": 25.0}, 25, raw, (64, 64), {"text_cache": 1})
+    return Case({"model": "tiny", "normalizer": 25.0}, 25, raw, (64, 64))
 
 
 def imagereward(folder: Path, request: pytest.FixtureRequest) -> Case:
@@ -137,7 +136,7 @@ def test_the_prompt_counts_unless_only_images_are_scored(case: Case) -> None:
 def test_batch_size_order_and_offloading_do_not_matter(case: Case) -> None:
     images, _ = pictures(6, *case.size)
     whole, back = build(**case.options), torch.arange(5, -1, -1)
-    by_two = build(**case.options, **case.more, batch_size=2, offload=True)
+    by_two = build(**case.options, batch_size=2, offload=True)
     expected = whole(images, case.prompts, [{}] * 6)
     turned = by_two(images[back], case.prompts[::-1], [{}] * 6)
     assert torch.allclose(turned.value[back], expected.value, atol=1e-5)

@@ -10,16 +10,14 @@ from typing import Any
 
 import pytest
 
-from flowalign.backbone.tiny import MODEL
 from flowalign.commands.cli import main
 from flowalign.commands.prompts import geneval, held_out, ocr
-from flowalign.commands.prompts.check import examine
 from flowalign.commands.prompts.held_out import digest
+from flowalign.rewards import check_prompts
 from flowalign.rewards.geneval import GenEval
 from flowalign.rewards.geneval_judge import COLORS, NAMES, judge
 from flowalign.rewards.ocr import target_of
-from flowalign.training.data import load_prompts
-from flowalign.types import PromptBatch
+from flowalign.training.data import load_prompts, marks
 
 SETS = [parent / "shared" / "data" for parent in Path(__file__).resolve().parents]
 CENTER = {"left of": (1, 2), "right of": (3, 2), "above": (2, 1), "below": (2, 3)}
@@ -105,18 +103,6 @@ def test_prompts_repeat_only_when_all_of_a_tag_are_used() -> None:
     assert all(set(counts[tag].values()) == {1} for tag in geneval.MIX if tag != "counting")
 
 
-def test_without_repeats_it_says_what_is_possible() -> None:
-    with pytest.raises(ValueError, match="counting has 160 different ones") as refused:
-        geneval.generate(50_000, seed=0, repeats=False)
-    (most,) = map(int, re.findall(r"there are (\d+) prompts", str(refused.value)))
-    rows = geneval.generate(most, seed=0, repeats=False)
-    assert len({row["prompt"] for row in rows}) == most
-    with pytest.raises(ValueError, match="at most"):
-        geneval.generate(most + 1, seed=0, repeats=False)
-    with pytest.raises(ValueError, match="1 or more"):
-        geneval.generate(0, seed=0)
-
-
 @pytest.mark.parametrize("tag", ["position", "color_attr", "two_object"])
 def test_a_test_prompt_is_kept_out_either_way_round(tag: str) -> None:
     before = geneval.generate(340, seed=0, held_out=())
@@ -200,27 +186,6 @@ def test_held_out_texts_do_not_come_in_any_case(monkeypatch: pytest.MonkeyPatch)
         ocr.generate(-1, seed=0)
 
 
-def batch(*prompts: str, **metadata: object) -> PromptBatch:
-    return PromptBatch(list(prompts), ["t"] * len(prompts), [metadata] * len(prompts))
-
-
-def faults(*args: Any, **options: Any) -> list[str]:
-    return [finding.text for finding in examine(*args, **options) if finding.level == "fault"]
-
-
-def test_it_counts_what_a_reward_refuses_and_says_why() -> None:
-    mixed = batch('a sign "OPEN"', "no quotes", 'an 8" disk', 'an empty "" sign')
-    (fault,) = faults(mixed, {"ocr": {}}, {})
-    assert fault.startswith("reward ocr refuses 3 of 4 prompts:")
-    assert "prompt 2: prompt 'no quotes' has no target text" in fault
-    assert "prompt 3" in fault and "prompt 4" in fault and "prompt 1:" not in fault
-    assert faults(batch("x", target="OPEN"), {"ocr": {}}, {}) == []
-    (fault,) = faults(batch("a cat"), {"geneval": {}}, {})
-    assert "reward geneval refuses 1 of 1" in fault and "`include`" in fault
-    with pytest.raises(ValueError, match="no reward 'orc' .did you mean 'ocr'"):
-        faults(mixed, {"orc": {}}, {})
-
-
 FOREIGN = [
     "# samples", "#1 cat", "a cat --n low quality --w 768 --h 768", "a cat --ar 16:9",
     "a (red:1.3) cat", "a cat, <lora:style:0.8>", "a __colour__ cat", "a {red|blue} cat",
@@ -231,57 +196,47 @@ OWN = [
 ]  # fmt: skip
 
 
-def test_it_points_at_what_other_programs_put_beside_prompts() -> None:
-    assert faults(batch(*OWN), {}, {}) == []
+def test_marks_of_other_programs_beside_prompts() -> None:
+    assert list(marks(OWN)) == []
     for prompt in FOREIGN:
-        (fault,) = faults(batch(*OWN, prompt), {}, {})
+        (fault,) = marks([*OWN, prompt])
         assert fault.startswith("1 prompts ") and repr(prompt) in fault
-    assert len(faults(batch(*OWN, *FOREIGN), {}, {})) == 4
+    assert len(list(marks([*OWN, *FOREIGN]))) == 4
 
 
-def test_a_colour_or_thing_that_the_judge_never_answers_is_a_fault() -> None:
-    def clause(**keys: Any) -> dict[str, Any]:
-        return {"include": [{"class": "bench", "count": 1, **keys}]}
+def test_a_colour_or_thing_that_the_judge_never_answers_is_refused() -> None:
+    def refused(detector: str | None, **keys: Any) -> str:
+        clause = {"class": "bench", "count": 1, **keys}
+        options = {"detector": detector} if detector else {}
+        with pytest.raises(ValueError) as caught:
+            check_prompts("geneval", options, ["a"], [{"include": [clause]}])
+        return str(caught.value)
 
-    assert faults(batch("a", **clause(color="red")), {"geneval": {}}, {}) == []
-    for options in ({}, {"detector": "mask2former"}):
+    check_prompts(
+        "geneval", {}, ["a"], [{"include": [{"class": "bench", "count": 1, "color": "red"}]}]
+    )
+    for detector in (None, "mask2former"):
         for word in ("crimson", "grey", "Red"):
-            (fault,) = faults(batch("a", **clause(color=word)), {"geneval": options}, {})
-            assert repr(word) in fault and "purple" in fault
-    star = {"include": [{"class": "star", "count": 1, "color": "orange"}]}  # not of the tiny world
-    assert faults(batch("a", **star), {"geneval": {"detector": "tiny"}}, {})
-    for keys in ({"count": 0}, {"position": ["next to", 0]}):
-        (fault,) = faults(batch("a", **clause(**keys)), {"geneval": {}}, {})
-        assert next(iter(keys)) in fault
+            said = refused(detector, color=word)
+            assert repr(word) in said and "purple" in said
+    assert "orange" in refused("tiny", **{"class": "star"}, color="orange")
 
 
-def test_it_points_at_quotes_that_do_not_count() -> None:
-    prompts = ('a 12" TV that says "NEWS"', 'a sign "OPEN"')
-    (fault,) = faults(batch(*prompts), {"ocr": {}}, {})
-    assert fault.startswith("1 prompts have more than two") and "' TV that says '" in fault
-    assert faults(batch(*prompts, target="NEWS"), {"ocr": {}}, {}) == []
-
-
-def test_it_finds_prompts_of_the_test_set_and_notes_texts_of_it() -> None:
-    train = batch("a photo of a cat left of a dog", "a photo of a cow", 'a wall that says "HOPE"')
-    test = batch("a photo of a dog  right of A cat", 'a shirt that says "Hope"')
-    findings = list(examine(train, {}, {"test": test, "other": batch("a bus")}))
-    (fault,) = [finding.text for finding in findings if finding.level == "fault"]
-    assert fault.startswith("1 prompts are also in test") and "a cat left of a dog" in fault
-    assert any("1 target texts are also in test" in finding.text for finding in findings)
-    assert any("shares no prompt with other" in finding.text for finding in findings)
-
-
-def test_it_tells_repeats_and_lengths() -> None:
-    repeated = batch("a", "a", "bb" * 10)
-    lines = "\n".join(f"{f.level} {f.text}" for f in examine(repeated, {}, {}, tokens=4))
-    assert "3 prompts, 2 different" in lines and "2 times 'a'" in lines
-    assert "characters: 1 to 20, median 1" in lines
-    assert "fault 1 prompts have more than 4 tokens, estimated at 4 characters each" in lines
-    assert faults(repeated, {}, {}, tokens=4, count=len) == [
-        f"1 prompts have more than 4 tokens, of which the rest is not read, such as {'bb' * 10!r}"
-    ]
-    assert faults(repeated, {}, {}, tokens=20, count=len) == []
+def test_a_check_finds_what_is_refused_or_in_another_set(tmp_path: Path, capsys) -> None:
+    train, test, sound = tmp_path / "train.txt", tmp_path / "test.txt", tmp_path / "sound.txt"
+    train.write_text('a photo of a cat left of a dog\na 12" TV that says "NEWS"\n# a cow\n')
+    test.write_text("a photo of a dog  right of A cat\n")
+    sound.write_text('a sign "OPEN"\n')
+    words = ["data", "check", str(sound), str(train), "--reward", "ocr", "--against", str(test)]
+    assert main(words) == 1
+    head, other, *faults = capsys.readouterr().out.splitlines()
+    assert head.startswith(str(sound)) and other.startswith(str(train))
+    for fault, key in zip(
+        faults, ("# a cow", "reward ocr", "two straight", "a cat left"), strict=True
+    ):
+        assert key in fault
+    assert main(words[:3] + words[4:]) == 0
+    assert main([*words, "--reward", "orc"]) == 2
 
 
 def test_geneval_prompts_from_the_command_line(tmp_path: Path, capsys) -> None:
@@ -295,33 +250,18 @@ def test_geneval_prompts_from_the_command_line(tmp_path: Path, capsys) -> None:
     assert loaded.metadata == [{k: row[k] for k in row if k != "prompt"} for row in rows]
     assert main([*words, str(out), "--count", "1020"]) == 0  # the same again
     assert main([*words, str(out), "--count", "17"]) == 2
-    assert "replace it with --force" in capsys.readouterr().err
     smaller = [*words, str(out), "--count", "17", "--force", "--exclude", str(out)]
     assert main(smaller) == 2  # 1020 rows hold all of counting
     assert "every prompt of the tag counting" in capsys.readouterr().err
-    assert main([*words, str(tmp_path / "x.jsonl"), "--count", "1020", "--unique"]) == 2
-    assert "at most" in capsys.readouterr().err
-    assert main(["data", "check", str(out), "--reward", "geneval", "--against", str(out)]) == 1
 
 
-def test_ocr_prompts_from_the_command_line(tmp_path: Path, capsys) -> None:
+def test_ocr_prompts_from_the_command_line(tmp_path: Path) -> None:
     first, second = tmp_path / "a.txt", tmp_path / "b.txt"
     assert main(["data", "generate", "ocr", "--count", "60", "--out", str(first)]) == 0
     more = ["--count", "60", "--out", str(second), "--exclude", str(first)]
     assert main(["data", "generate", "ocr", *more]) == 0
     texts = [{target_of(p) for p in load_prompts(f, "ocr").prompts} for f in (first, second)]
     assert texts[0].isdisjoint(texts[1])
-    capsys.readouterr()
-    tokens = ["--tokens", "77", "--tokenizer", str(MODEL / "tokenizer")]
-    assert main(["data", "check", str(first), "--reward", "ocr", "--against", str(second)]) == 0
-    capsys.readouterr()
-    assert main(["data", "check", str(first), str(second), "--against", str(second)]) == 1
-    named = [str(first), str(second)]
-    assert [line for line in capsys.readouterr().out.splitlines() if line in named] == named
-    assert "fault" not in capsys.readouterr().out
-    assert main(["data", "check", str(first), *tokens]) in (0, 1)
-    assert "estimated" not in capsys.readouterr().out
-    assert main(["data", "check", str(first), *tokens[2:]]) == 2
 
 
 @pytest.mark.slow

@@ -3,7 +3,6 @@
 import importlib
 import json
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -138,17 +137,6 @@ def made(constant):
 """
 
 
-SCRIPT = """
-import sys
-sys.path.insert(0, ".")
-import flowalign
-@flowalign.rewards.register("mine")
-def mine(images, prompts, metadata):
-    return {size} * images
-print(flowalign.rewards.code_of("mine", {{}})["mine"])
-"""
-
-
 @pytest.mark.parametrize("last", ["Red", "made({constant})", "Red().__call__"])
 def test_what_was_typed_into_a_notebook_counts_with_what_it_uses(last: str) -> None:
     def digest(**changes: float) -> Any:
@@ -161,15 +149,6 @@ def test_what_was_typed_into_a_notebook_counts_with_what_it_uses(last: str) -> N
     changes = ["size", "factor", "constant" if "made" in last else "bonus"]
     digests = [digest(), *(digest(**{change: 7}) for change in changes)]
     assert digest() == digests[0] and len({*digests}) == 4
-
-
-@pytest.mark.slow
-def test_a_script_sees_an_edit_of_what_it_defines(tmp_path: Path) -> None:
-    script, found = tmp_path / "script.py", []
-    for size in (1, 2):
-        script.write_text(SCRIPT.format(size=size))
-        found.append(subprocess.check_output([sys.executable, script], cwd=fakes.ROOT))
-    assert found[0] != found[1] and all(found)
 
 
 def test_a_process_that_runs_what_it_imported_says_so(

@@ -18,7 +18,6 @@ from flowalign.rewards import (
     build,
     build_on,
     check,
-    check_prompts,
     declared,
     describe,
     is_groupwise,
@@ -27,6 +26,7 @@ from flowalign.rewards import (
     score,
     scoring,
 )
+from flowalign.rewards.options import located
 from flowalign.rewards.scoring import AsyncScorer
 from flowalign.types import Detections, PromptBatch, Scores
 
@@ -97,7 +97,7 @@ def test_what_is_unknown_is_refused_with_a_suggestion(stranger):
         ("nowhere.at.all:Thing", {}, "'nowhere'"),
         ("stranger:Brightnes", {}, "Brightnes"),
         ("stranger:Brightness", {"scal": 1}, "'scale'"),
-        ("geneval", {"treshold": 0.5}, "'threshold'"),
+        ("geneval", {"detektor": "tiny"}, "'detector'"),
         ("geneval", {"detector": "tinny"}, "'tinny'"),
         ("geneval", {"reward": "lenient"}, "`reward`.*'bounded'"),
     ):
@@ -143,21 +143,18 @@ def test_annotations_of_what_yaml_holds_are_checked_and_others_left_to_the_rewar
 
 
 WRONG = {
-    "aesthetic": [{"head": "nowhere.pth"}, {"head": "."}, {"head": None}, {"text_cache": 3}],
+    "aesthetic": [{"head": "nowhere.pth"}, {"head": "."}, {"head": None}],
     "clipscore": [
-        {"batch_size": True}, {"offload": "yes"}, {"text_cache": -1}, {"device": "gpu"},
-        {"model": "no such model"}, {"model": 3}, {"processor": "tiny"},
+        {"batch_size": True}, {"offload": "yes"}, {"device": "gpu"},
+        {"model": "no such model"}, {"model": 3}, {"model": "owner/name@rev/folder"},
     ],
-    "geneval": [
-        {"threshold": 1.0}, {"counting_threshold": True}, {"max_objects": 0}, {"max_objects": 2.0},
-        {"max_overlap": 0}, {"position_threshold": -0.1},
-    ],
-    "hpsv2": [{"version": "2.1"}, {"weights": "nowhere.pt"}, {"architecture": ""}],
+    "geneval": [{"reward": "lenient"}, {"detector_optoins": {}}],
+    "hpsv2": [{"weights": "nowhere.pt"}, {"architecture": ""}],
     "imagereward": [{"weights": "ImageReward.pt"}, {"tokenizer": "no such folder"}],
-    "ocr": [{"rule": "lenient"}, {"workers": 0}, {"batch_size": True}, {"upscal": 2}],
+    "ocr": [{"rule": "lenient"}, {"workers": 0}, {"limit_typ": "max"}],
     "pickscore": [
         {"normalizer": 0}, {"normalizer": float("nan")}, {"normalizer": "26"}, {"batch_size": 0},
-        {"model": "./nowhere/at_all"}, {"processor": "/no/where"}, {"normaliser": 2},
+        {"model": "./nowhere/at_all"}, {"normaliser": 2},
     ],
 }  # fmt: skip
 
@@ -171,6 +168,13 @@ def test_wrong_options_are_refused_before_anything_is_loaded(name: str, tmp_path
             check(name, options)
         said = str(caught.value)
         assert f"no option {key!r}" in said or f"`{key}" in said and repr(value) in said, options
+
+
+def test_a_model_may_name_its_revision(tmp_path: Path):
+    check("clipscore", {"model": "owner/name@abc1"})
+    assert located("owner/name@abc1") == ("owner/name", {"revision": "abc1"})
+    for model in ("owner/name", str(tmp_path)):
+        assert located(model) == (model, {})
 
 
 def test_wrong_options_of_a_detector_are_refused_before_anything_is_loaded():
@@ -228,6 +232,17 @@ def test_nan_infinity_and_a_false_valid_mask_their_image():
     assert set(result.reasons) == {1, 2, 3}
 
 
+def test_why_a_reward_failed_that_another_calls_is_told():
+    def outer(images, prompts, metadata):
+        return score(Brightness(poison="c"), images, prompts, metadata)
+
+    def silent(images, prompts, metadata):
+        return Scores.of(outer(images, prompts, metadata).value)
+
+    for reward in (outer, silent):
+        assert "cannot look at c" in score(reward, IMAGES, PROMPTS, METADATA).reasons[2]
+
+
 def test_keyboard_interrupt_passes_and_unequal_inputs_are_the_callers_fault():
     def interrupted(images, prompts, metadata):
         raise KeyboardInterrupt
@@ -258,22 +273,6 @@ def test_geneval_scores_what_the_detector_found(stranger, kind, value):
     scores = reward(IMAGES[1:3], PROMPTS[1:3], [DOG, DOG])
     assert scores.value.tolist() == value
     assert scores.parts["correct"].tolist() == [1, 1]
-
-
-def test_ocr_names_the_first_prompt_without_a_target():
-    for prompt, metadata in (
-        ("a sign", {}),
-        ('a 10" sign', {}),
-        ('a sign that says " "', {}),
-        ('a sign that says "HI"', {"target": " "}),
-        ('a sign that says "HI"', {"target": None}),
-        ("a sign that says 10", {"target": 10}),
-    ):
-        prompts, rows = ['a sign that says "OK"', prompt, "none"], [{}, metadata, {}]
-        with pytest.raises(ValueError, match="number 2 of 3") as caught:
-            check_prompts("ocr", {"rule": "strict"}, prompts, rows)
-        said = str(caught.value)
-        assert repr(prompt) in said and repr(metadata.get("target", "target")).strip("'") in said
 
 
 def test_a_reward_describes_itself_and_at_least_by_its_name():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import socket
 import subprocess
@@ -19,7 +18,6 @@ import served
 import torch
 
 from flowalign.commands.cli import main
-from flowalign.rewards.options import read_token
 from flowalign.rewards.service import server, wire
 from flowalign.system.images import to_float
 
@@ -42,13 +40,11 @@ def one(prompt: str, reward: str = "Stuck") -> bytes:
     return wire.encode_request(reward, IMAGES[:1], [prompt], [{}])
 
 
-def raw(url: str, *parts: bytes, pause: float = 0.0, end: bool = False) -> bytes:
+def raw(url: str, sent: bytes, end: bool = False) -> bytes:
     """What comes back for bytes as they are; end: the sender closes its side."""
     host, port = url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=10) as connection:
-        for part in parts:
-            connection.sendall(part)
-            time.sleep(pause)
+        connection.sendall(sent)
         if end:
             connection.shutdown(socket.SHUT_WR)
         answer = b""
@@ -116,26 +112,13 @@ def test_what_is_not_wanted_is_refused_unread():
         assert ask(url).status_code == 200
 
 
-def test_a_slow_sender_is_cut_off():
-    head = "POST /score HTTP/1.1\r\nhost: x\r\n"
-    with served.serving(served.exact, read_seconds=0.1) as url:
-        sent = f"{head}content-length: 90\r\n\r\n".encode(), b"a"
-        assert raw(url, *sent, pause=0.06).startswith(b"HTTP/1.1 408")
-
-
 def test_a_call_that_hangs_takes_neither_health_nor_the_next_caller_with_it():
     reward = served.Stuck()
     with served.serving(reward, seconds=0.3) as url:
-        assert ask(url, one("hang")).status_code == 504
-        health = get(url, "health")
-        assert health.status_code == 503 and health.json()["status"] == "stuck"
-        refused = ask(url, one("a"))  # at once, and no 504 after a wait
-        assert refused.status_code == 503 and "hangs" in refused.json()["detail"]
-        assert refused.headers["retry-after"] == "1"
+        assert [ask(url, one(text)).status_code for text in ("hang", "a")] == [504, 504]
+        assert get(url, "health").json()["pending"] == 0
         reward.go.set()
-        until = time.monotonic() + 10
-        while ask(url, one("a")).status_code != 200:
-            assert time.monotonic() < until
+        assert ask(url, one("a")).status_code == 200
 
 
 def test_a_full_queue_turns_away_and_calls_are_made_one_at_a_time():
@@ -154,7 +137,8 @@ def test_a_full_queue_turns_away_and_calls_are_made_one_at_a_time():
             calls and get(url, "health").json()["pending"] == 2
         ):
             time.sleep(0.01)
-        assert ask(url).status_code == 503 and calls == ["in"]
+        refused = ask(url)
+        assert refused.status_code == 503 and refused.headers["retry-after"] and calls == ["in"]
         reward.go.set()
         assert [future.result().status_code for future in waiting] == [200, 200]
     assert calls == ["in", "out"] * 2
@@ -168,7 +152,6 @@ def test_the_command_refuses_what_cannot_be_served(capsys, monkeypatch) -> None:
     for argv, said in (
         (["ocrr"], "'ocr'"),
         (["ocr", "engin=rapidocr"], "'engin'"),
-        (["ocr", "--options", "[]"], "list"),
         (["ocr", "rapidocr"], "rapidocr"),
         (["served:exact", "--host", "0.0.0.0"], wire.TOKEN),
     ):
@@ -183,19 +166,10 @@ def test_without_fastapi_it_says_what_to_install(capsys, monkeypatch) -> None:
     assert "[serve]" in capsys.readouterr().err
 
 
-def test_a_token_that_no_header_can_hold_is_refused(monkeypatch):
-    for held, token in (("", None), ("abc", "abc")):
-        monkeypatch.setenv(wire.TOKEN, held)
-        assert read_token(wire.TOKEN) == token
-    monkeypatch.setenv(wire.TOKEN, "two words")
-    with pytest.raises(ValueError, match=wire.TOKEN):
-        read_token(wire.TOKEN)
-
-
 def test_a_port_that_is_taken_is_one_line(capsys):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        assert main(["serve-reward", "served:exact", "--port", port]) == 1
+        assert main(["serve-reward", "served:exact", "--port", port]) == 2
     assert f"port {port}" in capsys.readouterr().err
 
 
@@ -227,39 +201,3 @@ def test_serving_imports_nothing_that_an_old_environment_lacks():
         [sys.executable, "-c", code], capture_output=True, text=True, env=environment
     )
     assert done.stdout.strip() == "[]", done.stderr
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
-def test_memory_is_bounded_by_queue_and_size(capsys):
-    """As docs/rewards/remote.md states it. Prints the measured figures."""
-    megabytes, queue = 12, 6
-    side = int((megabytes * 2**20 * 0.74 / 6) ** 0.5)  # noise: its PNGs are as large as its pixels
-    noise = torch.rand(2, 3, side, side, generator=torch.Generator().manual_seed(0))
-    body = wire.encode_request("corner", noise, ["a", "b"], [{}, {}])
-    assert 0.9 < len(body) / 2**20 / megabytes <= 1
-    arguments = ["--max-bytes", str(megabytes * 2**20), "--queue", str(queue)]
-    exact = {"MALLOC_MMAP_THRESHOLD_": "1000000"}  # freed memory goes back at once
-    process, url = served.process("served:corner", *arguments, environment=exact)
-    try:
-        small = wire.encode_request("corner", torch.zeros(2, 3, 8, 8), ["a", "b"], [{}, {}])
-        assert ask(url, small).status_code == 200
-        before = peak_memory(process.pid)
-        with ThreadPoolExecutor(queue) as pool:
-            answers = list(pool.map(lambda _: ask(url, body).status_code, range(2 * queue)))
-        grown = (peak_memory(process.pid) - before) / megabytes
-    finally:
-        process.kill()
-        process.wait()
-        assert process.stdout
-        process.stdout.close()
-    with capsys.disabled():
-        print(f"\nmemory: {grown:.1f} x max-bytes at queue {queue}")
-    assert set(answers) == {200}
-    assert grown <= queue + 16
-
-
-def peak_memory(pid: int) -> float:
-    """MiB of a process at most so far."""
-    (kilobytes,) = re.findall(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
-    return int(kilobytes) / 1024

@@ -13,8 +13,7 @@ import types
 import numpy as np
 import pytest
 import torch
-from PIL import Image
-from served_rewards import AFTER, BEFORE, IMAGE_TOKEN, expected_level, pad_to_square
+from served_rewards import AFTER, BEFORE, IMAGE_TOKEN, expected_level
 
 from flowalign.rewards import build, check
 from flowalign.rewards.clip import ImageProcessor
@@ -60,17 +59,6 @@ def test_the_expected_level_is_softmax_times_points():
         assert level == pytest.approx(by_hand, abs=1e-3)
     near = torch.tensor([[2.0, 1.0, 0, 0, 0], [2.001953125, 1.0, 0, 0, 0]]).half()
     assert expected_level(near)[0] != expected_level(near)[1]  # float16 would not tell
-
-
-@pytest.mark.parametrize("size", [(4, 9), (9, 4), (5, 6), (5, 5)])
-def test_padding_puts_the_image_in_the_middle_of_its_square(size):
-    picture = Image.fromarray(np.full((size[1], size[0], 3), 200, np.uint8))
-    padded = np.asarray(pad_to_square(picture, (1, 2, 3)))
-    side, left, top = max(size), (max(size) - size[0]) // 2, (max(size) - size[1]) // 2
-    expected = np.empty((side, side, 3), np.uint8)
-    expected[:] = (1, 2, 3)
-    expected[top : top + size[1], left : left + size[0]] = 200
-    assert np.array_equal(padded, expected)
 
 
 def test_deqa_asks_the_published_question_about_padded_images(monkeypatch):

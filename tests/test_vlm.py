@@ -1,70 +1,47 @@
-"""A judge behind a real HTTP endpoint: what it is asked, how it is read, and how it may fail."""
+"""A judge behind an HTTP endpoint: what it is asked, how it is read, and how it may fail."""
 
 import base64
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Callable
+from contextlib import nullcontext
 from io import BytesIO
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
-from flowalign.rewards import build, check, describe, score
-from flowalign.rewards.vlm import TEMPLATES, VLM, Template
+from flowalign.rewards import check, describe, score
+from flowalign.rewards.vlm import TEMPLATES, VLM
 from flowalign.system import http
 from flowalign.system.images import to_uint8
 
-OWN = Template("Rate this.", r"(\d)/9", scale=9.0, lowest=1.0)  # named by its dotted path
 
-
-class Judge(ThreadingHTTPServer):
+class Judge:
     """Plays OpenAI's chat completions; `reply(request)` -> text, or (status, body)."""
 
-    daemon_threads = True
-
-    def __init__(self, reply: Callable[[dict[str, Any]], Any]):
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.reply, self.lock = reply, threading.Lock()
+    def __init__(self, reply: Callable[[dict[str, Any]], Any], number: int):
+        self.reply, self.lock, self.url = reply, threading.Lock(), f"http://judge{number}/v1"
         self.requests: list[dict[str, Any]] = []
-        self.headers: list[dict[str, str]] = []
+        self.headers: list[httpx.Headers] = []
         self.busy = self.most = 0
 
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_address[1]}/v1"
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that leaves early is part of the tests."""
-
-
-class Handler(BaseHTTPRequestHandler):
-    server: Judge  # pyright: ignore[reportIncompatibleVariableOverride]
-    protocol_version = "HTTP/1.1"
-
-    def do_POST(self):
-        server = self.server
-        request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        with server.lock:
-            server.requests.append(request | {"path": self.path})
-            server.headers.append(dict(self.headers))
-            server.busy += 1
-            server.most = max(server.most, server.busy)
-        reply = server.reply(request)
+    def handle(self, asked: httpx.Request) -> httpx.Response:
+        request = json.loads(asked.content)
+        with self.lock:
+            self.requests.append(request | {"path": asked.url.path})
+            self.headers.append(asked.headers)
+            self.busy += 1
+            self.most = max(self.most, self.busy)
+        reply = self.reply(request)
+        with self.lock:
+            self.busy -= 1
         status, body = reply if isinstance(reply, tuple) else (200, answer(reply))
-        with server.lock:
-            server.busy -= 1
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, format: str, *args: Any) -> None:
-        pass
+        return httpx.Response(status, stream=httpx.ByteStream(body))  # not read yet
 
 
 def answer(text: Any) -> bytes:
@@ -81,21 +58,20 @@ def asked(request: dict[str, Any]) -> tuple[str, np.ndarray]:
 
 
 @pytest.fixture
-def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Judge]]:
-    """Starts judges that live as long as the test; retries wait for hundredths of a second."""
-    monkeypatch.setattr(http, "LONGEST_WAIT", 0.01)
-    started: list[Judge] = []
+def serve(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Judge]:
+    """Makes judges that this test's HTTP reaches; retries wait for hundredths of a second."""
+    judges: dict[str, Judge] = {}
 
     def start(reply: Callable[[dict[str, Any]], Any]) -> Judge:
-        judge = Judge(reply)
-        threading.Thread(target=judge.serve_forever, args=(0.01,), daemon=True).start()
-        started.append(judge)
+        judge = Judge(reply, len(judges))
+        judges[f"judge{len(judges)}"] = judge
         return judge
 
-    yield start
-    for judge in started:
-        judge.shutdown()
-        judge.server_close()
+    monkeypatch.setattr(http, "LONGEST_WAIT", 0.01)
+    monkeypatch.setattr(
+        httpx.HTTPTransport, "handle_request", lambda _, asked: judges[asked.url.host].handle(asked)
+    )
+    return start
 
 
 def images(count: int, size: int = 8) -> torch.Tensor:
@@ -148,10 +124,7 @@ def test_scores_are_read_off_answers_and_no_score_is_no_answer():
         ("qwenvl", "<QualityScore>5</QualityScore> and then it broke", None),
         ("qwenvl", "<OverallScore>6</OverallScore>", None),
     ):
-        if raw is None:
-            with pytest.raises(ValueError, match="score"):
-                TEMPLATES[template].read(said)
-        else:
+        with pytest.raises(ValueError, match="score") if raw is None else nullcontext():
             assert TEMPLATES[template].read(said) == raw, said
 
 
@@ -170,15 +143,13 @@ def test_an_answer_without_a_score_is_invalid_and_its_beginning_the_reason(serve
     assert "choices[0].message.content" in scores.reasons[2]
 
 
-def test_an_own_text_and_a_template_by_its_path(serve):
-    judge = serve(lambda request: "I give 8/9" if "this" in asked(request)[0] else "points=7.5")
+def test_an_own_text_is_asked_and_read_by_its_pattern(serve):
+    judge = serve(lambda request: "points=7.5")
     text = "How good is an image of {prompt}, as JSON {points}?"
     own = VLM(judge.url, "m", text, pattern=r"points=(\d+\.\d)", scale=10)
     scores = own(images(1), ["a dog"], [{}])
     assert asked(judge.requests[0])[0] == "How good is an image of a dog, as JSON {points}?"
     assert scores.value.tolist() == [0.75] and scores.parts["raw"].tolist() == [7.5]
-    by_path = build("vlm", url=judge.url, model="m", template="test_vlm:OWN")
-    assert by_path(images(1), ["a dog"], [{}]).parts["raw"].tolist() == [8]
 
 
 def test_concurrency_is_used_and_never_exceeded_and_order_is_kept(serve):
@@ -219,8 +190,8 @@ def test_wrong_options_are_refused_without_a_network(monkeypatch):
     text = {"template": "Rate {prompt}"}
     for options, key in (
         ({"url": "localhost:8000"}, "`url`"),
+        ({"url": "http://me:pw@host"}, "token_env"),
         ({"template": "qwenv"}, "'qwenvl'"),
-        ({"template": "test_vlm:Judge"}, "`template`"),
         (text, "`pattern`"),
         ({**text, "pattern": "("}, "`pattern`"),
         ({**text, "pattern": "Score"}, "`pattern`"),

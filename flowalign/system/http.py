@@ -8,7 +8,6 @@ Bytes, seconds and redirects are limited, nothing is inflated, and what servers 
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import random
@@ -21,7 +20,6 @@ from dataclasses import dataclass, field
 from functools import cache
 from itertools import cycle
 from typing import Any, TypeVar
-from urllib.parse import urlsplit
 
 import httpx
 
@@ -30,16 +28,13 @@ from flowalign.system.escape import shown
 log = logging.getLogger(__name__)
 
 LONGEST_WAIT = 60.0  # seconds between two attempts
+CONNECT = 5.0  # seconds for a connection
 UNREACHABLE = (ConnectionError, TimeoutError)  # no answer, for no fault of the request
 _FINAL = (401, 403, 404)  # wrong token, URL or model name: every other request would fail too
 _jitter = random.Random()  # a run's numbers must not depend on what the network did
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
-
-
-class Refused(ValueError):
-    """An answer that says that the request is at fault."""
 
 
 class _Again(Exception):
@@ -51,11 +46,9 @@ class _Again(Exception):
 
 @dataclass(kw_only=True)
 class Client:
-    """Connections to a service, for one batch of requests. failed: URLs that were tried in vain."""
+    """Connections to a service, for one batch of requests."""
 
-    timeout: float  # seconds without a sign of life
-    connect_timeout: float = math.inf  # seconds for a connection, if less
-    total: float | None = None  # seconds for an answer, however lively; None = twice the timeout
+    timeout: float  # seconds without a sign of life; a whole answer may take twice as long
     deadline: float = math.inf  # seconds from now until all requests end
     retries: int = 3  # further attempts at a request
     backoff: float = 0.5  # seconds before the second attempt
@@ -67,7 +60,7 @@ class Client:
 
     def __post_init__(self) -> None:
         self.until, self.stopped = time.monotonic() + self.deadline, threading.Event()
-        self.failed: set[str] = set()
+        self.failed: set[str] = set()  # URLs that were tried in vain
         self.last: Exception | str = "the time for all requests is over"
         headers = {"Accept-Encoding": "identity"}
         self._client = httpx.Client(
@@ -85,12 +78,13 @@ class Client:
         self._client.close()
 
     def request(self, method: str, *urls: str, **content: Any) -> bytes:
-        """The body of the answer to a request. Each further attempt takes the next of the URLs.
+        """The body of the answer to a request. Each further attempt takes the next of the URLs;
+        those that failed before come last.
 
-        content: httpx's `content`, `json` or `headers`. Raises Refused if the request is at fault,
-        and ConnectionError or TimeoutError if there is no answer.
+        content: httpx's `content`, `json` or `headers`. Raises ValueError if the request is at
+        fault, and ConnectionError or TimeoutError if there is no answer.
         """
-        for attempt, url in enumerate(cycle(urls), start=1):
+        for attempt, url in enumerate(cycle(sorted(urls, key=self.failed.__contains__)), start=1):
             try:
                 return self._attempt(method, url, content)
             except _Again as again:
@@ -115,7 +109,7 @@ class Client:
         costs one round of timeouts, not one per item. If no call succeeded for want of an answer,
         that ConnectionError or TimeoutError is raised. An interrupt does not wait for open calls.
         """
-        lock, in_a_row = threading.Lock(), 0
+        in_a_row = 0
 
         def guarded(item: Item) -> Result | Exception:
             nonlocal in_a_row
@@ -124,12 +118,11 @@ class Client:
                 result: Result | Exception = call(item)
             except Exception as error:
                 result = error
-            with lock:
-                in_a_row = in_a_row + 1 if isinstance(result, UNREACHABLE) else 0
-                if isinstance(result, UNREACHABLE) and not self.stopped.is_set():
-                    self.last = result
-                if in_a_row >= concurrency:
-                    self.stopped.set()
+            in_a_row = in_a_row + 1 if isinstance(result, UNREACHABLE) else 0
+            if isinstance(result, UNREACHABLE) and not self.stopped.is_set():
+                self.last = result
+            if in_a_row >= concurrency:
+                self.stopped.set()
             return result
 
         pool = ThreadPoolExecutor(concurrency)
@@ -158,13 +151,21 @@ class Client:
 
     def _attempt(self, method: str, url: str, content: Any) -> bytes:
         """Raises _Again for what may pass, and what `request` raises for what will not."""
-        left = self._left()
-        seconds = min(self.timeout, left)
-        timeout = httpx.Timeout(seconds, connect=min(seconds, self.connect_timeout))
-        end = time.monotonic() + min(self.total or 2 * self.timeout, left)
+        left, body = self._left(), bytearray()
+        seconds, end = min(self.timeout, left), time.monotonic() + min(2 * self.timeout, left)
+        timeout = httpx.Timeout(seconds, connect=min(seconds, CONNECT))
         try:
             with self._client.stream(method, url, timeout=timeout, **content) as response:
-                body = self._read(url, response, end)
+                for hop in (*response.history, response):
+                    if url.startswith("https:") and hop.url.scheme != "https":
+                        there = self.clean(str(hop.url))
+                        raise ValueError(f"{url} leads to {there}, which is not https.")
+                for piece in response.iter_raw():
+                    body += piece
+                    if len(body) > self.max_bytes:
+                        break
+                    if time.monotonic() > end:
+                        raise httpx.ReadTimeout("the body takes too long")
         except httpx.TimeoutException as error:
             kind = type(error).__name__
             raise _Again(TimeoutError(f"{url} gave no answer in time ({kind})")) from error
@@ -172,32 +173,17 @@ class Client:
             text = f"{url}: {type(error).__name__}: {self.clean(str(error))}"
             raise _Again(ConnectionError(text)) from error
         except httpx.InvalidURL as error:  # of a redirect
-            raise Refused(f"{url} leads astray: {self.clean(str(error))}") from error
+            raise ValueError(f"{url} leads astray: {self.clean(str(error))}") from error
         status = response.status_code
+        if status == 200 and len(body) > self.max_bytes:
+            raise ValueError(f"{url} sends more than {self.max_bytes} bytes.")
         if status == 200:
-            return body
-        text = f"{url} answered {status}: {self.clean(_message(body))}"
+            return bytes(body)
+        text = f"{url} answered {status}: {self.clean(body.decode('utf-8', 'replace'))}"
         if status in (408, 429) or status >= 500:
             cause = TimeoutError(text) if status in (408, 504) else ConnectionError(text)
             raise _Again(cause, response.headers.get("retry-after", ""))
-        raise ConnectionError(text) if status in _FINAL else Refused(text)
-
-    def _read(self, url: str, response: httpx.Response, end: float) -> bytes:
-        """The body of an answer as it was sent."""
-        for hop in (*response.history, response):
-            if url.startswith("https:") and hop.url.scheme != "https":
-                there = self.clean(str(hop.url))
-                raise Refused(f"{url} leads to {there}, which is not https.")
-        body = bytearray()
-        for piece in response.iter_raw():
-            body += piece
-            if len(body) > self.max_bytes:
-                if response.status_code != 200:
-                    break  # the beginning of an error will do
-                raise Refused(f"{url} sends more than {self.max_bytes} bytes.")
-            if time.monotonic() > end:
-                raise httpx.ReadTimeout("the body takes too long")
-        return bytes(body)
+        raise ConnectionError(text) if status in _FINAL else ValueError(text)
 
 
 @cache
@@ -205,31 +191,3 @@ def _certificates() -> ssl.SSLContext:
     context = httpx.create_ssl_context()  # trusts Mozilla's certificates
     context.load_default_certs()  # and the system's, such as a company's own
     return context
-
-
-def _message(body: bytes) -> str:
-    """What went wrong: FastAPI's `detail` or OpenAI's `error`, or else the whole text."""
-    text = body.decode("utf-8", "replace")
-    try:
-        answer = json.loads(text)
-        error = answer["detail"] if "detail" in answer else answer["error"]
-        return str(error["message"] if isinstance(error, dict) else error)
-    except (ValueError, LookupError, TypeError, RecursionError):
-        return text
-
-
-def check_url(option: str, url: Any, example: str) -> None:
-    """Raise ValueError for what is not the plain address http(s)://host[:port][/path].
-
-    option, example: for the message, which does not show the URL: it may hold a password.
-    """
-    try:
-        parts = urlsplit(url if isinstance(url, str) else "")
-        plain = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
-    except ValueError:  # a port that is no number
-        plain = False
-    if not plain or not url.isprintable() or any(sign in url for sign in " @?#"):
-        raise ValueError(
-            f"`{option}`: want http(s)://host[:port][/path] and no more: logs would show a "
-            f"password (use `token_env`). Give {example}."
-        )

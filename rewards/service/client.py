@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Annotated, Any
 
+from pydantic import BeforeValidator, Field
 from torch import Tensor
 
 from flowalign.rewards.base import RewardBase
-from flowalign.rewards.options import Count, Divisor, Retries, Seconds, TokenEnv, read_token
+from flowalign.rewards.options import Count, Divisor, Retries, Seconds, TokenEnv, Url, read_token
 from flowalign.rewards.scoring import assemble, failed
 from flowalign.rewards.service import wire
-from flowalign.system.http import UNREACHABLE, Client, check_url
+from flowalign.system.http import UNREACHABLE, Client
 from flowalign.types import Metadata, Scores
 
 log = logging.getLogger(__name__)
 
-REST = 30.0  # seconds that a server which failed is called last, if there are others
+Urls = Annotated[
+    Sequence[Url],
+    Field(min_length=1),
+    BeforeValidator(lambda urls: [urls] if isinstance(urls, str) else urls),
+]
 
 
 class Remote(RewardBase):
@@ -37,7 +41,7 @@ class Remote(RewardBase):
 
     def __init__(
         self,
-        urls: str | Sequence[str],
+        urls: Urls,
         *,
         reward: str | None = None,
         token_env: TokenEnv = None,
@@ -45,34 +49,24 @@ class Remote(RewardBase):
         normalizer: Divisor = 1.0,
         headline: str | None = None,
         timeout: Seconds = 120.0,
-        connect_timeout: Seconds = 5.0,
         deadline: Seconds = 600.0,
         retries: Retries = 8,
-        backoff: Seconds = 1.0,
     ) -> None:
         self.urls = [url.rstrip("/") for url in ([urls] if isinstance(urls, str) else urls)]
         self.reward = reward  # None = the only one that is served; known once a server was asked
         self.batch_size, self.normalizer, self.headline = batch_size, normalizer, headline
-        self._resting: dict[str, float] = {}  # URL -> monotonic seconds until which it is last
         self._client = partial(
             Client,
             timeout=timeout,
-            connect_timeout=connect_timeout,
             deadline=deadline,
             retries=retries,
-            backoff=backoff,
+            backoff=1.0,
             token=read_token(token_env or wire.TOKEN),
             max_bytes=2**16 + batch_size * 2**14,  # some four times what an answer needs
             proxies=False,  # images go to the named host and nowhere else
         )
         # to ask who is there, within seconds
-        self._greet = partial(self._client, retries=2, timeout=connect_timeout)
-
-    @classmethod
-    def check_options(cls, urls: str | Sequence[str], **others: Any) -> None:
-        """Raise ValueError for URLs that cannot work, without their passwords."""
-        for url in [urls] if isinstance(urls, str) else urls or [""]:
-            check_url("urls", url, "the server's address, such as http://host:8000")
+        self._greet = partial(self._client, retries=2, timeout=min(timeout, 5.0))
 
     def connect(self) -> None:
         """Ask every server whether it serves us, and warn of those that do not answer, within
@@ -114,34 +108,26 @@ class Remote(RewardBase):
             rows = slice(chunk.start, chunk.stop)
             sent = wire.encode_request(reward, images[rows], prompts[rows], metadata[rows])
             head = {"content-type": "application/json"}
-            body = client.request("POST", *self._servers(chunk), content=sent, headers=head)
-            self._resting |= dict.fromkeys(client.failed, time.monotonic() + REST)
+            turn = chunk.start // self.batch_size % len(self.urls)  # round robin
+            servers = [f"{url}/score" for url in (*self.urls[turn:], *self.urls[:turn])]
+            body = client.request("POST", *servers, content=sent, headers=head)
             scores = wire.decode_answer(reward, body, len(chunk))
             reasons = {row: client.clean(text) for row, text in scores.reasons.items()}
             return replace(scores, reasons=reasons)
 
-        pieces: list[tuple[range, Scores]] = []
         with self._client() as client:
             if self.reward is None and chunks:
                 self._ask(client, *self.urls)
             reward = self.reward or ""
             results = client.map(call, chunks, concurrency=len(self.urls))
+        pieces: list[tuple[range, Scores]] = []
         for chunk, result in zip(chunks, results, strict=True):
-            if isinstance(result, UNREACHABLE):
-                pieces.append((chunk, failed(len(chunk), result)))
-            elif isinstance(result, Exception):
+            if isinstance(result, Exception) and not isinstance(result, UNREACHABLE):
                 raise result
-            else:
-                pieces.append((chunk, result))
+            lost = isinstance(result, Exception)
+            pieces.append((chunk, failed(len(chunk), result) if lost else result))
         scores = assemble(len(images), pieces)
         if self.normalizer == 1:
             return scores
         parts = {"raw": scores.value, **scores.parts}  # the server's own raw value, if it has one
         return replace(scores, value=scores.value / self.normalizer, parts=parts)
-
-    def _servers(self, chunk: range) -> list[str]:
-        """Where to send a chunk, in the order of attempts: round robin, failed servers last."""
-        turn = chunk.start // self.batch_size % len(self.urls)
-        urls = [f"{url}/score" for url in (*self.urls[turn:], *self.urls[:turn])]
-        now = time.monotonic()
-        return sorted(urls, key=lambda url: self._resting.get(url, 0.0) > now)  # a stable sort

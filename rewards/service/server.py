@@ -10,11 +10,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import hmac
-import json
 import socket
-import sys
 from collections.abc import Sequence
-from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
@@ -27,6 +24,7 @@ from flowalign.rewards.options import read_token
 from flowalign.rewards.scoring import Worker, assemble, score
 from flowalign.rewards.service import wire
 from flowalign.rewards.service.wire import Limits
+from flowalign.system.exit import refusing
 from flowalign.system.images import to_float
 from flowalign.system.packages import require
 from flowalign.types import Metadata, Reward, Scores
@@ -34,11 +32,7 @@ from flowalign.types import Metadata, Reward, Scores
 if require("fastapi", "flowalign serve-reward needs"):
     import uvicorn
     from fastapi import Depends, FastAPI, HTTPException, Request, Response
-    from fastapi.responses import JSONResponse
     from starlette.concurrency import run_in_threadpool
-
-
-# The application ---------------------------------------------------------------------------------
 
 
 def app(reward: Reward, token: str | None, limits: Limits) -> FastAPI:
@@ -59,13 +53,7 @@ class _Routes:
     def __init__(self, reward: Reward, token: str | None, limits: Limits) -> None:
         self.reward, self.token, self.limits = as_reward(reward), token, limits
         self.worker, self.pending = Worker(), 0  # requests that are read, wait or are scored
-        self.late: Future[Scores] | None = None  # the last call that was not waited for
         self.decoding = asyncio.Lock()  # one at a time, for the memory that it takes
-
-    @property
-    def stuck(self) -> bool:
-        """Whether a call hangs."""
-        return self.late is not None and not self.late.done()
 
     async def check_token(self, request: Request) -> None:
         """Refuse a request without the token, before its body is read."""
@@ -74,11 +62,10 @@ class _Routes:
         if self.token and not hmac.compare_digest(given, f"Bearer {self.token}".encode()):
             raise HTTPException(401, "wrong or no token; send `Authorization: Bearer TOKEN`.")
 
-    async def health(self) -> Response:
-        """200, or 503 while a call hangs; anybody may ask."""
-        state = {"status": "stuck" if self.stuck else "ok", "pending": self.pending}
-        state["rewards"] = {self.reward.name: ["stuck" if self.stuck else "ready"]}
-        return JSONResponse(state, 503 if self.stuck else 200)
+    async def health(self) -> dict[str, Any]:
+        """That it runs; anybody may ask."""
+        ready = {self.reward.name: ["ready"]}
+        return {"status": "ok", "pending": self.pending, "rewards": ready}
 
     async def rewards(self) -> dict[str, Any]:
         """What is served."""
@@ -87,24 +74,19 @@ class _Routes:
 
     async def score(self, request: Request) -> Response:
         """The scores of a request. Raises HTTPException for one that is refused."""
-        full = self.pending >= self.limits.queue
-        if self.stuck or full:
-            why = f"{self.pending} requests wait already" if full else "a call of the reward hangs"
-            raise HTTPException(503, f"{why}; come again.", {"retry-after": "1"})
+        if self.pending >= self.limits.queue:
+            raise HTTPException(503, f"{self.pending} requests wait already.", {"retry-after": "1"})
         self.pending += 1
         try:
-            body = await _within(self.limits.read_seconds, self._read(request), 408)
+            body = await self._read(request)
             async with self.decoding:
                 rows = await run_in_threadpool(self._decode, body)
             del body  # not kept in memory while the request waits
-            future = self.worker.submit(partial(self._score, *rows))
+            future = asyncio.wrap_future(self.worker.submit(partial(self._score, *rows)))
             del rows
-            try:
-                waited = asyncio.wrap_future(future)
-                scores = await _within(self.limits.seconds, waited, 504)
-            finally:
-                if not future.done():
-                    self.late = future
+            scores = await asyncio.wait_for(future, self.limits.seconds)
+        except asyncio.TimeoutError:  # before Python 3.11 not the built-in TimeoutError
+            raise HTTPException(504, f"not done within {self.limits.seconds:g} s.") from None
         finally:
             self.pending -= 1
         answer = wire.encode_answer(self.reward.name, scores)
@@ -140,17 +122,6 @@ class _Routes:
         return assemble(len(images), pieces)
 
 
-async def _within(seconds: float, result: Any, status: int) -> Any:
-    """What is awaited. Raises HTTPException of this status if it takes longer."""
-    try:
-        return await asyncio.wait_for(result, seconds)
-    except asyncio.TimeoutError:  # before Python 3.11 not the built-in TimeoutError
-        raise HTTPException(status, f"not done within {seconds:g} s.") from None
-
-
-# The command -------------------------------------------------------------------------------------
-
-
 def server(application: FastAPI) -> uvicorn.Server:
     """A uvicorn server of the application; `run(sockets=[...])` serves until a signal comes."""
     config = uvicorn.Config(
@@ -169,39 +140,31 @@ def server(application: FastAPI) -> uvicorn.Server:
     return uvicorn.Server(config)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Exit status: 0 ended, 1 no reward could be loaded or no port be had, 2 refused."""
+@refusing("serve-reward")
+def main(argv: Sequence[str]) -> int:
+    """The command line; 0 = ended, 2 = refused, or there is no such reward or port."""
     args = _parser().parse_intermixed_args(argv)  # NAME --port 8000 key=value
-    try:
-        options = {**json.loads(args.options), **assignments(args.pairs)}
-        check(args.name, options)
-        token = read_token(wire.TOKEN)
-        local = args.host in ("localhost", "127.0.0.1", "::1")
-        if token is None and not args.insecure and not local:
-            raise ValueError(f"to serve other machines, set {wire.TOKEN}, or say --insecure.")
-    except (ValueError, TypeError) as error:
-        print(f"flowalign serve-reward: {error}", file=sys.stderr)
-        return 2
+    options, token = assignments(args.pairs), read_token(wire.TOKEN)
+    check(args.name, options)
+    if token is None and not args.insecure and args.host not in ("localhost", "127.0.0.1", "::1"):
+        raise ValueError(f"to serve other machines, set {wire.TOKEN}, or say --insecure.")
     # asyncio sets TCP_NODELAY only on a socket that names its protocol; else +40 ms a request
     family = socket.AF_INET6 if ":" in args.host else socket.AF_INET
-    listener = socket.socket(family, proto=socket.IPPROTO_TCP)
-    try:
+    with socket.socket(family, proto=socket.IPPROTO_TCP) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((args.host, args.port))  # before the model loads, as it may fail
+        try:
+            listener.bind((args.host, args.port))  # before the model loads, as it may fail
+        except OSError as error:
+            raise OSError(f"{args.host}, port {args.port}: {error}") from error
         reward = build_on(None, args.name, options)
-    except (OSError, ImportError, ValueError) as error:
-        listener.close()
-        text = f"no reward {args.name} on {args.host}, port {args.port}: {error}"
-        print(f"flowalign serve-reward: {text}", file=sys.stderr)
-        return 1
-    limits = Limits(**{name: getattr(args, name) for name in vars(Limits())})
-    web = server(app(reward, token, limits))
-    listener.listen()  # whoever reads the line below may call at once
-    host, port = listener.getsockname()[:2]
-    address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-    guard = f"the token in {wire.TOKEN}" if token else "no token"
-    print(f"serving reward {reward.name} on http://{address}, guarded by {guard}", flush=True)
-    web.run(sockets=[listener])
+        limits = Limits(**{name: getattr(args, name) for name in vars(Limits())})
+        web = server(app(reward, token, limits))
+        listener.listen()  # whoever reads the line below may call at once
+        host, port = listener.getsockname()[:2]
+        address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        guard = f"the token in {wire.TOKEN}" if token else "no token"
+        print(f"serving reward {reward.name} on http://{address}, guarded by {guard}", flush=True)
+        web.run(sockets=[listener])
     return 0
 
 
@@ -213,7 +176,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("name", help="a reward's name, or its path as package.module:attribute")
     parser.add_argument("pairs", nargs="*", metavar="key=value", help="options of the reward")
-    parser.add_argument("--options", default="{}", help="options of the reward, as JSON")
     parser.add_argument("--host", default="127.0.0.1", help="default: this machine only")
     parser.add_argument("--port", type=int, default=8000, help="0: any that is free")
     parser.add_argument("--insecure", action="store_true", help="serve other machines untokened")
@@ -222,7 +184,6 @@ def _parser() -> argparse.ArgumentParser:
         ("--max-bytes", "bytes", "of a request, and of its images once decoded"),
         ("--max-pixels", "pixels", "of an image"),
         ("--max-seconds", "seconds", "for a request, waiting included"),
-        ("--read-seconds", "read_seconds", "for a request to arrive"),
         ("--queue", "queue", "requests at once"),
     ):
         default = getattr(Limits(), name)

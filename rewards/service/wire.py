@@ -79,7 +79,6 @@ class Limits:
     bytes: int = 256 * 2**20  # of the body, and of the decoded images
     queue: int = 16  # requests being read, waiting or being scored; more are answered 503
     seconds: float = 300.0  # for a request once it is read, waiting included; then 504
-    read_seconds: float = 60.0  # for the sender to deliver the body; then 408
 
 
 def encode_request(
@@ -165,14 +164,13 @@ def decode_answer(reward: str, body: bytes, count: int) -> Scores:
     answer = parse(body, Answered)
     if len(answer.results) != count:
         raise ValueError(f"the answer has {len(answer.results)} results, not {count}.")
-    rows = [{n: _float(x) for n, x in each.get(reward, {}).items()} for each in answer.results]
-    names = dict.fromkeys(name for row in rows for name in row)
-    columns = {n: torch.tensor([row.get(n, math.nan) for row in rows]) for n in names}
-    columns.pop(reward, None)
-    value = torch.tensor([row.get(reward, next(iter(row.values()), math.nan)) for row in rows])
+    rows = []
+    for each in answer.results:
+        numbers = {name: _float(number) for name, number in each.get(reward, {}).items()}
+        value = numbers.pop(reward, next(iter(numbers.values()), math.nan))
+        rows.append(numbers | {"value": value})
     said = [*enumerate(answer.notes[:count]), *enumerate(answer.errors[:count])]
-    reasons = {row: texts[reward] for row, texts in said if reward in texts}
-    return Scores(value, torch.isfinite(value), columns, reasons)
+    return Scores.of_rows(rows, {row: texts[reward] for row, texts in said if reward in texts})
 
 
 def _float(number: float | None) -> float:

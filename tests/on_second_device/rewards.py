@@ -18,6 +18,7 @@ from test_aesthetic import head_weights
 from torch import nn
 
 from flowalign import rewards
+from flowalign.rewards.geneval import RULES
 from flowalign.rewards.scoring import AsyncScorer, Worker
 from flowalign.types import PromptBatch, Reward, Scores
 
@@ -41,7 +42,7 @@ def clipscore(clip: str) -> dict[str, Any]:
 
 @pytest.fixture
 def pickscore(clip: str) -> dict[str, Any]:
-    return {"model": clip, "processor": None}
+    return {"model": clip}
 
 
 diversity = clipscore
@@ -59,10 +60,15 @@ def aesthetic(clip: str, tmp_path) -> dict[str, Any]:
     return {"model": clip, "head": str(tmp_path / "head.pth")}
 
 
+@pytest.fixture(autouse=True)
+def _every_box_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(RULES, "threshold", 0.0)
+
+
 @pytest.fixture
 def geneval(mask2former: dict[str, Any]) -> dict[str, Any]:
     options = {key: value for key, value in mask2former.items() if key != "device"}
-    return {"detector": "mask2former", "detector_options": options, "threshold": 0.0}
+    return {"detector": "mask2former", "detector_options": options}
 
 
 @pytest.fixture

@@ -5,20 +5,22 @@ from __future__ import annotations
 import argparse
 import json
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from pathlib import Path
 
-from flowalign.commands.findings import healthy
+from flowalign import rewards
 from flowalign.commands.prompts import geneval, held_out, ocr
-from flowalign.commands.prompts.check import examine
 from flowalign.commands.prompts.fetch import fetch as fetch_set
+from flowalign.commands.prompts.fetch import write
+from flowalign.commands.prompts.geneval import same_picture
 from flowalign.commands.prompts.held_out import digest
 from flowalign.rewards.ocr import target_of
 from flowalign.system.escape import harmless
 from flowalign.system.exit import refusing
-from flowalign.system.files import expanded, replacing
-from flowalign.training.data import load_prompts
+from flowalign.system.files import expanded
+from flowalign.training.data import load_prompts, marks
 from flowalign.training.sources import GENERATED, SOURCES, validation_file
+from flowalign.types import PromptBatch
 
 
 def generate(args: argparse.Namespace) -> int:
@@ -29,19 +31,9 @@ def generate(args: argparse.Namespace) -> int:
     training, validation, summary = lines_of(args.count or count, args, excluded)
     path = expanded(Path(args.out or out))
     validation_path = validation_file(path)
-    contents = {
-        file: "".join(f"{line}\n" for line in lines).encode()
-        for file, lines in ((validation_path, validation), (path, training))
-    }
-    for file, content in contents.items():
-        if file.is_file() and file.read_bytes() != content and not args.force:
-            raise ValueError(
-                f"{file} is there and holds something else. Give another --out, or replace it "
-                "with --force."
-            )
-    for file, content in contents.items():
-        with replacing(file) as part:
-            part.write_bytes(content)
+    files = {path: training, validation_path: validation}
+    contents = {file: "".join(f"{x}\n" for x in lines).encode() for file, lines in files.items()}
+    write(contents, args.force)
     print(f"{summary}\n{path}\n{validation_path}: {len(validation)} others to validate with")
     return 0
 
@@ -53,7 +45,7 @@ def _geneval(count: int, args: argparse.Namespace, excluded: Sequence[str]) -> S
     avoided = held_out.GENEVAL.union(map(digest, excluded))
     validation = geneval.validation(args.seed, avoided)
     avoided |= {digest(row["prompt"]) for row in validation}
-    rows = geneval.generate(count, args.seed, avoided, repeats=not args.unique)
+    rows = geneval.generate(count, args.seed, avoided)
     tags = Counter(row["tag"] for row in rows)
     different = Counter(tag for tag, _ in {(row["tag"], row["prompt"]) for row in rows})
     summary = [f"{len(rows)} prompts, {sum(different.values())} different"]
@@ -78,7 +70,7 @@ def fetch(args: argparse.Namespace) -> int:
     """Get official sets from where they are published, with licence and checksum."""
     for number, name in enumerate(args.names):
         print(("\n" if number else "") + f"{name}: ", end="")
-        fetch_set(SOURCES[name], args.out, force=args.force, unverified=args.unverified)
+        fetch_set(SOURCES[name], args.out, force=args.force)
     return 0
 
 
@@ -96,28 +88,40 @@ def show(args: argparse.Namespace) -> int:
 
 
 def check(args: argparse.Namespace) -> int:
-    """Tell what rewards refuse in sets, their repeats, lengths, and overlap with other sets."""
-    count: Callable[[str], int] | None = None
-    if args.tokenizer:
-        if not args.tokens:
-            raise ValueError("--tokenizer counts for --tokens N; give both.")
-        from transformers import AutoTokenizer  # slow to import, and only of use here
-
-        tokenizer = AutoTokenizer.from_pretrained(args.tokenizer)
-        # special tokens included
-        count = lambda text: len(tokenizer(text, truncation=False, verbose=False)["input_ids"])  # noqa: E731
-
-    sets = {source: load_prompts(source, "checked") for source in args.sets}
-    against = {source: load_prompts(source, "other") for source in args.against}
-    options, sound = {name: {} for name in args.reward}, True
-    for source, batch in sets.items():
-        if len(sets) > 1:
-            print(source)
-        findings = list(examine(batch, options, against, args.tokens, count))
-        for finding in findings:
-            print(harmless(f"{finding.level:>5}  {finding.text}"))
-        sound &= healthy(findings)
+    """Tell what rewards refuse in sets, and which of their prompts are in other sets, too."""
+    others = {name: set(map(digest, load_prompts(name, "other").prompts)) for name in args.against}
+    for name in args.reward:
+        rewards.check(name, {})
+    sound = True
+    for name in args.sets:
+        batch = load_prompts(name, "checked")
+        print(f"{name}: {len(batch)} prompts, {len(set(batch.prompts))} different")
+        for text in _faults(batch, args.reward, others):
+            print(harmless(f"fault  {text}"))
+            sound = False
     return 0 if sound else 1
+
+
+def _faults(
+    batch: PromptBatch, names: Sequence[str], others: Mapping[str, Set[str]]
+) -> Iterator[str]:
+    """others {set: digests of its prompts}."""
+    yield from marks(batch.prompts)
+    for name in names:
+        try:
+            rewards.check_prompts(name, {}, batch.prompts, batch.metadata)
+        except ValueError as error:
+            yield f"reward {name}: {error}"
+    rows = zip(batch.prompts, batch.metadata, strict=True)
+    several = [p for p, metadata in rows if p.count('"') > 2 and "target" not in metadata]
+    if several and "ocr" in names:
+        text = "have more than two straight double quotes, of which only the first two count, such"
+        yield f"{len(several)} prompts {text} as {several[0]!r}; give `target` in the metadata"
+    for name, digests in others.items():
+        same = [p for p in batch.prompts if not digests.isdisjoint(map(digest, same_picture(p)))]
+        if same:
+            text = f"are also in {name}, the order of two objects aside, such as"
+            yield f"{len(same)} prompts {text} {same[0]!r}"
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -136,7 +140,6 @@ def _parser() -> argparse.ArgumentParser:
     made.add_argument("--out", help="default: data/geneval_train.jsonl, data/ocr_train.txt; the "
                                     "validation set lies next to it, as x_val")  # fmt: skip
     made.add_argument("--exclude", nargs="+", default=[], metavar="SET", help="more to keep out")
-    made.add_argument("--unique", action="store_true", help="geneval: refuse to repeat prompts")
     made.add_argument("--force", action="store_true", help="replace a file that differs")
 
     made = command("fetch", fetch)
@@ -144,7 +147,6 @@ def _parser() -> argparse.ArgumentParser:
                       help=f"one or more of {', '.join(SOURCES)}")  # fmt: skip
     made.add_argument("--out", default="data", help="folder (default: data)")
     made.add_argument("--force", action="store_true", help="replace files that differ")
-    made.add_argument("--unverified", action="store_true", help="keep what has another checksum")
 
     command("list", show)
 
@@ -153,13 +155,11 @@ def _parser() -> argparse.ArgumentParser:
     made.add_argument("sets", nargs="+", metavar="SET", help=help)
     made.add_argument("--reward", nargs="+", default=[], metavar="NAME")
     made.add_argument("--against", nargs="+", default=[], metavar="SET", help="such as a test set")
-    made.add_argument("--tokens", type=int, help="what a text encoder reads: 77 CLIP, 128 T5")
-    made.add_argument("--tokenizer", help="that counts them: a folder or hub id; else estimated")
     return parser
 
 
 @refusing("data")
 def main(argv: Sequence[str]) -> int:
-    """The command line; 0 = done, 1 = `check` found faults, 2 = it could not be done."""
+    """The command line; 0 = done, 1 = `check` found a fault, 2 = it could not be done."""
     args = _parser().parse_args(argv)
     return args.run(args)

@@ -1,24 +1,21 @@
 """Official prompt sets, from where they are published to this machine.
 
 Nothing is shipped with the package. A file is written only after all of it came, its checksum holds
-and it reads as a prompt set. FILE.source.json next to it says where it came from.
+and it reads as a prompt set.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import random
-from collections.abc import Sequence, Set
-from datetime import datetime, timezone
+from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 from flowalign.commands.prompts.geneval import same_picture
 from flowalign.commands.prompts.held_out import GENEVAL, OCR, digest
 from flowalign.system.files import expanded, replacing
-from flowalign.system.http import Client, Refused
+from flowalign.system.http import Client
 from flowalign.training.data import PromptError, load_prompts
 from flowalign.training.sources import File, Source
 from flowalign.types import PromptBatch
@@ -29,100 +26,73 @@ VALIDATION = 256  # prompts of a training set that are set aside
 
 
 class FetchError(OSError):
-    """A set that could not be fetched, or that is not what it should be; nothing was changed."""
+    """A set that could not be fetched, or that is not what it should be; nothing was written."""
 
 
-def fetch(
-    source: Source, out: str | Path, *, force: bool = False, unverified: bool = False
-) -> list[Path]:
+def fetch(source: Source, out: str | Path, *, force: bool = False) -> list[Path]:
     """Fetch the files of a set into `out`; their paths, each validation set after its training set.
 
-    A file that is there with the right checksum is left alone, without asking the network.
-    force: replace a file that differs. unverified: keep what came though its checksum is another.
-    Raises FetchError if an address does not answer, breaks off, leads away from https, sends no
-    prompts or the wrong ones, and if a file would have to be overwritten.
+    A file that is there with the right checksum is left alone, without asking the network, unless
+    a validation set is set aside of it.
+    force: replace a file that differs. Raises FetchError if an address does not answer, breaks off,
+    leads away from https, sends no prompts or the wrong ones, and as `write`.
     """
     print(f"{source.prompts}\nsource:  {source.page}\nlicence: {source.licence}")
     if source.note:
         print(f"NOTE:    {source.note}")
     paths: list[Path] = []
     for file in source.files:
-        paths += _fetch(file, source, expanded(Path(out)), paths, force, unverified)
+        paths += _fetch(file, source, expanded(Path(out)), paths, force)
     return paths
 
 
 def _fetch(
-    file: File, source: Source, out: Path, others: Sequence[Path], force: bool, unverified: bool
+    file: File, source: Source, out: Path, others: Sequence[Path], force: bool
 ) -> list[Path]:
     """others: files whose prompts must not be set aside to validate."""
-    paths = [out / name for name in (file.name, file.validation) if name]
-    record_file = paths[0].with_name(f"{paths[0].name}.source.json")
-    record = json.loads(record_file.read_text()) if record_file.is_file() else {}
-    expected = file.checksum
+    path, expected = out / file.name, file.checksum
     print(f"{file.name}: {file.url}\n  checksum {expected or '-'} ({file.known or 'none known'})")
-    if expected and _is_there(paths, expected, record):
-        print(f"  {' and '.join(map(str, paths))}: there already, and the checksum holds")
-        return paths
+    if expected and not file.validation and path.is_file():
+        if _checksum(path.read_bytes(), expected) == expected:
+            print(f"  {path}: there already, and the checksum holds")
+            return [path]
     content = _download(file.url)
     if file.unique:
         lines = {line.strip() for line in content.decode("utf-8", "replace").split("\n")}
         content = "".join(f"{line}\n" for line in sorted(lines - {""})).encode()
     checksum = _checksum(content, expected or "sha256:")
-    if expected and checksum != expected and not unverified:
+    if expected and checksum != expected:
         raise FetchError(
             f"{file.url} sent {len(content)} bytes with the checksum {checksum}, but it should be "
             f"{expected} ({file.known}). Nothing was written. Try again; if you trust what comes, "
-            "--unverified keeps it."
+            "fetch it by hand: any command takes the path of a file."
         )
+    paths = [out / name for name in (file.name, file.validation) if name]
     contents = _split(content, file.name, others) if file.validation else [content]
     parts = dict(zip(paths, contents, strict=True))
     counts = {path: len(_prompts(part, path.name)) for path, part in parts.items()}
-    for path, part in parts.items():
-        if path.is_file() and path.read_bytes() != part and not force:
-            raise FetchError(
-                f"{path} is there and differs from what {file.url} sends"
-                f"{', less what is set aside to validate' if file.validation else ''}. Nothing "
-                "was written. Move it away, choose another --out, or replace it with --force."
-            )
-    record = {
-        "file": file.name,
-        "url": file.url,
-        "source": source.page,
-        "commit": source.commit,
-        "licence": source.licence,
-        "note": source.note,
-        "sha256": hashlib.sha256(content).hexdigest(),
-        "bytes": len(content),
-        "lines": "unique and sorted" if file.unique else "as published",
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "prompts": sum(counts.values()),
-        "verified": checksum == expected,
-    }
-    if file.validation:
-        record["parts"] = {path.name: _checksum(part) for path, part in parts.items()}
-    # the training set after its validation set: where the first lies, the second does
-    for path, part in reversed(parts.items()):
-        with replacing(path) as part_file:
-            part_file.write_bytes(part)
-    with replacing(record_file) as part_file:
-        part_file.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    verdict = "its checksum holds" if checksum == expected else f"NOT VERIFIED: recorded {checksum}"
+    write(parts, force)
+    verdict = "its checksum holds" if expected else f"NOT VERIFIED: {checksum}"
     for path, count in counts.items():
         print(f"  {count} prompts in {path} ({verdict})")
     return paths
 
 
-def _is_there(paths: Sequence[Path], expected: str, record: dict[str, Any]) -> bool:
-    """Whether a file, or the two parts of one, lie there as they were written."""
-    if not all(path.is_file() for path in paths):
-        return False
-    if len(paths) == 1:
-        return _checksum(paths[0].read_bytes(), expected) == expected
-    sums = {path.name: _checksum(path.read_bytes()) for path in paths}
-    return f"sha256:{record.get('sha256')}" == expected and record.get("parts") == sums
+def write(contents: Mapping[Path, bytes], force: bool) -> None:
+    """Write files, all or none, the first one last: where it lies, its validation set does. Raises
+    FileExistsError for one that is there and differs, unless by force."""
+    for path, content in contents.items():
+        if path.is_file() and path.read_bytes() != content and not force:
+            raise FileExistsError(
+                f"{path} is there and holds something else. Nothing was written. Move it away, "
+                "choose another --out, or replace it with --force."
+            )
+    for path, content in [*contents.items()][::-1]:
+        with replacing(path) as part:
+            part.write_bytes(content)
 
 
-def _checksum(content: bytes, like: str = "sha256:") -> str:
+def _checksum(content: bytes, like: str) -> str:
     """ "algorithm:hex" of a content, by the algorithm of another such text."""
     name = like.split(":")[0]
     return f"{name}:{hashlib.new(name, content, usedforsecurity=False).hexdigest()}"
@@ -134,12 +104,10 @@ def _checksum(content: bytes, like: str = "sha256:") -> str:
 def _download(url: str) -> bytes:
     """All that an address sends. Raises FetchError."""
     try:
-        with Client(
-            timeout=60.0, connect_timeout=10.0, total=SECONDS, deadline=SECONDS,
-            max_bytes=MAX_BYTES, redirects=True,
-        ) as client:  # fmt: skip
+        limits = {"timeout": 120.0, "deadline": SECONDS, "max_bytes": MAX_BYTES}
+        with Client(**limits, redirects=True) as client:
             answer = client.request("GET", url)
-    except (OSError, Refused) as error:
+    except (OSError, ValueError) as error:
         raise FetchError(
             f"could not fetch: {error}. Nothing was written. Is there a way to the network from "
             "here (or HTTPS_PROXY)? Try again. If the set has moved, fetch it by hand: any command "

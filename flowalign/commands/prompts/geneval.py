@@ -17,6 +17,7 @@ import random
 import re
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from math import prod
 from typing import Any
 
@@ -64,32 +65,17 @@ def same_picture(prompt: str) -> list[str]:
     return [prompt, f"a photo of {second} {MIRRORED.get(relation, relation)} {first}"]
 
 
-def generate(
-    count: int, seed: int, held_out: Collection[str] = GENEVAL, repeats: bool = True
-) -> list[Row]:
+def generate(count: int, seed: int, held_out: Collection[str] = GENEVAL) -> list[Row]:
     """`count` rows {tag, include, exclude (counting only), prompt}, a function of the seed.
 
     A longer set begins with a shorter one, and every 17 of them hold the mix.
     held_out: digests of prompts that must not appear, whichever object comes first in them.
-    repeats: may a tag's prompts come again when there are no more?
-    Raises ValueError where they may not, and `count` asks for more, or where a tag has none.
+    Raises ValueError where a tag has no prompt that is not held out.
     """
     if count < 1:
         raise ValueError(f"{count} prompts were asked for; give a count of 1 or more.")
     streams = {tag: _stream(tag, seed, held_out) for tag in MIX}
-    rows: list[Row] = []
-    for tag in _slots(seed):
-        if len(rows) == count:
-            return rows
-        row, different = next(streams[tag])
-        if different and not repeats:
-            raise ValueError(
-                f"without repeats there are {len(rows)} prompts at most: {tag} has {different} "
-                f"different ones that are not held out, and {count} rows in the mix {MIX} ask for "
-                f"{count * MIX[tag] // sum(MIX.values())}. Ask for fewer, or let them repeat."
-            )
-        rows.append(row)
-    raise AssertionError("the slots never end")
+    return [next(streams[tag])[0] for tag in islice(_slots(seed), count)]
 
 
 def validation(seed: int, held_out: Collection[str] = GENEVAL) -> list[Row]:

@@ -1,19 +1,14 @@
 """Digests of the official test sets, so that training prompts can avoid them; no text is shipped.
 
 held_out_geneval.txt has the 553 prompts of GenEval's test set. held_out_ocr.txt has the 953
-different target texts of Flow-GRPO's OCR test set (1,018 prompts). Both are what
-`python -m flowalign.commands.prompts.held_out FILE` prints of the files that `flowalign data fetch
-geneval ocr` downloads: the digests of the target texts of a .txt, and of the prompts of a .jsonl.
+different target texts of Flow-GRPO's OCR test set (1,018 prompts). Both are the `digest`s of what
+`flowalign data fetch geneval ocr` downloads.
 """
 
 from __future__ import annotations
 
 import hashlib
-import sys
 from pathlib import Path
-
-from flowalign.rewards.ocr import target_of
-from flowalign.training.data import load_prompts
 
 
 def digest(text: str) -> str:
@@ -29,14 +24,3 @@ def _shipped(name: str) -> frozenset[str]:
 
 GENEVAL = _shipped("held_out_geneval.txt")
 OCR = _shipped("held_out_ocr.txt")
-
-
-def main() -> None:
-    (path,) = sys.argv[1:]
-    prompts = load_prompts(path, "held out").prompts
-    texts = map(target_of, prompts) if path.endswith(".txt") else prompts
-    print("\n".join(sorted(set(map(digest, texts)))))
-
-
-if __name__ == "__main__":
-    main()
