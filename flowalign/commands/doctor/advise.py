@@ -12,7 +12,7 @@ import math
 import os
 import shlex
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -37,7 +37,6 @@ CONTEXT = 0.6 * GIB  # of CUDA, cuDNN and cuBLAS
 CHANGES = 12  # that are tried
 VARIANTS = Path(__file__).parents[1] / "configs" / "variants"
 LONG = 100  # hours above which a run is noted
-NEAR = 1.05  # times its hours that a stage may take and lose a few updates alone
 
 
 class Device(NamedTuple):
@@ -57,12 +56,26 @@ class Forecast:
     name: str
     stage: Stage
     device: Device
-    predict: Callable[[Stage], Estimate] = predict
+    kind: str = "cuda"  # type of the device
     ranks: Mapping[str, Ranks] = field(default_factory=dict)  # as for `predict`
+    models: dict[str, Any] = field(default_factory=dict)  # as for `predict`
     estimate: Estimate | None = None
     unknown: str = ""  # why there is no estimate
     pace: Pace | None = None  # None: no rate is known, or `timed` was not called
     times: Times | None = None  # at that pace
+
+    def predicted(self) -> Forecast:
+        """With the estimate of its stage, and with times if there is a pace. Raises LookupError
+        where the shapes of the model are not known."""
+        given: dict[str, Any] = {"processes": self.device.gpus, "ranks": self.ranks}
+        estimate = predict(self.stage, device_type=self.kind, models=self.models, **given)
+        return replace(self, estimate=estimate, times=self.pace and times(estimate, self.pace))
+
+    def after(self, *texts: str, keys: Mapping[str, Any] | None = None) -> Forecast:
+        """With keys laid over the stage, and `key.path=value` texts after them; at the same
+        pace."""
+        data = overlay(self.stage.model_dump(mode="json"), keys or {})
+        return replace(self, stage=parse(data, texts, stage=type(self.stage))).predicted()
 
     @property
     def gpu(self) -> Gpu | None:
@@ -70,7 +83,7 @@ class Forecast:
         sees none, DEFAULT_GPU. None: a CPU, or a GPU that is not in the table."""
         if self.device.gpu:
             return GPUS[self.device.gpu]
-        if self.estimate is None or self.estimate.device_type == "cpu":
+        if self.estimate is None or self.kind == "cpu":
             return None
         return present_gpu() if torch.cuda.is_available() else GPUS[DEFAULT_GPU]
 
@@ -91,23 +104,13 @@ class Forecast:
         """Of the stage, as far as they are known."""
         return self.times.hours if self.times else 0.0
 
-    def after(self, *changes: str) -> Forecast:
-        """The forecast after these changes of the config, at the same pace."""
-        estimate = self.predict(changed(self.stage, *changes))
-        assert self.pace
-        took = times(estimate, self.pace)
-        return replace(self, stage=estimate.config, estimate=estimate, times=took)
-
     def findings(self) -> Iterator[Finding]:
         """About memory and time."""
         if self.unknown:
             yield note(f"memory: no prediction: {self.unknown}")
         if self.estimate is None:
             return
-        gpu, memory = self.gpu, self.device.memory
-        assumed = gpu is not None and not self.device.gpu and not torch.cuda.is_available()
-        title = gpu.title if gpu and assumed and not memory else ""
-        yield from fits(self.estimate, memory or (gpu and gpu.memory), title, self.predict)
+        yield from fits(self)
         if self.times is None:
             yield note("time: the rate of this device is not known; --gpu or --tflops says it")
         elif self.times.unknown:
@@ -136,27 +139,20 @@ class Forecast:
             console.print("torch.compile is not in the prediction.")
 
 
-def changed(stage: Stage, *texts: str, keys: Mapping[str, Any] | None = None) -> Stage:
-    """A stage with keys laid over it, and `key.path=value` texts after them."""
-    return parse(overlay(stage.model_dump(mode="json"), keys or {}), texts, stage=type(stage))
-
-
 def forecasts(stages: Mapping[str, Stage], device: Device) -> list[Forecast]:
     """The prediction of each stage, without its times. Prints what all of them need together."""
     ranks: dict[str, Ranks] = {}  # by folder, of what the stages will write
     listed = []
     asked = device.gpu or device.memory or device.tflops or torch.cuda.is_available()
     for name, stage in stages.items():
-        adapter = Path(stage.output) / "adapter"
         # for this machine's CPU only where the run itself would be on it
         kind = "cuda" if asked or not is_here(stage.model) else "cpu"
-        say = partial(predict, device_type=kind, processes=device.gpus, ranks=ranks, models={})
-        one = Forecast(name, stage, device, say, ranks)
+        one, adapter = Forecast(name, stage, device, kind, ranks), Path(stage.output) / "adapter"
         try:
             if (stage.trains or stage.merges) and not (adapter / ADAPTER).is_file():
                 of = partial(ranks_of, ranks=ranks, model=stage.model)
                 ranks[str(adapter)] = stage.output_ranks(of)
-            listed.append(replace(one, estimate=say(stage) if stage.samples else None))
+            listed.append(one.predicted() if stage.samples else one)
         except LookupError as error:
             listed.append(replace(one, unknown=str(error.args[0])))
     show(_needs(listed))
@@ -202,73 +198,74 @@ def usable(memory: float, device_type: str) -> float:
     return memory * SHARE - (CONTEXT if device_type == "cuda" else 0)
 
 
-def fits(
-    estimate: Estimate,
-    memory: float | None,
-    assumed: str = "",
-    predict: Callable[[Stage], Estimate] = predict,
-) -> Iterator[Finding]:
-    """Whether the peak fits in `memory` GiB (None = this machine's), and what would make it fit, by
-    the predictions of `predict`.
-
-    assumed: the name of a GPU that was not asked for; a run that does not fit there has no fault.
-    """
-    if memory:
-        size = memory * GIB
-    elif estimate.device_type == "cpu":
+def fits(forecast: Forecast) -> Iterator[Finding]:
+    """Whether the peak fits in the memory of the device, and what would make it fit. A run that
+    does not fit a GPU that is neither here nor asked for has no fault."""
+    device, gpu = forecast.device, forecast.gpu
+    assumed = bool(gpu) and not (device.gpu or device.memory or torch.cuda.is_available())
+    if known := device.memory or (gpu and gpu.memory):
+        size = known * GIB
+    elif forecast.kind == "cpu":
         size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     else:
         size = torch.cuda.get_device_properties(0).total_memory
-    limit = usable(size, estimate.device_type)
-    text = f"{estimate.peak / GIB:.3g} GiB in {estimate.worst.name}; {assumed or 'the device'} has "
+    limit = usable(size, forecast.kind)
+    peak, phase = _peak(forecast)
+    text = f"{peak / GIB:.3g} GiB in {phase}; {gpu.title if gpu and assumed else 'the device'} has "
     text += f"{size / GIB:.3g} GiB, of which tensors can use {limit / GIB:.3g}"
-    if estimate.peak <= limit:
+    if peak <= limit:
         yield ok(f"memory: at most {text}")
         return
     yield (note if assumed else fault)(f"memory: does not fit: {text}. Changes:")
-    reached = estimate
-    for change, reached in advice(estimate, limit, predict):
-        end = "fits" if reached.peak <= limit else f"still too much, in {reached.worst.name}"
-        yield note(f"  {change}: {reached.peak / GIB:.3g} GiB, {end}")
-    variant = next(((n, e) for n, e in _variants(estimate, size, predict) if e.peak <= limit), None)
-    if variant:
-        yield note(f"  or --variant {variant[0]}: {variant[1].peak / GIB:.3g} GiB, fits")
-    elif reached.peak > limit:
+    for change, after in advice(forecast, limit):
+        peak, phase = _peak(after)
+        end = "fits" if peak <= limit else f"still too much, in {phase}"
+        yield note(f"  {change}: {peak / GIB:.3g} GiB, {end}")
+    for name, after in _variants(forecast, size):
+        if (reached := _peak(after)[0]) <= limit:
+            yield note(f"  or --variant {name}: {reached / GIB:.3g} GiB, fits")
+            return
+    if peak > limit:
         yield note("  no other setting helps; use a larger device, or a smaller lora.rank.")
 
 
-def advice(
-    estimate: Estimate, limit: float, predict: Callable[[Stage], Estimate]
-) -> Iterator[tuple[str, Estimate]]:
-    """(a change that helps, the estimate after it and all before), until `limit` bytes suffice."""
+def _peak(forecast: Forecast) -> tuple[int, str]:
+    """Peak bytes, and the phase that has them."""
+    assert forecast.estimate
+    return forecast.estimate.peak, forecast.estimate.worst.name
+
+
+def advice(forecast: Forecast, limit: float) -> Iterator[tuple[str, Forecast]]:
+    """(a change that helps, the forecast after it and all before), until `limit` bytes suffice."""
     for _ in range(CHANGES):
-        if estimate.peak <= limit:
+        peak, _ = _peak(forecast)
+        if peak <= limit:
             return
-        for change in _changes(estimate, limit):
-            after = predict(changed(estimate.config, change))
-            if after.peak < estimate.peak:
+        for change in _changes(forecast, limit):
+            after = forecast.after(change)
+            if _peak(after)[0] < peak:
                 break
         else:
             return
-        yield change, (estimate := after)
+        yield change, (forecast := after)
 
 
-def _variants(
-    estimate: Estimate, memory: float, predict: Callable[[Stage], Estimate]
-) -> Iterator[tuple[str, Estimate]]:
+def _variants(forecast: Forecast, memory: float) -> Iterator[tuple[str, Forecast]]:
     """The shipped variants for as many GPUs of at most this memory, the largest first."""
     found = [(f"configs/variants/{path.name}", read(path)) for path in VARIANTS.glob("*.yaml")]
     for name, keys in sorted(found, key=lambda item: (-item[1]["gpus"]["memory"], item[0])):
-        gpus, own = keys["gpus"], keys.get(estimate.config.stage)
-        if own and gpus["count"] == estimate.processes and gpus["memory"] * 0.95 <= memory / GIB:
+        gpus, own = keys["gpus"], keys.get(forecast.stage.stage)
+        if own and gpus["count"] == forecast.device.gpus and gpus["memory"] * 0.95 <= memory / GIB:
             with suppress(ConfigError):  # keys that this stage does not have
-                yield name, predict(changed(estimate.config, keys=own))
+                yield name, forecast.after(keys=own)
 
 
-def _changes(estimate: Estimate, limit: float) -> Iterator[str]:
+def _changes(forecast: Forecast, limit: float) -> Iterator[str]:
     """What can be changed now, the cheapest first: the worst phase, then what is resident, then
     what a run can do without."""
-    model, worst = estimate.config.model, estimate.worst
+    model, estimate = forecast.stage.model, forecast.estimate
+    assert estimate
+    worst = estimate.worst
     sizes = {key: size for key, size in worst.sizes.items() if size > 1}
     share = (limit - estimate.resident) / worst.bytes  # of the phase's memory that is available
     if worst.name == "update" and not model.gradient_checkpointing:
@@ -281,7 +278,7 @@ def _changes(estimate: Estimate, limit: float) -> Iterator[str]:
     if model.dtype == "float32":  # only from here on is something else learned
         yield "model.dtype=bfloat16"
     if model.quantization is None:
-        yield f"model.quantization={'nf4' if estimate.device_type == 'cuda' else 'fp8'}"
+        yield f"model.quantization={'nf4' if forecast.kind == 'cuda' else 'fp8'}"
     if worst.name == "text" and model.text_cache is None:
         yield "model.text_cache=outputs/text_cache"
     for key in sizes:
@@ -310,10 +307,7 @@ CUTS = (
     Cut("student.states.select", "high_noise", "one such state was level with all (log)"),
     Cut("student.states.count", 1, "one random state was .005 behind three (study)"),
     Cut(
-        "rollout.prompts",
-        8,
-        "a quarter of the images cost as little as half of the rollouts (budget)",
-        taught=128,
+        "rollout.prompts", 8, "a quarter of the images cost as little as half of the rollouts", 128
     ),
     Cut("rollout.copies", 8, "groups of 8 learn (results); larger ones were not compared"),
     Cut("{stage}.states", 1, "1 of 8 cost a quarter of the gain of an OCR teacher (budget)"),
@@ -322,7 +316,6 @@ CUTS = (
     Cut("train.updates", 30, "the tiny model's teachers learn most in 30 (results)"),
     Cut("rollout.steps", 6, "not measured: the reward sees other images than the users do"),
 )
-TRIM = Cut("train.updates", 1, "hardly fewer")
 
 
 def show_total(listed: Sequence[Forecast]) -> None:
@@ -379,15 +372,12 @@ def _proposed(config: Any, listed: Sequence[Forecast], limit: float) -> str:
     for number, forecast in enumerate(timed):
         share = min(rest / (len(timed) - number), rest - sum(least[number + 1 :]))
         after, keys = forecast, {}
-        steps = list(_cut(forecast, share, [TRIM])) if forecast.hours <= NEAR * share else []
-        if not steps or steps[0][0].hours > share:
-            steps = _cut(forecast, share)
-        for after, cut, texts in steps:
+        for after, cut, texts in _cut(forecast, share):
             head = f"  {forecast.name}: {' '.join(texts)}: {shown_hours(after.hours)} h"
             show([note(f"{head}. {cut.why}")])
             keys |= {text.partition("=")[0]: text for text in texts}  # a later value replaces
         rest, words = rest - after.hours, list(keys.values())
-        if config.stage == "recipe" and words:  # `set` comes after everything else
+        if config.is_recipe and words:  # `set` comes after everything else
             words = [*config.stages[forecast.name].get("set", []), *words]
             words = [f"stages.{forecast.name}.set={json.dumps(words)}"]
         lines += words
@@ -396,25 +386,22 @@ def _proposed(config: Any, listed: Sequence[Forecast], limit: float) -> str:
     return shlex.join(lines)
 
 
-def _cut(
-    forecast: Forecast, limit: float, cuts: Sequence[Cut] = CUTS
-) -> Iterator[tuple[Forecast, Cut, list[str]]]:
+def _cut(forecast: Forecast, limit: float) -> Iterator[tuple[Forecast, Cut, list[str]]]:
     """(the forecast after a cut, the cut, its changes), until a stage takes at most `limit` hours.
     The last cut goes no further than it must."""
-    for cut in cuts:
+    for cut in CUTS:
         if forecast.hours <= limit:
             return
         with suppress(ConfigError, LookupError):  # another key needs more; there is no value
-            values, at = _values(cut, forecast), partial(_texts, cut, forecast)
-            now, after = forecast, forecast.after(*at(values[0]))
-            if after.hours >= now.hours:
-                continue
-            index = 1
-            if after.hours <= limit:
-                index = bisect_right(values, limit, key=lambda v: now.after(*at(v)).hours)  # noqa: B023
-            texts = at(values[index - 1])
-            forecast = now.after(*texts) if index > 1 else after
-            yield forecast, cut, texts
+            values, texts = _values(cut, forecast), partial(_texts, cut, forecast)
+            index, now = 0, forecast
+            if now.after(*texts(values[0])).hours <= limit:
+                hours = lambda value: now.after(*texts(value)).hours  # noqa: B023, E731
+                index = bisect_right(values, limit, key=hours) - 1
+            after = now.after(*texts(values[index]))
+            if after.hours < now.hours:
+                forecast = after
+                yield forecast, cut, texts(values[index])
 
 
 def _values(cut: Cut, forecast: Forecast) -> Sequence[Any]:

@@ -1,4 +1,4 @@
-"""The command line of `flowalign doctor`, and what `flowalign train --dry-run` says."""
+"""The command line of `flowalign doctor`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from flowalign.commands.doctor import advise, live, plan
 from flowalign.commands.doctor.advise import Device, Forecast
 from flowalign.commands.doctor.pace import GPUS
 from flowalign.commands.findings import fault, healthy, note, ok, show
-from flowalign.config import LABELS, ConfigError, Stage, TrainingStage, assignments, label_of, load
+from flowalign.config import LABELS, Stage, TrainingStage, assignments, label_of, load
 from flowalign.eval.suite import environment
 from flowalign.system.exit import refusing
 from flowalign.training.preflight import Launch, own_code, scale_problems, unexamined
@@ -90,17 +90,12 @@ def examine(
     path: str,
     launch: Launch,
     device: Device,
-    sample: bool = False,
-    hours: float | None = None,
+    sample: bool,
+    hours: float | None,
 ) -> int:
     """Examine every stage of a config, read from `path`, and print the findings; the exit status.
     Nothing is written. sample: also a few images, where the model is here. hours: the most that
-    all stages shall take.
-
-    Raises ConfigError for a GPU that is not known.
-    """
-    if device.gpu not in (None, *GPUS):
-        raise ConfigError([f"--gpu: got {device.gpu!r}; want one of {', '.join(GPUS)}."])
+    all stages shall take."""
     show([ok(", ".join(f"{name} {version}" for name, version in environment().items()))])
     if label := label_of(path):
         show([note(f"the settings are {label}: {LABELS[label]}")])
