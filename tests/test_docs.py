@@ -100,14 +100,12 @@ def arguments(command: list[str]) -> tuple[str, argparse.Namespace] | None:
         from accelerate.commands.launch import launch_command_parser
 
         assert rest[0] == "launch"
+        # running text may leave off what is launched
         whole = "-m" in rest or any(word.endswith(".py") for word in rest)
-        rest += [] if whole else ["train.py"]  # running text may leave off what is launched
-        launch = parsed(lambda: launch_command_parser().parse_args(rest[1:]))
-        if not whole:
-            return None
+        launch = launch_command_parser().parse_args([*rest[1:], *["train.py"] * (not whole)])
         given = [launch.training_script, *launch.training_script_args]
-        return arguments(["python", *(["-m"] if launch.module else []), *given])
-    if name != "python" or rest[0] == "-c" or rest[:2] == ["-m", "venv"]:
+        return arguments(["python", *["-m"] * launch.module, *given]) if whole else None
+    if rest[0] == "-c" or rest[:2] == ["-m", "venv"]:
         return None
     if rest[0] == "-m":
         spec = importlib.util.find_spec(rest[1])
@@ -131,24 +129,21 @@ def script(path: str, arguments: list[str]) -> None:
 
 def parsed(call: Any) -> argparse.Namespace:
     """What the first ArgumentParser that `call` asks has read; SystemExit where it refuses."""
+    original = argparse.ArgumentParser.parse_known_args
+
+    def stop(self: Any, *given: Any, **kw: Any) -> None:
+        namespace, unknown = original(self, *given, **kw)
+        if unknown:
+            self.error(f"unrecognized arguments: {unknown}")
+        raise Parsed(namespace)
+
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("parse_args", "parse_intermixed_args"):
-            patch.setattr(argparse.ArgumentParser, name, stopping(name))
+        patch.setattr(argparse.ArgumentParser, "parse_known_args", stop)
         try:
             call()
         except Parsed as stopped:
             return stopped.arguments
     raise AssertionError("no parser was asked; is there such a command?")
-
-
-def stopping(name: str) -> Any:
-    """A method of ArgumentParser that raises what it has read."""
-    original = getattr(argparse.ArgumentParser, name)
-
-    def stop(self: Any, args: Any = None, namespace: Any = None) -> None:
-        raise Parsed(original(self, args, namespace))
-
-    return stop
 
 
 def vague(command: Command) -> bool:
@@ -164,7 +159,12 @@ def checked(command: Command) -> None:
     if name == "make":
         assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), re.M)
     elif name == "pip":
-        check_pip(words)
+        table = (ROOT / "pyproject.toml").read_text().partition("[project.optional-dep")[2]
+        extras = set(re.findall(r"^(\w+) = \[", table.partition("\n[")[0], re.M))
+        for word in words[2:]:
+            assert not re.match(r"flowalign\b(?!-t2i)", word), "PyPI's flowalign is another project"
+            if wanted := re.match(r"flowalign-t2i\[(.+)\]", word):
+                assert {*wanted[1].split(",")} <= extras
     elif name == "flowalign" and (
         len(words) == 2
         or words[1:] == ["eval", "compare"]
@@ -186,23 +186,6 @@ def ours(words: list[str]) -> bool:
         module = words[2] if words[1] == "-m" else ""
         return module.startswith("flowalign") or (ROOT / words[1]).is_file()
     return name in ("flowalign", "accelerate")
-
-
-def check_pip(words: list[str]) -> None:
-    assert words[1] in ("install", "uninstall")
-    if words[1] == "uninstall":
-        return
-    project = (ROOT / "pyproject.toml").read_text()
-    table = project.partition("[project.optional-dependencies]")[2].partition("\n[")[0]
-    extras = re.findall(r"^(\w+) = \[", table, re.M)
-    for before, word in zip(words[1:], words[2:], strict=False):
-        if before == "--target":
-            continue
-        assert not re.match(r"flowalign\b(?!-t2i)", word), "PyPI's flowalign is another project"
-        if wanted := re.match(r"flowalign-t2i\[(.+)\]", word):
-            assert set(wanted[1].split(",")) <= set(extras), f"no extra {wanted[1]}; have {extras}"
-        if word == "." or (not word.startswith(("-", "http", "git+")) and "/" in word):
-            assert (ROOT / word / "pyproject.toml").is_file()
 
 
 def check_arguments(command: Command, what: str, namespace: argparse.Namespace) -> None:

@@ -264,14 +264,6 @@ def test_a_killed_stage_continues_from_its_checkpoint(
     assert all((ours[key] == theirs[key]).all() for key in theirs)
 
 
-def test_a_merge_alone_may_have_any_folder(random_model: str, tmp_path: Path) -> None:
-    teachers = fakes.teachers(random_model, tmp_path)
-    data = {"stage": "merge", "output": str(tmp_path / "v1.5"), "model": {"id": random_model}}
-    (tmp_path / "merge.yaml").write_text(yaml.safe_dump(data | {"adapters": [*teachers.values()]}))
-    assert train.main(["--config", str(tmp_path / "merge.yaml")]) == 0
-    assert (tmp_path / "v1.5" / "adapter" / ADAPTER).is_file()
-
-
 @pytest.mark.parametrize("name", ["flow_opd", "demo"])
 def test_the_shipped_recipes_are_sound(name: str, tmp_path: Path) -> None:
     """Every stage is checked as a run would be; the table has a row for each that makes a model."""
