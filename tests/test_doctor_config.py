@@ -98,15 +98,6 @@ def test_a_fault_of_the_config_is_named(random_model, tmp_path):
         assert is_one(texts, kind, key), (changes, texts)
 
 
-def test_fewer_prompts_than_an_update_draws_are_noticed(random_model, tmp_path):
-    (tmp_path / "two.txt").write_text("a\nb\na\n")
-    for count, noticed in ((2, False), (4, True)):
-        changes = [f"tasks.0.prompts={tmp_path}/two.txt", f"rollout.prompts={count}"]
-        found = plan.examine(fakes.settings(random_model, tmp_path / "run", *changes))
-        notes = [finding.text for finding in found if finding.text.startswith("prompts:")]
-        assert (len(notes) == 1) == noticed and all("2 different" in text for text in notes)
-
-
 # Faults of the adapters ------------------------------------------------------------------------
 
 

@@ -355,7 +355,7 @@ def test_a_recipe_of_a_base_with_cfg_counts_it_once(
         assert isinstance(guided, OpdStage) and guided.guidance == 1 and guided.lora.init is None
         assert [(t.adapter, t.guidance) for t in guided.teachers.values()] == [(None, scale)]
         said = without_marks(Path("own.yaml").read_text())
-        assert f"at its usual scale {scale:g} (card or shipped config)." in said
+        assert f"the base's CFG of {scale:g} " in said
     taught: list[Any] = [stages[f"teacher_{name}"] for name in rewards]
     assert [(t.stage, t.guidance, t.lora.init) for t in taught] == [("nft", 1, start)] * count
     assert {teacher.guidance for teacher in student.teachers.values()} == {1.5}

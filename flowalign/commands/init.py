@@ -194,11 +194,8 @@ class Draft:
         stages = data.get("stages", {})
         if guided := stages.get("guided"):
             scale = guided["teachers"]["base"]["guidance"]
-            yield (
-                f"`guided` puts the base's CFG into a LoRA, at its usual scale {scale:g} (card or "
-                f"shipped config). Then all is trained and sampled at 1, with labels at {LABELS_AT}"
-                " (docs/results.md: The guidance first, then the teachers)."
-            )
+            text = f"`guided` puts the base's CFG of {scale:g} (card or shipped config) into a LoRA"
+            yield f"{text}. Then all is trained and sampled at 1, with labels at {LABELS_AT}."
         if stages.get("student", data).get("evaluation", "on") is None:
             yield (
                 "evaluation is off, so the last weights are kept, not the best. It needs held-out "

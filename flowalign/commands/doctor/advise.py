@@ -29,13 +29,12 @@ from flowalign.backbone.structure import local_folder
 from flowalign.commands.doctor.count import Estimate, Ranks, evaluated_images, predict, ranks_of
 from flowalign.commands.doctor.pace import DEFAULT_GPU, GPUS, Gpu, Pace, Times, present_gpu, times
 from flowalign.commands.findings import Finding, fault, note, ok, show
-from flowalign.config import ADAPTER, ConfigError, ModelConfig, Stage, overlay, parse, read
+from flowalign.config import ADAPTER, ConfigError, ModelConfig, Stage, parse
 
 GB, GIB = 10**9, 2**30
 SHARE = 0.92  # of a device's memory that tensors can use; the rest is lost between blocks
 CONTEXT = 0.6 * GIB  # of CUDA, cuDNN and cuBLAS
 CHANGES = 12  # that are tried
-VARIANTS = Path(__file__).parents[1] / "configs" / "variants"
 LONG = 100  # hours above which a run is noted
 
 
@@ -71,11 +70,10 @@ class Forecast:
         estimate = predict(self.stage, device_type=self.kind, models=self.models, **given)
         return replace(self, estimate=estimate, times=self.pace and times(estimate, self.pace))
 
-    def after(self, *texts: str, keys: Mapping[str, Any] | None = None) -> Forecast:
-        """With keys laid over the stage, and `key.path=value` texts after them; at the same
-        pace."""
-        data = overlay(self.stage.model_dump(mode="json"), keys or {})
-        return replace(self, stage=parse(data, texts, stage=type(self.stage))).predicted()
+    def after(self, *changes: str) -> Forecast:
+        """After these changes of the config, at the same pace."""
+        stage = parse(self.stage.model_dump(mode="json"), changes, stage=type(self.stage))
+        return replace(self, stage=stage).predicted()
 
     @property
     def gpu(self) -> Gpu | None:
@@ -221,10 +219,6 @@ def fits(forecast: Forecast) -> Iterator[Finding]:
         peak, phase = _peak(after)
         end = "fits" if peak <= limit else f"still too much, in {phase}"
         yield note(f"  {change}: {peak / GIB:.3g} GiB, {end}")
-    for name, after in _variants(forecast, size):
-        if (reached := _peak(after)[0]) <= limit:
-            yield note(f"  or --variant {name}: {reached / GIB:.3g} GiB, fits")
-            return
     if peak > limit:
         yield note("  no other setting helps; use a larger device, or a smaller lora.rank.")
 
@@ -248,16 +242,6 @@ def advice(forecast: Forecast, limit: float) -> Iterator[tuple[str, Forecast]]:
         else:
             return
         yield change, (forecast := after)
-
-
-def _variants(forecast: Forecast, memory: float) -> Iterator[tuple[str, Forecast]]:
-    """The shipped variants for as many GPUs of at most this memory, the largest first."""
-    found = [(f"configs/variants/{path.name}", read(path)) for path in VARIANTS.glob("*.yaml")]
-    for name, keys in sorted(found, key=lambda item: (-item[1]["gpus"]["memory"], item[0])):
-        gpus, own = keys["gpus"], keys.get(forecast.stage.stage)
-        if own and gpus["count"] == forecast.device.gpus and gpus["memory"] * 0.95 <= memory / GIB:
-            with suppress(ConfigError):  # keys that this stage does not have
-                yield name, forecast.after(keys=own)
 
 
 def _changes(forecast: Forecast, limit: float) -> Iterator[str]:
@@ -306,9 +290,7 @@ CUTS = (
     Cut("evaluation.prompts", 64, "the best update is chosen less surely: errors of at most .063"),
     Cut("student.states.select", "high_noise", "one such state was level with all (log)"),
     Cut("student.states.count", 1, "one random state was .005 behind three (study)"),
-    Cut(
-        "rollout.prompts", 8, "a quarter of the images cost as little as half of the rollouts", 128
-    ),
+    Cut("rollout.prompts", 8, "a quarter of the images cost as half the rollouts (budget)", 128),
     Cut("rollout.copies", 8, "groups of 8 learn (results); larger ones were not compared"),
     Cut("{stage}.states", 1, "1 of 8 cost a quarter of the gain of an OCR teacher (budget)"),
     Cut("train.updates", 100, "half of the rollouts cost a quarter of the gain (budget)"),

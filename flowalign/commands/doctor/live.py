@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from PIL import ImageOps
 from torch import Tensor
 
 from flowalign import rewards, sde
@@ -31,7 +30,6 @@ from flowalign.commands.findings import Finding, fault, note, ok
 from flowalign.config import ConfigError, SamplingConfig, Stage, TrainingStage, parse
 from flowalign.rewards import RewardBase
 from flowalign.rewards.scoring import score
-from flowalign.system.images import image_files, read_image, stacked
 from flowalign.teachers.bank import Bank
 from flowalign.training import metrics
 from flowalign.training.algorithm import TrainingError, algorithm_class, pairs_of
@@ -48,7 +46,6 @@ UPDATES = 3  # of a small run; the first one warms up, and the others are timed
 WORTH = 128  # prompts on which a teacher is compared with the student's start, at most
 FEW = 8  # pairs of scores, below which a standard error means nothing
 PROBES = ("tiny/geneval_test", "tiny/ocr_test", "tiny/preference_test")
-SIDE = 512  # pixels of pictures
 TOLERANCE = 1e-4  # relative, of scores: float32 sums in another order
 
 
@@ -260,18 +257,14 @@ def diagnose(
     count: int,
     size: int | None,
     sources: Sequence[str] = PROBES,
-    folders: Sequence[Path] = (),
 ) -> tuple[list[Finding], float]:
     """Build a reward and examine it on `count` scenes, enlarged to `size` pixels if given: the
     findings, and its seconds for an image. sources: prompt sets; the first that it can score
-    counts. folders: of pictures, of which it scores as many, to see what it tells apart.
-
-    Raises ValueError for a name or options that do not work and for a folder without pictures,
-    UnsuitedError where no prompts suit it, and whatever its constructor raises.
+    counts. Raises ValueError for a name or options that do not work, UnsuitedError where no prompts
+    suit it, and whatever its constructor raises.
     """
     rewards.check(name, options)
     batches = _suited(name, options, count, sources)
-    pictures = {folder: _pictures(folder, count, size or SIDE) for folder in folders}
     reward = rewards.build_on(None, name, options)
     copies = COPIES if reward.groupwise else 1
 
@@ -295,9 +288,6 @@ def diagnose(
     cost = (time.perf_counter() - began) / (len(probes) * len(rows))
     speed = f"{1000 * cost:.1f} ms an image in batches of {len(rows)}; {_memory()} in all"
     findings = [ok(speed), *_answers(answers)]
-    for folder, images in pictures.items():
-        values = ask(images, [row % len(rows) for row in range(len(images))])
-        findings += _range(f"pictures of {folder}", values.value[values.valid])
     first = answers["its prompt"]
     ways = {"asked again": [rows], "in reverse order": [rows[::-1]]}
     if copies == 1:
@@ -344,22 +334,6 @@ def _scenes(batch: PromptBatch, size: int | None) -> Tensor:
     return scenes
 
 
-def _pictures(folder: Path, count: int, side: int) -> Tensor:
-    """[B,3,side,side]: the middle of the first pictures of a folder."""
-    files = image_files(folder)[:count]
-    if not files:
-        raise ValueError(f"--images: there are no images in a folder {folder}.")
-    return stacked([ImageOps.fit(read_image(file), (side, side)) for file in files])
-
-
-def _range(what: str, values: Tensor) -> list[Finding]:
-    """What the valid scores of some images are; none without any."""
-    if not len(values):
-        return []
-    low, middle, high = values.float().cpu().quantile(torch.tensor([0.0, 0.5, 1.0])).tolist()
-    return [ok(f"{what}: {low:.4g} to {high:.4g}, median {middle:.4g}")]
-
-
 def _memory() -> str:
     """Peak MiB so far: of this process, and of the GPU where there is one."""
     unit = 1 if sys.platform == "darwin" else 1024  # getrusage counts bytes there, else KiB
@@ -373,7 +347,9 @@ def _answers(answers: Mapping[str, Scores]) -> Iterator[Finding]:
     """The scores of each kind of probe. Are there any, do they differ, does the prompt matter?"""
     valid = {kind: s.value[s.valid].float().cpu() for kind, s in answers.items()}
     for kind, values in valid.items():
-        yield from _range(f"scenes with {kind}", values)
+        if len(values):
+            low, middle, high = values.quantile(torch.tensor([0.0, 0.5, 1.0])).tolist()
+            yield ok(f"scenes with {kind}: {low:.4g} to {high:.4g}, median {middle:.4g}")
     count = sum(len(scores.value) for scores in answers.values())
     if lost := count - sum(map(len, valid.values())):
         reason = next(text for scores in answers.values() for text in scores.failures.values())

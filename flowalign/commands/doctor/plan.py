@@ -115,29 +115,18 @@ def _average(config: TrainingStage) -> Iterator[Finding]:
 
 
 def _prompts(config: TrainingStage) -> Iterator[Finding]:
-    """Validation prompts that a task trains on; fewer prompts than an update draws, so that each is
-    drawn several times."""
-    trained = {t.name: load_prompts(t.prompts, t.name).prompts for t in config.tasks}
+    """Validation prompts that a task trains on."""
+    trained = {p for t in config.tasks for p in load_prompts(t.prompts, t.name).prompts}
     for task in config.tasks:
         if not (config.evaluation and task.validation):
             continue
         validation = load_prompts(task.validation, task.name)
         prompts = subset(validation, config.evaluation.prompts).prompts
-        seen = set().union(*trained.values())
-        if shared := [prompt for prompt in prompts if prompt in seen]:
+        if shared := [prompt for prompt in prompts if prompt in trained]:
             yield Finding(
                 "fault" if len(shared) > len(prompts) / 4 else "note",
                 f"validation: {len(shared)} of {len(prompts)} prompts of {task.validation} (task "
                 f"{task.name!r}) are trained on, such as {shared[0]!r}. Remove them from one set.",
-            )
-    weights = sum(task.weight for task in config.tasks)
-    for task in config.tasks:
-        different = len(set(trained[task.name]))
-        share = round(config.rollout.prompts * task.weight / weights)
-        if different < share:
-            yield note(
-                f"prompts: task {task.name!r} has {different} different ones, and an update draws "
-                f"about {share}: the same again and again. Add prompts, or lower rollout.prompts."
             )
 
 
