@@ -375,49 +375,38 @@ def _cut(forecast: Forecast, limit: float) -> Iterator[tuple[Forecast, Cut, list
         if forecast.hours <= limit:
             return
         with suppress(ConfigError, LookupError):  # another key needs more; there is no value
-            values, texts = _values(cut, forecast), partial(_texts, cut, forecast)
-            index, now = 0, forecast
-            if now.after(*texts(values[0])).hours <= limit:
-                hours = lambda value: now.after(*texts(value)).hours  # noqa: B023, E731
-                index = bisect_right(values, limit, key=hours) - 1
-            after = now.after(*texts(values[index]))
+            choices, now, index = _choices(cut, forecast), forecast, 0
+            if now.after(*choices[0]).hours <= limit:
+                index = bisect_right(choices, limit, key=lambda c: now.after(*c).hours) - 1  # noqa: B023
+            after = now.after(*choices[index])
             if after.hours < now.hours:
                 forecast = after
-                yield forecast, cut, texts(values[index])
+                yield forecast, cut, choices[index]
 
 
-def _values(cut: Cut, forecast: Forecast) -> Sequence[Any]:
-    """What a cut can write to a stage, from the floor up."""
+def _choices(cut: Cut, forecast: Forecast) -> list[list[str]]:
+    """The changes that a cut can make in a stage, from the floor up. The first rows of a .jsonl may
+    be of one tag, as those of GenEval are, so that `limit` is for sets of texts."""
     stage: Any = forecast.stage
-    now = list(_now(cut, forecast).values())
+    head, star, leaf = cut.key.format(stage=stage.stage).partition(".*.")
+    try:
+        now = {head: attrgetter(head)(stage)}
+    except AttributeError:
+        return []
+    if star:
+        whole = ".jsonl" if leaf == "limit" else "/"
+        marks = {f"{head}.{i}.{leaf}": mark for i, mark in enumerate(now[head])}
+        now = {key: getattr(m, leaf) for key, m in marks.items() if not m.prompts.endswith(whole)}
     taught = stage.trains and not stage.learns_from_rewards
     floor = cut.taught if taught and cut.taught is not None else cut.floor
     if isinstance(floor, str) or not floor:
-        return [floor] if floor and now[0] in ("all", None) else []
+        return [[f"{head}={floor}"]] if floor and now[head] in ("all", None) else []
     unit = 1  # of what all processes and optimizer steps share
-    if now and cut.key in ("rollout.prompts", "rollout.copies"):
+    if cut.key in ("rollout.prompts", "rollout.copies"):
         unit = stage.optimizer.updates_per_rollout * forecast.device.gpus
     every = max(evaluated_images(stage).values(), default=0)  # for None
-    largest = max((value or every for value in now), default=0)
-    return range(-(-floor // unit) * unit, largest, unit)
-
-
-def _texts(cut: Cut, forecast: Forecast, value: Any) -> list[str]:
-    """The changes that write a value where there is a larger one."""
-    now = _now(cut, forecast)
-    return [f"{key}={value}" for key, v in now.items() if not isinstance(v, int) or v > value]
-
-
-def _now(cut: Cut, forecast: Forecast) -> dict[str, Any]:
-    """{key of a stage that a cut means: its value}. The first rows of a .jsonl may be of one tag,
-    as those of GenEval are, so that `limit` is for sets of texts."""
-    stage = forecast.stage
-    head, star, leaf = cut.key.format(stage=stage.stage).partition(".*.")
-    with suppress(AttributeError):
-        found = attrgetter(head)(stage)
-        if not star:
-            return {head: found}
-        marks = {f"{head}.{i}.{leaf}": mark for i, mark in enumerate(found)}
-        whole = ".jsonl" if leaf == "limit" else "/"
-        return {key: getattr(m, leaf) for key, m in marks.items() if not m.prompts.endswith(whole)}
-    return {}
+    largest = max((value or every for value in now.values()), default=0)
+    return [
+        [f"{key}={value}" for key, v in now.items() if not isinstance(v, int) or v > value]
+        for value in range(-(-floor // unit) * unit, largest, unit)
+    ]
