@@ -154,5 +154,5 @@ def test_a_card_of_a_run_without_rewards_has_its_distances() -> None:
     table = score_table(rows, rows[1]).splitlines()
     assert table[2:4] == [
         "| update | 0 | 10 | 20 |",
-        "| fixed\\_path/a | 0.0300 | 0.0100 | 0.0200 |",
+        "| fixed_path/a | 0.0300 | 0.0100 | 0.0200 |",
     ]
