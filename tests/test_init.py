@@ -1,6 +1,5 @@
 """`flowalign init`: every config that it writes is one that the commands take."""
 
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -28,12 +27,11 @@ from flowalign.config import (
     load,
 )
 from flowalign.config.model import LoraConfig
-from flowalign.rewards import RewardBase
 from flowalign.training.preflight import scale_problems
-from flowalign.types import Scores
 
 MEDIUM = "stabilityai/stable-diffusion-3.5-medium"
 LARGE = "stabilityai/stable-diffusion-3.5-large"
+ROW = '{"prompt": "a photo of a kite", "tag": "x", "include": [{"class": "kite", "count": 1}]}'
 
 
 @pytest.fixture(autouse=True)
@@ -61,34 +59,24 @@ def test_every_stage_of_a_recipe_is_sound(
     """With public teachers on the Hub and prompts where the shipped configs expect them."""
     config = written("--stage", "recipe", "--model", model)
     assert isinstance(config, RecipeStage)
-    row = '{"prompt": "a photo of a kite", "tag": "x", "include": [{"class": "kite", "count": 1}]}'
     Path("data").mkdir()
     for name in re.findall(r"data/[\w/]+\.\w+", Path("own.yaml").read_text()):
-        Path(name).write_text(row if name.endswith("jsonl") else 'a sign that says "KITE"')
+        Path(name).write_text(ROW if name.endswith("jsonl") else 'a sign that says "KITE"')
     with fake_hub.serving() as hub:
         fake_hub.go_online(fake_hub.with_public_teachers(hub), monkeypatch, tmp_path / "cache")
         stages = fakes.stages_of(config, tmp_path)
     assert list(stages) == ["merge", "student", "table"]
 
 
-def rows(**keys: Any) -> str:
-    return "".join(
-        f"{json.dumps({'prompt': f'a photo of a {x}', **keys})}\n" for x in ("kite", "cup")
-    )
-
-
-KITE = {"tag": "single_object", "include": [{"class": "kite", "count": 1}]}
-PROMPTS = {  # each read by another reader, with the metadata of a reward
+PROMPTS = {  # each read by another reader
     "signs.txt": 'a sign that says "KITE"\na sign that says "LAMP"\n',
-    "kites.jsonl": rows(**KITE),
-    "styles.jsonl": rows(style="oil"),
+    "kites.jsonl": ROW,
     "styles.csv": "prompt,style\na kite over a lake,oil\n",
 }
 OF: dict[str, list[str | None]] = {  # reward -> prompts; None = those of the shipped configs
     "ocr": [None, "signs.txt"],
     "geneval": [None, "kites.jsonl"],
     "pickscore": [None, *PROMPTS],
-    "test_init:Styled": ["styles.jsonl", "styles.csv"],
 }
 MODELS = (
     "tiny", MEDIUM, f"{LARGE}-turbo", "black-forest-labs/FLUX.1-dev",
@@ -96,18 +84,6 @@ MODELS = (
     "Tongyi-MAI/Z-Image",
     "Efficient-Large-Model/Sana_1600M_1024px_BF16_diffusers",
 )  # fmt: skip
-
-
-class Styled(RewardBase):
-    """Judges prompts with a style, as those of the shipped configs are not."""
-
-    @classmethod
-    def check_prompts(cls, prompts: Any, metadata: Any, **options: Any) -> None:
-        if not all("style" in row for row in metadata):
-            raise ValueError("no style")
-
-    def __call__(self, images: Any, prompts: Any, metadata: Any) -> Scores:
-        return Scores.of(images.mean((1, 2, 3)) * len(metadata[0]["style"]))
 
 
 def lora(model: str) -> str:

@@ -71,7 +71,6 @@ class Estimate:
     has no updates and one evaluation."""
 
     config: Stage
-    device_type: str
     processes: int
     parts: Mapping[str, int]  # resident bytes by what they are
     phases: list[Phase]  # of an update
@@ -133,8 +132,7 @@ def predict(
     parts = {name: count for name, count in parts.items() if count}
     evaluation = _evaluation(config, model, processes) if config.evaluations else None
     return Estimate(
-        config, device_type, processes, parts, phases, evaluation,
-        model.width, model.host, model.downloads,
+        config, processes, parts, phases, evaluation, model.width, model.host, model.downloads,
     )  # fmt: skip
 
 
