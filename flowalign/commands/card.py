@@ -113,9 +113,9 @@ def _scores(folder: Path, config: TrainingStage) -> tuple[str, list[EvalResult]]
         if key.startswith(metrics.EVAL) and name in sets:
             # the name of a file, not its path on this machine
             source = sets[name] if sets[name].startswith("tiny/") else Path(sets[name]).name
-            about = {"dataset_type": source, "dataset_name": name}
-            about |= {"metric_type": metric, "metric_name": metric}
-            scored.append(EvalResult("text-to-image", **about, metric_value=round(value, 6)))
+            result = EvalResult("text-to-image", source, name, metric, round(value, 6))
+            result.metric_name = metric
+            scored.append(result)
     return text, scored
 
 

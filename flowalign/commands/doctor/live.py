@@ -14,12 +14,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from flowalign import rewards
+from flowalign import rewards, sde
 from flowalign.backbone import Backbone, ModelError
 from flowalign.backbone.tiny.scenes import rendered
 from flowalign.commands import build
@@ -33,9 +34,11 @@ from flowalign.teachers.bank import Bank
 from flowalign.training import metrics
 from flowalign.training.algorithm import TrainingError, algorithm_class, pairs_of
 from flowalign.training.data import load_prompts, subset
+from flowalign.training.loop import Loop
+from flowalign.training.losses import guard_log_ratio
 from flowalign.training.nonfinite import NotFinite
 from flowalign.training.rollout import generate
-from flowalign.types import PromptBatch, Scores
+from flowalign.types import PromptBatch, Rollout, Scores
 
 COPIES = 4  # images of a prompt: of a small run at most, and for a reward that compares them
 IMAGES = 16  # of an update, at least: enough to see what it does
@@ -101,20 +104,19 @@ def _train(
     prepared = loop.prepare(loop.rollout(0))
     if isinstance(prepared, NotFinite):
         raise TrainingError(f"{prepared}. {prepared.remedy}.")
+    rollout = prepared.rollout
+    if rollout.log_probs is not None and small.clip_ranges:
+        findings.append(_ratio(small, loop, rollout))
     if isinstance(bank := loop.algorithm.teachers, Bank):
         findings += _worth(config, loop.backbone, bank, built)
-    rollout = prepared.rollout
     two = next(pairs_of(rollout, torch.arange(len(rollout)) < 2, 2))  # they show a change
     with torch.no_grad():
         before = loop.algorithm.velocity(two)
     loop.run()
     with torch.no_grad():
         gap = (loop.algorithm.velocity(two) - before).norm() / before.norm()
-    lines = [json.loads(line) for line in (loop.folder / "metrics.jsonl").read_text().splitlines()]
-    if loop.keeps.actions and metrics.RATIO_ERROR in lines[0]:
-        findings.append(_ratio(lines[0][metrics.RATIO_ERROR], min(small.clip_ranges.values())))
     findings.append(_moved(float(gap)))
-    return _pace(small, lines, loop.backbone.device.type, judging)
+    return _pace(small, Path(folder), loop.backbone.device.type, judging)
 
 
 def _small(config: TrainingStage, folder: str) -> TrainingStage:
@@ -140,13 +142,9 @@ def _small(config: TrainingStage, folder: str) -> TrainingStage:
     return parse(config.model_dump(mode="json") | {"evaluation": None}, changes)
 
 
-def _pace(
-    small: TrainingStage,
-    lines: list[dict[str, float]],
-    device_type: str,
-    judging: dict[str, float],
-) -> Pace:
-    """From the seconds that all updates but the first took, in total. lines: of the log."""
+def _pace(small: TrainingStage, folder: Path, device_type: str, judging: dict[str, float]) -> Pace:
+    """From the seconds that all updates but the first took, in total."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     timed = [line for line in lines if metrics.SECONDS_UPDATE in line][1:]
     rolled, waited, updated = (sum(line[name] for line in timed) for name in metrics.SECONDS)
     flops = dict.fromkeys(KINDS, 0.0)
@@ -163,14 +161,26 @@ def _pace(
     return Pace(rates, source, waiting, judging)
 
 
-def _ratio(error: float, limit: float) -> Finding:
-    """error: of the ratio of new and old policy before any update, by the forward path of the
-    update. limit: the clip range."""
-    text = f"ratio: within {error:.2g} of 1 before the first update"
-    if error <= limit / 10:
+@torch.no_grad()
+def _ratio(config: TrainingStage, loop: Loop, rollout: Rollout) -> Finding:
+    """The ratio of new and old policy before any update, by the forward path of the update."""
+    schedule, worst = loop.algorithm.plan(0), 0.0
+    keep = torch.ones(len(rollout), dtype=torch.bool)
+    for pairs in pairs_of(rollout, keep, config.optimizer.micro_batch):
+        x_next, old = pairs.action()
+        velocity = loop.algorithm.velocity(pairs)
+        new = sde.scheduled_transition(schedule, pairs.x, velocity, pairs.steps)
+        if pairs.mean is None:
+            change = sde.log_prob(new, x_next) - old
+        else:
+            change = guard_log_ratio(new, pairs.mean, x_next)
+        worst = max(worst, float((change.exp() - 1).abs().nan_to_num(math.inf).max()))
+    limit = min(config.clip_ranges.values())
+    text = f"ratio: within {worst:.2g} of 1 before the first update"
+    if worst <= limit / 10:
         return ok(text)
     return Finding(
-        "fault" if error > limit / 2 else "note",
+        "fault" if worst > limit / 2 else "note",
         f"{text}; the clip range is {limit:g}. Rollout and update compute different "
         "log-probs. In a 16-bit dtype let rollout.batch_size equal optimizer.micro_batch.",
     )
@@ -193,17 +203,11 @@ def _worth(
         prompts = subset(load_prompts(task.validation, task.name), count)
         (source,) = bank.sources([task.name])
 
-        def scores(guidance: float) -> Tensor:
-            """The headline number [P] of one image of each prompt; NaN = invalid."""
-            settings = SamplingConfig(guidance=guidance, seed=config.seed, **keys)
-            images = generate(backbone, prompts, settings)  # noqa: B023
-            found = score(reward, images, prompts.prompts, prompts.metadata)  # noqa: B023
-            value = found.parts.get(reward.headline or "", found.value)  # noqa: B023
-            return value.float().cpu().where(found.valid.cpu(), torch.nan)
-
-        start = scores(config.guidance)
+        settings = SamplingConfig(guidance=config.guidance, seed=config.seed, **keys)
+        start = _scores(backbone, prompts, settings, reward)
         with backbone.adapter(source.adapter):
-            taught = scores(source.guidance)
+            settings = settings.model_copy(update={"guidance": source.guidance})
+            taught = _scores(backbone, prompts, settings, reward)
         both = torch.stack([start, taught])[:, start.isfinite() & taught.isfinite()]
         if both.shape[1] < FEW:
             yield note(f"worth: too few images of task {task.name!r} could be scored")
@@ -219,6 +223,16 @@ def _worth(
         if mean < -2 * error:
             text += ". Its labels make the student worse. Check its guidance, adapter and task."
         yield Finding("fault" if mean < -2 * error else "ok", text)
+
+
+def _scores(
+    backbone: Backbone, prompts: PromptBatch, settings: SamplingConfig, reward: RewardBase
+) -> Tensor:
+    """The reward's headline number [P] of one image of each prompt; NaN = invalid."""
+    images = generate(backbone, prompts, settings)
+    scores = score(reward, images, prompts.prompts, prompts.metadata)
+    value = scores.parts.get(reward.headline or "", scores.value)
+    return value.float().cpu().where(scores.valid.cpu(), torch.nan)
 
 
 def _moved(gap: float) -> Finding:
