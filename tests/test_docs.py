@@ -68,7 +68,8 @@ ROW = {
 }  # fmt: skip
 
 PAGES = list(documents.pages())
-COMMANDS = [command for page in PAGES for command in documents.commands(page)]
+NOW = [page for page in PAGES if page.name != "CHANGELOG.md"]  # which names removed options, too
+COMMANDS = [command for page in NOW for command in documents.commands(page)]
 BLOCKS = [block for page in PAGES for block in documents.blocks(page)]
 
 
@@ -110,7 +111,7 @@ def arguments(command: list[str]) -> tuple[str, argparse.Namespace] | None:
         whole = "-m" in rest or any(word.endswith(".py") for word in rest)
         launch = launch_command_parser().parse_args([*rest[1:], *["train.py"] * (not whole)])
         given = [launch.training_script, *launch.training_script_args]
-        return arguments(["python", *["-m"] * launch.module, *given]) if whole else None
+        return arguments(["python", *["-m"] * bool(launch.module), *given]) if whole else None
     if rest[0] == "-c" or rest[:2] == ["-m", "venv"]:
         return None
     if rest[0] == "-m":
@@ -135,16 +136,17 @@ def script(path: str, arguments: list[str]) -> None:
 
 def parsed(call: Any) -> argparse.Namespace:
     """What the first ArgumentParser that `call` asks has read; SystemExit where it refuses."""
-    original = argparse.ArgumentParser.parse_known_args
 
-    def stop(self: Any, *given: Any, **kw: Any) -> None:
-        namespace, unknown = original(self, *given, **kw)
-        if unknown:
-            self.error(f"unrecognized arguments: {unknown}")
-        raise Parsed(namespace)
+    def stopping(original: Any) -> Any:
+        def stop(self: Any, args: Any = None, namespace: Any = None) -> None:
+            raise Parsed(original(self, args, namespace))
+
+        return stop
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(argparse.ArgumentParser, "parse_known_args", stop)
+        for name in ("parse_args", "parse_intermixed_args"):
+            original = getattr(argparse.ArgumentParser, name)
+            patch.setattr(argparse.ArgumentParser, name, stopping(original))
         try:
             call()
         except Parsed as stopped:
@@ -167,7 +169,7 @@ def checked(command: Command) -> None:
     elif name == "pip":
         table = (ROOT / "pyproject.toml").read_text().partition("[project.optional-dep")[2]
         extras = set(re.findall(r"^(\w+) = \[", table.partition("\n[")[0], re.M))
-        for word in words[2:]:
+        for word in words[2:] if words[1] == "install" else ():
             assert not re.match(r"flowalign\b(?!-t2i)", word), "PyPI's flowalign is another project"
             if wanted := re.match(r"flowalign-t2i\[(.+)\]", word):
                 assert {*wanted[1].split(",")} <= extras
