@@ -112,7 +112,7 @@ own_runs() { # three configs that are written from the docs: an own reward's tea
     printf '%s\n' 'a red sign that says "DOG"' 'a blue sign that says "TEA"' >mine/test.txt
     cp mine/train.txt my.txt
     step flowalign init --stage grpo --model tiny --reward ocr --prompts my.txt --out my.yaml
-    run 0 flowalign train --config my.yaml --dry-run # names a folder that it does not write
+    run 0 flowalign doctor --config my.yaml --no-model # names a folder that it does not write
     cat >mine/teacher.yaml <<'YAML'
 stage: grpo
 output: runs/teacher_red

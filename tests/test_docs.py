@@ -33,7 +33,6 @@ from test_package import CONFIGS
 
 from flowalign import rewards
 from flowalign.backbone.adapters import adapter_folder
-from flowalign.backbone.structure import find
 from flowalign.backbone.tiny import MODEL
 from flowalign.commands import cli, recipe
 from flowalign.config import (
@@ -61,8 +60,16 @@ PLACEHOLDER = re.compile(
     r"(?<![a-zA-Z])[A-Z]{4,}(?![a-z])|=[A-Z]$|\.\.\.|^\["
 )  # a synopsis has one
 
+SIGN = 'a sign that says "KITE"'
+ROW = {
+    "prompt": SIGN, "tag": "single_object", "include": [{"class": "kite", "count": 1}],
+    "atom_count": 1, "vqa_list": [["Is there a kite?", "Yes"]], "skills": ["object"],
+    "questions": [["1", "0", "entity - whole (kite)", "Is there a kite?"]],
+}  # fmt: skip
+
 PAGES = list(documents.pages())
-COMMANDS = [command for page in PAGES for command in documents.commands(page)]
+NOW = [page for page in PAGES if page.name != "CHANGELOG.md"]  # which names removed options, too
+COMMANDS = [command for page in NOW for command in documents.commands(page)]
 BLOCKS = [block for page in PAGES for block in documents.blocks(page)]
 
 
@@ -100,14 +107,12 @@ def arguments(command: list[str]) -> tuple[str, argparse.Namespace] | None:
         from accelerate.commands.launch import launch_command_parser
 
         assert rest[0] == "launch"
+        # running text may leave off what is launched
         whole = "-m" in rest or any(word.endswith(".py") for word in rest)
-        rest += [] if whole else ["train.py"]  # running text may leave off what is launched
-        launch = parsed(lambda: launch_command_parser().parse_args(rest[1:]))
-        if not whole:
-            return None
+        launch = launch_command_parser().parse_args([*rest[1:], *["train.py"] * (not whole)])
         given = [launch.training_script, *launch.training_script_args]
-        return arguments(["python", *(["-m"] if launch.module else []), *given])
-    if name != "python" or rest[0] == "-c" or rest[:2] == ["-m", "venv"]:
+        return arguments(["python", *["-m"] * bool(launch.module), *given]) if whole else None
+    if rest[0] == "-c" or rest[:2] == ["-m", "venv"]:
         return None
     if rest[0] == "-m":
         spec = importlib.util.find_spec(rest[1])
@@ -131,24 +136,22 @@ def script(path: str, arguments: list[str]) -> None:
 
 def parsed(call: Any) -> argparse.Namespace:
     """What the first ArgumentParser that `call` asks has read; SystemExit where it refuses."""
+
+    def stopping(original: Any) -> Any:
+        def stop(self: Any, args: Any = None, namespace: Any = None) -> None:
+            raise Parsed(original(self, args, namespace))
+
+        return stop
+
     with pytest.MonkeyPatch.context() as patch:
         for name in ("parse_args", "parse_intermixed_args"):
-            patch.setattr(argparse.ArgumentParser, name, stopping(name))
+            original = getattr(argparse.ArgumentParser, name)
+            patch.setattr(argparse.ArgumentParser, name, stopping(original))
         try:
             call()
         except Parsed as stopped:
             return stopped.arguments
     raise AssertionError("no parser was asked; is there such a command?")
-
-
-def stopping(name: str) -> Any:
-    """A method of ArgumentParser that raises what it has read."""
-    original = getattr(argparse.ArgumentParser, name)
-
-    def stop(self: Any, args: Any = None, namespace: Any = None) -> None:
-        raise Parsed(original(self, args, namespace))
-
-    return stop
 
 
 def vague(command: Command) -> bool:
@@ -164,7 +167,12 @@ def checked(command: Command) -> None:
     if name == "make":
         assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), re.M)
     elif name == "pip":
-        check_pip(words)
+        table = (ROOT / "pyproject.toml").read_text().partition("[project.optional-dep")[2]
+        extras = set(re.findall(r"^(\w+) = \[", table.partition("\n[")[0], re.M))
+        for word in words[2:] if words[1] == "install" else ():
+            assert not re.match(r"flowalign\b(?!-t2i)", word), "PyPI's flowalign is another project"
+            if wanted := re.match(r"flowalign-t2i\[(.+)\]", word):
+                assert {*wanted[1].split(",")} <= extras
     elif name == "flowalign" and (
         len(words) == 2
         or words[1:] == ["eval", "compare"]
@@ -186,23 +194,6 @@ def ours(words: list[str]) -> bool:
         module = words[2] if words[1] == "-m" else ""
         return module.startswith("flowalign") or (ROOT / words[1]).is_file()
     return name in ("flowalign", "accelerate")
-
-
-def check_pip(words: list[str]) -> None:
-    assert words[1] in ("install", "uninstall")
-    if words[1] == "uninstall":
-        return
-    project = (ROOT / "pyproject.toml").read_text()
-    table = project.partition("[project.optional-dependencies]")[2].partition("\n[")[0]
-    extras = re.findall(r"^(\w+) = \[", table, re.M)
-    for before, word in zip(words[1:], words[2:], strict=False):
-        if before == "--target":
-            continue
-        assert not re.match(r"flowalign\b(?!-t2i)", word), "PyPI's flowalign is another project"
-        if wanted := re.match(r"flowalign-t2i\[(.+)\]", word):
-            assert set(wanted[1].split(",")) <= set(extras), f"no extra {wanted[1]}; have {extras}"
-        if word == "." or (not word.startswith(("-", "http", "git+")) and "/" in word):
-            assert (ROOT / word / "pyproject.toml").is_file()
 
 
 def check_arguments(command: Command, what: str, namespace: argparse.Namespace) -> None:
@@ -256,42 +247,32 @@ def written() -> set[str]:
     return folders | {words[words.index("--out") + 1] for words in merges if "--out" in words}
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder like the root of the checkout, with the prompts that configs want users to fetch, a
     line each, and a picture of their style."""
     folder = tmp_path_factory.mktemp("home")
     for path in ROOT.iterdir():
         (folder / path.name).symlink_to(path)
-    clauses = {"tag": "single_object", "include": [{"class": "kite", "count": 1}]}
-    texts = {".txt": 'a sign that says "KITE"'}
-    texts[".jsonl"] = json.dumps({"prompt": "a photo of a kite", **clauses})
     for config in CONFIGS:
         for name in re.findall(r"data/[\w/]+\.\w+", config.read_text(encoding="utf-8")):
             path = folder / name
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(texts[path.suffix])
+            path.write_text(SIGN if path.suffix == ".txt" else json.dumps(ROW))
     style = folder / "brand" / "pictures" / "a.png"  # of the reader
     style.parent.mkdir(parents=True)
     style.touch()
     return folder
 
 
-@pytest.fixture(scope="session")
-def hub() -> Iterator[fake_hub.Hub]:
-    """A Hub with the public teachers."""
-    with fake_hub.serving() as server:
-        yield fake_hub.with_public_teachers(server)
-
-
 @pytest.fixture
-def at_home(
-    monkeypatch: pytest.MonkeyPatch, home: Path, hub: fake_hub.Hub, clip_extra: None
-) -> None:
-    """There, with that Hub, and with the example of a plugin importable."""
+def at_home(monkeypatch: pytest.MonkeyPatch, home: Path, clip_extra: None) -> Iterator[None]:
+    """There, with a Hub with the public teachers, and the example of a plugin importable."""
     monkeypatch.chdir(home)
-    fake_hub.go_online(hub, monkeypatch, home / "hub")
     monkeypatch.syspath_prepend(ROOT / "docs" / "rewards" / "example")
+    with fake_hub.serving() as hub:
+        fake_hub.go_online(fake_hub.with_public_teachers(hub), monkeypatch, home / "hub")
+        yield
 
 
 def heads() -> Iterator[Command]:
@@ -322,12 +303,6 @@ REQUIRED: dict[str, Any] = {  # what a page that shows a part of a config leaves
     "stages": {"ocr": {"use": "teacher_ocr.yaml"}},
 }
 YAML = [block for block in BLOCKS if block.language in ("yaml", "yml")]
-SIGN = 'a sign that says "KITE"'
-ROW = {
-    "prompt": SIGN, "tag": "single_object", "include": [{"class": "kite", "count": 1}],
-    "atom_count": 1, "vqa_list": [["Is there a kite?", "Yes"]], "skills": ["object"],
-    "questions": [["1", "0", "entity - whole (kite)", "Is there a kite?"]],
-}  # fmt: skip
 
 
 def whole(data: dict[str, Any]) -> dict[str, Any]:
@@ -348,27 +323,12 @@ def whole(data: dict[str, Any]) -> dict[str, Any]:
     raise AssertionError(f"{sorted(data)} are not keys of any stage")
 
 
-def make_files(config: Stage, hub: fake_hub.Hub) -> None:
-    """The prompt sets and adapters that a config names, where it names them."""
-    sources = []
-    if isinstance(config, TrainingStage):
-        sources += [source for task in config.tasks for source in (task.prompts, task.validation)]
-    if isinstance(config, EvalStage):
-        sources += [benchmark.prompts for benchmark in config.benchmarks]
-    for source in filter(None, sources):
+def make_files(config: Stage) -> None:
+    """The prompt sets that a config names, where it names them."""
+    for source in (source for judged in config.judged for source in judged.prompts.values()):
         if not source.startswith("tiny/"):
             Path(source).parent.mkdir(parents=True, exist_ok=True)
             Path(source).write_text(SIGN if source.endswith(".txt") else json.dumps(ROW))
-    adapters = config.inputs.values() if isinstance(config, TrainingStage | EvalStage) else ()
-    for source in adapters:
-        shapes = find(config.model.id).parts["transformer"]
-        lora = fake_hub.peft(shapes["num_attention_heads"] * shapes["attention_head_dim"])
-        if source.startswith(("runs/", "outputs/")):
-            Path(source).mkdir(parents=True, exist_ok=True)
-            for name, content in lora.items():
-                (Path(source) / name).write_bytes(content)
-        elif not source.startswith("tiny/"):
-            hub.put(source, lora)
 
 
 @contextlib.contextmanager
@@ -387,25 +347,25 @@ def modules_of(page: Path, folder: Path) -> Iterator[set[str]]:
             sys.modules.pop(name, None)
 
 
-def check_block(block: Block, folder: Path, hub: fake_hub.Hub) -> Stage:
-    """A config as a command reads and checks it, in a folder with what it names."""
+def check_block(block: Block, folder: Path) -> Stage:
+    """A config as a command reads and checks it, in a folder with what it names but its adapters:
+    whoever reads the page is to train them."""
     file = folder / "block.yaml"
     file.write_text(block.text)
     if "stage" not in (data := read(file)):
         file.write_text(yaml.safe_dump(whole(data)))
     config = load(file, stage=Stage)
-    make_files(config, hub)
+    make_files(config)
     with modules_of(block.page, folder):
-        check_world(config, Launch())
+        check_world(config, Launch(pending=config.inputs.values()))
     return config
 
 
 def test_every_config_in_a_document_is_one_that_a_command_takes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hub: fake_hub.Hub, clip_extra: None
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clip_extra: None
 ) -> None:
-    """No unknown key, no value out of range, no reward, prompt set or adapter that is refused."""
+    """No unknown key, no value out of range, no reward or prompt set that is refused."""
     monkeypatch.setenv("FLOWALIGN_JUDGE_KEY", "secret")  # as the page of vlm tells its reader
-    fake_hub.go_online(hub, monkeypatch, tmp_path / "hub")
     stages = []
     for number, block in enumerate(YAML):
         folder = tmp_path / str(number)
@@ -414,7 +374,7 @@ def test_every_config_in_a_document_is_one_that_a_command_takes(
         style.touch()
         monkeypatch.chdir(folder)
         try:
-            stages.append(check_block(block, folder, hub).stage)
+            stages.append(check_block(block, folder).stage)
         except Exception as error:
             pytest.fail(f"{block.place}: {error}")
     assert {"grpo", "opd", "eval"} <= set(stages)
@@ -470,10 +430,7 @@ def test_rewards_that_a_reader_writes_score_images(
                 assert scores.valid.all(), f"{block.place}: {attribute}"
             scored += own
     assert set(scored) == {"redness", "OldDeQA", "Poster"}
-
-
-def test_the_example_of_a_package_is_the_one_that_ships() -> None:
-    page = ROOT / "docs/rewards/plugins.md"
+    page = ROOT / "docs/rewards/plugins.md"  # the package that it shows is the one that ships
     (text,) = (block.text for block in documents.blocks(page) if block.language == "toml")
     assert text in (ROOT / "docs/rewards/example/pyproject.toml").read_text()
 

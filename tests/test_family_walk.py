@@ -1,5 +1,5 @@
 """What a user of a family does with a LoRA from the Hub: merge it, evaluate it, train a student on
-it, look at images of all. And what the commands say of a distilled model by its name.
+it, look at images of all.
 
 `pytest -m long -rP` prints what each command said, and the seconds that it took.
 """
@@ -24,7 +24,6 @@ from test_lora_formats import ab, as_they_are, random_layers, written
 import flowalign
 from flowalign.backbone import adapters
 from flowalign.commands import cli
-from flowalign.commands.doctor import advise
 
 FORMATS = {  # of the LoRA; None = diffusers' own names, as it reads no others with the family
     "sd3": None, "flux": "kohya_bfl", "schnell": "kohya_bfl", "flux2": "comfy_bfl",
@@ -131,28 +130,3 @@ def test_a_public_lora_is_merged_evaluated_and_taught(
     base, *adapted = [image(model, adapter, family) for adapter in (None, merged, student)]
     assert all(np.isfinite(pixels).all() for pixels in adapted)
     assert not any(np.array_equal(base, pixels) for pixels in adapted)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("model", "steps"), [("Tongyi-MAI/Z-Image-Turbo", 8), ("black-forest-labs/FLUX.1-schnell", 4)]
-)
-def test_a_distilled_model_by_its_name_is_no_model_for_nft(
-    model: str, steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, say: Say
-) -> None:
-    """init takes the card's steps; the doctor and the dry run tell that the loss does not fit."""
-
-    def unknown(*_: Any, **__: Any) -> None:
-        raise LookupError("memory is not the question")
-
-    monkeypatch.setattr(advise, "predict", unknown)
-    monkeypatch.chdir(tmp_path)
-    Path("my.txt").write_text('a red sign that says "CAT"')
-    own = ["--model", model, "--reward", "fakes:redness", "--prompts", "my.txt"]
-    say("init", "--stage", "nft", *own, "--out", "own.yaml")
-    rollout = yaml.safe_load(Path("own.yaml").read_text())["rollout"]
-    assert (rollout["steps"], rollout["guidance"]) == (steps, 1.0)
-    keys = ["evaluation=null", "rollout.prompts=2", "rollout.copies=2"]
-    doctor = say("doctor", "--config", "own.yaml", "--no-model", "--trust", *keys, status=1)
-    dry = say("train", "--config", "own.yaml", "--dry-run", *keys)
-    assert doctor.count(f"card: {model}") == dry.count(f"card: {model}") == 1

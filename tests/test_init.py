@@ -1,6 +1,5 @@
 """`flowalign init`: every config that it writes is one that the commands take."""
 
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -28,12 +27,11 @@ from flowalign.config import (
     load,
 )
 from flowalign.config.model import LoraConfig
-from flowalign.rewards import RewardBase
 from flowalign.training.preflight import scale_problems
-from flowalign.types import Scores
 
 MEDIUM = "stabilityai/stable-diffusion-3.5-medium"
 LARGE = "stabilityai/stable-diffusion-3.5-large"
+ROW = '{"prompt": "a photo of a kite", "tag": "x", "include": [{"class": "kite", "count": 1}]}'
 
 
 @pytest.fixture(autouse=True)
@@ -61,34 +59,24 @@ def test_every_stage_of_a_recipe_is_sound(
     """With public teachers on the Hub and prompts where the shipped configs expect them."""
     config = written("--stage", "recipe", "--model", model)
     assert isinstance(config, RecipeStage)
-    row = '{"prompt": "a photo of a kite", "tag": "x", "include": [{"class": "kite", "count": 1}]}'
     Path("data").mkdir()
     for name in re.findall(r"data/[\w/]+\.\w+", Path("own.yaml").read_text()):
-        Path(name).write_text(row if name.endswith("jsonl") else 'a sign that says "KITE"')
+        Path(name).write_text(ROW if name.endswith("jsonl") else 'a sign that says "KITE"')
     with fake_hub.serving() as hub:
         fake_hub.go_online(fake_hub.with_public_teachers(hub), monkeypatch, tmp_path / "cache")
         stages = fakes.stages_of(config, tmp_path)
     assert list(stages) == ["merge", "student", "table"]
 
 
-def rows(**keys: Any) -> str:
-    return "".join(
-        f"{json.dumps({'prompt': f'a photo of a {x}', **keys})}\n" for x in ("kite", "cup")
-    )
-
-
-KITE = {"tag": "single_object", "include": [{"class": "kite", "count": 1}]}
-PROMPTS = {  # each read by another reader, with the metadata of a reward
+PROMPTS = {  # each read by another reader
     "signs.txt": 'a sign that says "KITE"\na sign that says "LAMP"\n',
-    "kites.jsonl": rows(**KITE),
-    "styles.jsonl": rows(style="oil"),
+    "kites.jsonl": ROW,
     "styles.csv": "prompt,style\na kite over a lake,oil\n",
 }
 OF: dict[str, list[str | None]] = {  # reward -> prompts; None = those of the shipped configs
     "ocr": [None, "signs.txt"],
     "geneval": [None, "kites.jsonl"],
     "pickscore": [None, *PROMPTS],
-    "test_init:Styled": ["styles.jsonl", "styles.csv"],
 }
 MODELS = (
     "tiny", MEDIUM, f"{LARGE}-turbo", "black-forest-labs/FLUX.1-dev",
@@ -96,18 +84,6 @@ MODELS = (
     "Tongyi-MAI/Z-Image",
     "Efficient-Large-Model/Sana_1600M_1024px_BF16_diffusers",
 )  # fmt: skip
-
-
-class Styled(RewardBase):
-    """Judges prompts with a style, as those of the shipped configs are not."""
-
-    @classmethod
-    def check_prompts(cls, prompts: Any, metadata: Any, **options: Any) -> None:
-        if not all("style" in row for row in metadata):
-            raise ValueError("no style")
-
-    def __call__(self, images: Any, prompts: Any, metadata: Any) -> Scores:
-        return Scores.of(images.mean((1, 2, 3)) * len(metadata[0]["style"]))
 
 
 def lora(model: str) -> str:
@@ -153,15 +129,6 @@ def test_what_is_written_for_any_stage_reward_and_prompts_can_run(
             Path(name).write_text(PROMPTS["kites.jsonl" if name.endswith("l") else "signs.txt"])
         _, problems = recipe.examine(config, Path())
         assert problems == [], (reward, prompts)
-
-
-@pytest.mark.parametrize("stage", ["nft", "awm"])
-def test_a_teacher_from_clean_images_is_the_shipped_one_of_its_stage(stage: str) -> None:
-    config = written("--stage", stage, "--model", MEDIUM, "--reward", "geneval")
-    assert (config.stage, config.rollout.solver, config.optimizer.lr) == (stage, "dpm2", 3e-4)
-    assert [task.reward.name for task in config.tasks] == ["geneval"]
-    other = written("--stage", stage, "--model", MEDIUM, "--reward", "ocr")
-    assert other.tasks[0].reward.name == "ocr" and other.rollout.kind == "ode"
 
 
 @pytest.mark.parametrize(
@@ -295,7 +262,7 @@ def test_loras_without_rewards_are_measured_by_their_distance() -> None:
     assert not written(*words, "--prompts", "ink.txt", "dots.txt", "--force").evaluates
 
 
-def test_a_task_without_a_reward_stands_beside_one_with(capsys: Any) -> None:
+def test_a_task_without_a_reward_stands_beside_one_with() -> None:
     for name in ("signs", "signs_val", "brand", "brand_val"):
         Path(f"{name}.txt").write_text('a sign that says "KITE"\n')
     words = ["--stage", "opd", "--loras", "text=runs/text/adapter", "brand=me/brand"]
@@ -305,15 +272,6 @@ def test_a_task_without_a_reward_stands_beside_one_with(capsys: Any) -> None:
     assert [task.reward and task.reward.name for task in config.tasks] == ["ocr", None]
     assert [task.validation for task in config.tasks] == ["signs_val.txt", None]
     assert config.evaluates and config.student.states.select == "high_noise"
-    assert "not there yet" not in capsys.readouterr().out
-    words[3] = "text=outputs/text/adapter"
-    written(*words)
-    assert "not there yet: outputs/text/adapter" in capsys.readouterr().out
-
-
-def test_a_recipe_of_one_teacher_merges_nothing() -> None:
-    config = written("--stage", "recipe", "--teachers", "ocr=me/a")
-    assert list(config.stages) == ["student", "table"]
 
 
 @pytest.mark.parametrize(
@@ -341,6 +299,8 @@ def test_a_recipe_of_rewards_trains_a_teacher_for_each(
     assert config.stages["merge"]["adapters"] == [f"stage:{name}" for name in names[:2]]
     cfg = {"base_cfg"} if model in ("tiny", MEDIUM) else set()
     assert set(table["models"]) == {"base", "ocr", "clipscore", "merge", "student", *first, *cfg}
+    stages, _ = recipe._read_stages(config, Path())
+    assert list(scale_problems(stages)) == []  # a guidance that is an input stays as it is
     if model != MODELS[0]:
         Path("data").mkdir()
         Path("data/ocr_test.txt").write_text('a sign that says "KITE"\n')
@@ -371,7 +331,7 @@ def test_a_recipe_of_a_base_with_cfg_counts_it_once(
         assert isinstance(guided, OpdStage) and guided.guidance == 1 and guided.lora.init is None
         assert [(t.adapter, t.guidance) for t in guided.teachers.values()] == [(None, scale)]
         said = without_marks(Path("own.yaml").read_text())
-        assert f"at its usual scale {scale:g} (card or shipped config)." in said
+        assert f"the base's CFG of {scale:g} " in said
     taught: list[Any] = [stages[f"teacher_{name}"] for name in rewards]
     assert [(t.stage, t.guidance, t.lora.init) for t in taught] == [("nft", 1, start)] * count
     assert {teacher.guidance for teacher in student.teachers.values()} == {1.5}
@@ -382,23 +342,13 @@ def test_a_recipe_of_a_base_with_cfg_counts_it_once(
     assert scales["base_cfg"] == scale and list(scale_problems(stages)) == []
 
 
-@pytest.mark.parametrize("model, scale", [(MODELS[3], 3.5), (MODELS[4], 4.0)])
-def test_a_recipe_keeps_a_guidance_that_is_an_input(model: str, scale: float) -> None:
-    config = written("--stage", "recipe", "--model", model, "--reward", "ocr")
-    assert list(config.stages) == ["teacher_ocr", "student", "table"]
-    stages, _ = recipe._read_stages(config, Path())
-    assert {value for stage in stages.values() for value in stage.scales.values()} == {scale}
-    assert list(scale_problems(stages)) == []
-
-
 @pytest.mark.parametrize("model, of", [("tiny", "tiny/ocr_test"), (MEDIUM, "data/ocr_test.txt")])
-def test_the_table_of_a_recipe_is_of_test_prompts(model: str, of: str, capsys: Any) -> None:
-    words = ["--stage", "recipe", "--model", model, "--teachers", "ocr=me/a", "blue=me/b"]
-    config = written(*words, "--reward", "ocr", "ocr")
-    table = config.stages["table"]["benchmarks"]
-    assert [(part["name"], part["prompts"]) for part in table] == [("ocr", of), ("blue", of)]
-    assert "evaluation" not in capsys.readouterr().out
-    tasks = config.stages["student"]["tasks"]
+def test_the_table_of_a_recipe_is_of_test_prompts(model: str, of: str) -> None:
+    words = ["--stage", "recipe", "--model", model, "--teachers", "ocr=me/a", "--reward", "ocr"]
+    config = written(*words)
+    assert list(config.stages) == ["student", "table"]  # one teacher: nothing is merged
+    table, tasks = config.stages["table"]["benchmarks"], config.stages["student"]["tasks"]
+    assert [(part["name"], part["prompts"]) for part in table] == [("ocr", of)]
     assert not {task[key] for task in tasks for key in ("prompts", "validation")} & {of}
 
 
@@ -406,20 +356,12 @@ def test_the_table_of_a_recipe_is_of_test_prompts(model: str, of: str, capsys: A
     "words, named",
     [
         ([], "--stage"),
-        (["--stage", "gpro"], "--stage"),
         (["--stage", "grpo", "--reward", "orc"], "ocr"),
         (["--stage", "grpo", "--reward", "ocr", "--options", "engin=x"], "engin"),
-        (["--stage", "grpo", "--reward", "remote"], "urls"),
         (["--stage", "eval", "--options", "engine=x"], "--options"),
-        (
-            ["--stage", "eval", "--reward", "ocr", "pickscore", "--options", "rule=cvtg2k"],
-            "--options",
-        ),
         (["--stage", "grpo", "--teachers", "a=b"], "--teachers"),
-        (["--stage", "merge", "--prompts", "a.txt"], "--prompts"),
         (["--stage", "opd", "--prompts", "a.txt"], "--prompts"),
         (["--stage", "recipe", "--teachers", "ocr=tiny/ocr", "blue=a/b"], "--reward"),
-        (["--stage", "opd", "--teachers", "a b=c"], "teachers"),
         (["--stage", "merge", "--teachers", "tiny/ocr"], "adapters"),
     ],
 )
@@ -431,17 +373,12 @@ def test_what_gives_no_config_is_refused_and_nothing_is_written(
     assert list(Path().iterdir()) == []
 
 
-def test_options_are_of_the_reward() -> None:
-    one = written("--stage", "grpo", "--reward", "ocr", "--options", "rule=cvtg2k")
-    assert one.tasks[0].reward.options["rule"] == "cvtg2k"
-    head = Path("own.yaml").read_text().partition("stage:")[0]
-    assert "measured" in head and "your prompts and rewards" not in head
-
-
 def test_a_reward_made_of_others_has_the_options_of_their_shipped_configs(capsys: Any) -> None:
     """The tiny model's OCR engine is not tuned for pages, wherever it stands."""
     (ocr,) = written("--stage", "grpo", "--reward", "ocr").tasks
     assert "--trust" not in capsys.readouterr().out
+    head = Path("own.yaml").read_text().partition("stage:")[0]
+    assert "measured" in head and "your prompts and rewards" not in head
     parts = "rewards=[{name: ocr, options: {rule: cvtg2k}}, {name: gated, options: "
     parts += "{reward: {name: ocr}, gate: {name: ocr}, threshold: 0.5}}, {name: 'brand:like'}]"
     Path("brand.py").write_text("def like(images, prompts, metadata): ...")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import re
 import shlex
 from collections.abc import Mapping, Sequence
@@ -101,33 +102,36 @@ def _public(text: str, folder: Path) -> str:
 def _scores(folder: Path, config: TrainingStage) -> tuple[str, list[EvalResult]]:
     """The held-out scores of a run: as Markdown, and those of its adapter for the Hub."""
     rows, chosen = results.evaluations(folder), results.kept(folder)
-    start = "`lora.init`" if config.lora.init else "base"
-    text, scored = score_table(rows, chosen and chosen.row, start), []
-    if chosen and config.evaluation:
-        model, sampling = config.model, config.evaluation_sampling
-        text += (
-            f" {sampling.steps} Euler steps, guidance {sampling.guidance:g}, seed {sampling.seed}, "
-            f"{model.listed_sizes}, {model.dtype}, at most {config.evaluation.prompts} prompts a "
-            "task."
-        )
+    if chosen is None:
+        return f"(none were taken{' of this adapter' if rows else ''})", []
+    text = score_table(rows, chosen.row)
     sets = {task.name: task.validation or task.prompts for task in config.tasks}
     sets |= {benchmark.name: benchmark.prompts for benchmark in config.watched}
-    for key, value in chosen.row.items() if chosen else ():
-        benchmark, _, metric = key.removeprefix(metrics.EVAL).rpartition("/")
-        if key.startswith(metrics.EVAL) and benchmark in sets:
-            prompts = sets[benchmark]
+    scored = []
+    for key, value in chosen.row.items():
+        name, _, metric = key.removeprefix(metrics.EVAL).rpartition("/")
+        if key.startswith(metrics.EVAL) and name in sets:
             # the name of a file, not its path on this machine
-            prompts = prompts if prompts.startswith("tiny/") else Path(prompts).name
-            result = EvalResult(
-                task_type="text-to-image",
-                dataset_type=prompts,
-                dataset_name=benchmark,
-                metric_type=metric,
-                metric_name=metric,
-                metric_value=round(value, 6),
-            )
+            source = sets[name] if sets[name].startswith("tiny/") else Path(sets[name]).name
+            result = EvalResult("text-to-image", source, name, metric, round(value, 6))
+            result.metric_name = metric
             scored.append(result)
     return text, scored
+
+
+def score_table(rows: Sequence[Mapping[str, Any]], own: Mapping[str, Any]) -> str:
+    """First evaluation of a run, the one that chose its adapter, and the last, as Markdown."""
+    columns = (rows[0], own, rows[-1])
+    names, digits = [name for name in rows[0] if name.startswith(metrics.EVAL)], 3
+    if names == [metrics.HEADLINE]:  # without rewards it is minus the mean of these distances
+        names, digits = [name for name in rows[0] if name.startswith(metrics.FIXED_PATH)], 4
+    heads = ["metric", "first", "this adapter", "last"]
+    lines = [["update", *(str(row[metrics.UPDATE]) for row in columns)]]
+    for name in names:
+        cells = [f"{row.get(name, math.nan):.{digits}f}" for row in columns]
+        lines.append([escaped(name.removeprefix(metrics.EVAL)), *cells])
+    note = "This adapter was chosen by its headline on these very prompts."
+    return "\n".join([*table(heads, lines), "", note])
 
 
 def licence(base: str) -> dict[str, str]:
@@ -144,7 +148,7 @@ def licence(base: str) -> dict[str, str]:
     }
 
 
-def origins(folder: Path, config: Stage) -> str:
+def origins(folder: Path, config: Any) -> str:
     """The base, adapters and rewards of a run as a Markdown list, with their licences if known."""
     terms = licence(config.model.id)
     licensed = terms.get("license_link") or terms.get("license") or "see there"
@@ -152,22 +156,16 @@ def origins(folder: Path, config: Stage) -> str:
     bases = config.bases.items()
     lines += [f"{escaped(key)}: base {code(base.id)}; see its licence" for key, base in bases]
     lines += [f"{escaped(key)}: {code(source)}" for key, source in config.inputs.items()]
-    if isinstance(config, TrainingStage):
-        lines += [
-            f"guidance of {escaped(key)}: {scale:g}, where the student is trained at "
-            f"{config.guidance:g}: a mixture of two scales"
-            for key, scale in config.mixtures.items()
-        ]
-        lines += [
-            f"{escaped(key)}: extrapolated from the {teacher.reference} by {teacher.extrapolate:g}"
-            for key, teacher in config.extrapolated.items()
-        ]
+    lines += [
+        f"{escaped(key)}: extrapolated from the {teacher.reference} by {teacher.extrapolate:g}"
+        for key, teacher in (config.extrapolated.items() if config.trains else ())
+    ]
+    if config.trains and (config.learns_from_rewards or config.evaluation):
         use = "reward" if config.learns_from_rewards else "scored, but not trained, by the reward"
-        scored = config.tasks if config.learns_from_rewards or config.evaluation else []
+        judges = {task.name: task.reward for task in config.tasks if task.reward}
         lines += [
-            f"{escaped(task.name)}: {use} {judge(task.reward.name, task.reward.options)}"
-            for task in scored
-            if task.reward
+            f"{escaped(name)}: {use} {judge(reward.name, reward.options)}"
+            for name, reward in judges.items()
         ]
     if (report := folder / REPORT).is_file():
         first = report.read_text(encoding="utf-8").partition("\n")[0]
@@ -176,39 +174,15 @@ def origins(folder: Path, config: Stage) -> str:
 
 
 def judge(name: str, options: Mapping[str, Any]) -> str:
-    """A reward with these options as Markdown, and the licences of what they use, if known."""
-    components = [*options.get("rewards", ()), options.get("reward"), options.get("gate")]
-    if specs := [spec for spec in components if isinstance(spec, Mapping)]:
-        return (
-            f"{code(name)} of {', '.join(judge(s['name'], s.get('options') or {}) for s in specs)}"
-        )
-    reward = rewards.declared(name, imports=False)
-    chosen = reward.chosen(**options)
-    notes = [reward.licence] if reward.licence else []
-    if isinstance(chosen, str):
-        terms = reward.choices.get(chosen)
-        notes.append(f"{reward.choice[0]} {code(chosen)}" + (f": {terms}" if terms else ""))
-    return code(name) + (f" ({'; '.join(notes)})" if notes else "")
-
-
-def score_table(
-    rows: Sequence[Mapping[str, Any]], own: Mapping[str, Any] | None, start: str
-) -> str:
-    """First evaluation of a run, the one that chose its adapter, and the last, as Markdown. start:
-    what it started from."""
-    if own is None:
-        return "(none were taken of this adapter)" if rows else "(none were taken)"
-    first, last = rows[0], rows[-1]
-    title = start if first["update"] == 0 else "first"  # the start's may not have counted
-    names, digits = [name for name in first if name.startswith(metrics.EVAL)], 3
-    if names == [metrics.HEADLINE]:  # without rewards it is minus the mean of these distances
-        names, digits = [name for name in first if name.startswith(metrics.FIXED_PATH)], 4
-    lines = []
-    for name in names:
-        cells = [f"{row.get(name, float('nan')):.{digits}f}" for row in (first, own, last)]
-        lines.append([escaped(name.removeprefix(metrics.EVAL)), *cells])
-    note = (
-        f"Taken at updates {first['update']}, {own['update']} and {last['update']}; this adapter "
-        "was chosen by its headline on these very prompts."
-    )
-    return "\n".join([*table(["metric", title, "this adapter", "last"], lines), "", note])
+    """A reward with these options as Markdown, and the licences of what it uses, if known."""
+    each = []
+    for part, given in rewards.leaves(name, options, imports=False):
+        reward = rewards.declared(part, imports=False)
+        notes, chosen = [reward.licence], reward.chosen(**given)
+        if isinstance(chosen, str):
+            terms = reward.choices.get(chosen)
+            notes.append(f"{reward.choice[0]} {code(chosen)}" + (f": {terms}" if terms else ""))
+        known = "; ".join(filter(None, notes))
+        each.append(code(part) + (f" ({known})" if known else ""))
+    composed = rewards.declared(name, imports=False).made_of(**options)
+    return f"{code(name)} of {', '.join(each)}" if composed else each[0]

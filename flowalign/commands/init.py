@@ -191,70 +191,73 @@ class Draft:
         if not self.known:
             text = "is not known here, so the values are those of Stable Diffusion 3.5"
             yield f"the family of {self.model} {text}. Check model, guidance and steps."
-        if guided := data.get("stages", {}).get("guided"):
+        stages = data.get("stages", {})
+        if guided := stages.get("guided"):
             scale = guided["teachers"]["base"]["guidance"]
-            yield (
-                f"`guided` puts the base's CFG into a LoRA, at its usual scale {scale:g} (card or "
-                f"shipped config). Then all is trained and sampled at 1, with labels at {LABELS_AT}"
-                " (docs/results.md: The guidance first, then the teachers)."
-            )
-        student = data.get("stages", {}).get("student", data)
-        if student.get("evaluation", "on") is None:
+            text = f"`guided` puts the base's CFG of {scale:g} (card or shipped config) into a LoRA"
+            yield f"{text}. Then all is trained and sampled at 1, with labels at {LABELS_AT}."
+        if stages.get("student", data).get("evaluation", "on") is None:
             yield (
                 "evaluation is off, so the last weights are kept, not the best. It needs held-out "
                 "prompts (NAME_val.txt) of every task that has a reward, or of all if none has."
             )
-        taught = [teacher["adapter"] for teacher in student.get("teachers", {}).values()]
-        if missing := [a for a in taught if a.startswith("outputs/") and not Path(a).exists()]:
-            yield f"not there yet: {', '.join(missing)}. Train them first, or name yours: --loras."
 
     # Stages ------------------------------------------------------------------------------------
 
-    def _training(self, stage: str = "") -> dict[str, Any]:
+    def _training(self) -> dict[str, Any]:
         """A teacher with a task for each reward, or a student with one for each of its teachers."""
-        stage = stage or self.like
-        data = self._teacher(stage, self.rewards[0]) if stage in TEACHERS else self._student(stage)
-        names = list(map(_short, self.rewards))
-        if "teachers" in data:
-            like = next(iter(data["teachers"].values()))
-            # tuned for those teachers, and such as a recipe trains
-            if not self.taught and like.get("guidance") != data["rollout"]["guidance"]:
-                like = {key: value for key, value in like.items() if key != "guidance"}
-            given = {name: like | {"adapter": adapter} for name, adapter in self.adapters.items()}
-            data["teachers"] = given or data["teachers"]
-            names = list(data["teachers"])
-        rewards = _one_each("--reward", self.rewards, len(names))
-        prompts = _one_each("--prompts", self.prompts, len(names))
-        data["tasks"] = list(map(self._task, names, rewards, prompts))
-        scored = stage != "opd" or any("reward" in task for task in data["tasks"])
-        if not scored:  # LoRAs of styles matter at every sigma, rewards mostly at high ones
-            data["student"] = data["student"] | {"states": {"select": "random", "count": 1}}
-        # what is evaluated: scores, or without any reward the distances to the teachers
-        judged = [task for task in data["tasks"] if "reward" in task or not scored]
-        for task in data["tasks"]:
-            if task not in judged:
-                task.pop("validation", None)
-        if not judged or not all("validation" in task for task in judged):
-            data["evaluation"] = None
-        return data
+        if self.like in TEACHERS:
+            return self._teacher(self.like, self.rewards[0]) | self._tasks(
+                list(map(_short, self.rewards))
+            )
+        return self._student(self.like)
 
     def _teacher(self, stage: str, reward: str) -> dict[str, Any]:
         """The shipped teacher of a reward; where the family has none of this stage, the one of SD35
         with the family's guidance."""
-        folder, by_reward = self.folder, _teachers(self.folder, stage)
-        if not by_reward:
-            folder, by_reward = SD35, _teachers(SD35, stage)
-        data = by_reward.get(reward) or by_reward.get("ocr") or [*by_reward.values()][0]
+        for folder in (self.folder, SD35):
+            configs = [read(file) for file in sorted(folder.glob("teacher_*.yaml"))]
+            found = {c["tasks"][0]["reward"]["name"]: c for c in configs if c["stage"] == stage}
+            if found:
+                break
+        data = found.get(reward) or found.get("ocr") or next(iter(found.values()))
         if folder != self.folder:
             of = self.eval["sampling"] if stage == "grpo" else self.student["rollout"]
             data |= {"model": {}, "rollout": data["rollout"] | {"guidance": of["guidance"]}}
         return data
 
     def _student(self, stage: str) -> dict[str, Any]:
+        """A student of the teachers that are given, else of the shipped ones, a task for each."""
         if stage == "sft" and (self.folder / "sft.yaml").is_file():
-            return self._shipped("sft")
-        others = ("student", "anchor") if stage == "sft" else ()
-        return {key: value for key, value in self.student.items() if key not in others}
+            data = self._shipped("sft")
+        else:
+            others = ("student", "anchor") if stage == "sft" else ()
+            data = {key: value for key, value in self.student.items() if key not in others}
+        like = dict(next(iter(data["teachers"].values())))
+        # tuned for those teachers, and such as a recipe trains
+        if not self.taught and like.get("guidance") != data["rollout"]["guidance"]:
+            like.pop("guidance", None)
+        given = {name: like | {"adapter": adapter} for name, adapter in self.adapters.items()}
+        data["teachers"] = given or data["teachers"]
+        data |= self._tasks(list(data["teachers"]), scored=stage != "opd")
+        if not any("reward" in task for task in data["tasks"]) and stage == "opd":
+            # LoRAs of styles matter at every sigma, rewards mostly at high ones
+            data["student"] = data["student"] | {"states": {"select": "random", "count": 1}}
+        return data
+
+    def _tasks(self, names: Sequence[str], scored: bool = True) -> dict[str, Any]:
+        """Tasks of these names. What is evaluated: their scores, or without any reward the
+        distances to the teachers. scored: they have rewards."""
+        rewards = _one_each("--reward", self.rewards, len(names))
+        prompts = _one_each("--prompts", self.prompts, len(names))
+        tasks = list(map(self._task, names, rewards, prompts))
+        scored = scored or any("reward" in task for task in tasks)
+        judged = [task for task in tasks if "reward" in task or not scored]
+        for task in tasks:
+            if task not in judged:
+                task.pop("validation", None)
+        held_out = judged and all("validation" in task for task in judged)
+        return {"tasks": tasks} | ({} if held_out else {"evaluation": None})
 
     def _merge(self) -> dict[str, Any]:
         shipped = [teacher["adapter"] for teacher in self.student["teachers"].values()]
@@ -263,7 +266,7 @@ class Draft:
     def _recipe(self) -> dict[str, Any]:
         """A teacher for each reward, if none are given; the merge of the teachers, the student that
         starts from it, and the table."""
-        student: dict[str, Any] = self._training("opd") | {"stage": "opd"}
+        student: dict[str, Any] = self._student("opd") | {"stage": "opd"}
         adapters = {name: teacher["adapter"] for name, teacher in student["teachers"].items()}
         if unscored := [task["name"] for task in student["tasks"] if "reward" not in task]:
             raise ValueError(
@@ -313,8 +316,8 @@ class Draft:
             for name, file in zip(self.rewards, files, strict=True)
         ]
         data = self._table({"base": None, **self.adapters}, rows or self.eval["benchmarks"])
-        names = list(self.adapters)
-        return data | ({"compare": {names[-1]: names[:-1]}} if len(names) > 1 else {})
+        *others, last = self.adapters or [""]
+        return data | ({"compare": {last: others}} if others else {})
 
     def _table(self, models: Mapping[str, Any], rows: list[dict[str, Any]]) -> dict[str, Any]:
         """The family's evaluation of other models on these benchmarks."""
@@ -354,18 +357,17 @@ class Draft:
         reward_registry.check(name, reward.get("options", {}))
         return reward
 
-    def _filled(self, reward: Any) -> Any:
+    def _filled(self, value: Any) -> Any:
         """A reward, and all that it is made of, with the options of the shipped configs where it
         has none of its own; what is no reward as it is."""
-        if not isinstance(reward, Mapping) or "name" not in reward:
-            return reward
-        shipped = self.tasks.get(str(reward["name"]), {}).get("reward", {}).get("options", {})
-        options = {**shipped, **(reward.get("options") or {})}
-        for key in options.keys() & {"reward", "gate"}:
-            options[key] = self._filled(options[key])
-        if isinstance(parts := options.get("rewards"), list):
-            options["rewards"] = list(map(self._filled, parts))
-        return {**reward, "options": options} if options else {"name": reward["name"]}
+        if isinstance(value, list):
+            return list(map(self._filled, value))
+        if not isinstance(value, Mapping) or "name" not in value:
+            return value
+        shipped = self.tasks.get(str(value["name"]), {}).get("reward", {}).get("options", {})
+        options = {**shipped, **(value.get("options") or {})}
+        options = {key: self._filled(option) for key, option in options.items()}
+        return {**value, "options": options} if options else {"name": value["name"]}
 
 
 def _without_sampling(data: Any) -> Any:
@@ -410,12 +412,6 @@ def _average(adapters: list[str]) -> dict[str, Any]:
     return {"adapters": adapters, "weights": [round(1 / len(adapters), 4)] * len(adapters)}
 
 
-def _teachers(folder: Path, stage: str) -> dict[str, dict[str, Any]]:
-    """{reward: config} of the shipped teachers of a stage."""
-    configs = [read(file) for file in sorted(folder.glob("teacher_*.yaml"))]
-    return {c["tasks"][0]["reward"]["name"]: c for c in configs if c["stage"] == stage}
-
-
 def _one_each(flag: str, given: Sequence[str], count: int) -> Sequence[str]:
     """The values of a flag, one for each task; "" each where none are given."""
     if given and len(given) != count:
@@ -433,19 +429,18 @@ class _Writer:
     every: with the keys at their defaults, too."""
 
     def __init__(self, every: bool) -> None:
-        self.every = every
-        self.explained: set[tuple[type[Section], str]] = set()
+        self.every, self.explained = every, set[tuple[type[Section], str]]()
 
     def text(self, section: Any, without: Sequence[str] = ()) -> str:
         """The keys of a section, but those without."""
-        parts = []
+        parts, kind = [], type(section)
         # lora.init decides the other keys of `lora`
         every = self.every and not getattr(section, "init", None)
-        for key, field in type(section).model_fields.items():
+        for key, field in kind.model_fields.items():
             if key in without or not (every or key in section.model_fields_set):
                 continue
-            if (type(section), key) not in self.explained:
-                self.explained.add((type(section), key))
+            if (kind, key) not in self.explained:
+                self.explained.add((kind, key))
                 parts.append(_comment(field.description or _about(field.annotation)))
             value = getattr(section, key)
             if key == "stages":
@@ -468,8 +463,7 @@ class _Writer:
 
 
 def _comment(text: str) -> str:
-    lines = textwrap.wrap(" ".join(text.split()), WIDTH)
-    return "\n".join(f"# {line}" for line in lines)
+    return "\n".join(f"# {line}" for line in textwrap.wrap(" ".join(text.split()), WIDTH))
 
 
 def _about(annotation: Any) -> str:

@@ -22,11 +22,6 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--resume", action="store_true", help="continue from the last checkpoint")
     help = "resume with another number of processes, though the last digits then differ"
     parser.add_argument("--allow-world-change", action="store_true", help=help)
-    parser.add_argument("--dry-run", action="store_true", help="doctor --no-model; write nothing")
-    help = "dry run: also import the code that the config names, to check it"
-    parser.add_argument("--trust", action="store_true", help=help)
-    help = "dry run: plan for this GPU, as `flowalign doctor --gpu`"
-    parser.add_argument("--gpu", type=str.lower, metavar="NAME", help=help)
     parser.add_argument("--variant", help="a YAML file of keys by stage: other hardware")
     parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="change the config")
     return parser
@@ -39,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
     try:
         config = load(args.config, args.overrides, stage=Job, variant=args.variant)
-        if not args.dry_run and int(os.environ.get("RANK") or 0) == 0:
+        if int(os.environ.get("RANK") or 0) == 0:
             lock.check_free(config.output)
     except ConfigError as error:  # before the libraries are imported, which takes many seconds
         print(error, file=sys.stderr)
@@ -53,21 +48,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     from flowalign.training.run import processes
 
     rewards.add_config_folder(args.config)
-    home, any_world = Path(args.config).parent, args.allow_world_change
     with run.exit_status() as status:
-        if args.dry_run:
-            from flowalign.commands.doctor import advise, command
-            from flowalign.training.preflight import Launch
-
-            state = processes.state()
-            launch = Launch(state.num_processes, args.resume, any_world, args.trust, bool(args.gpu))
-            device = advise.Device(state.num_processes, args.gpu)
-            if state.is_main_process and command.examine(config, args.config, launch, device) == 2:
-                status.code = 2  # other faults stop no run
-        else:
-            run.run_job(config, home, args.resume, began, any_world)
-            if processes.state().is_main_process:
-                print(results.summary(config), flush=True)
+        home = Path(args.config).parent
+        run.run_job(config, home, args.resume, began, args.allow_world_change)
+        if processes.state().is_main_process:
+            print(results.summary(config), flush=True)
     return status.code
 
 

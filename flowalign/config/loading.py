@@ -53,8 +53,6 @@ def load(
     data = read(path)
     if variant is not None and isinstance(data, Mapping):
         keys = read(variant)
-        if isinstance(keys, dict):
-            keys.pop("gpus", None)  # which it is for: no stage reads them
         if problems := list(variant_problems(keys)):
             raise ConfigError(problems, str(variant))
         kind = str(data.get("stage"))

@@ -12,7 +12,7 @@ import math
 import os
 import shlex
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -29,15 +29,13 @@ from flowalign.backbone.structure import local_folder
 from flowalign.commands.doctor.count import Estimate, Ranks, evaluated_images, predict, ranks_of
 from flowalign.commands.doctor.pace import DEFAULT_GPU, GPUS, Gpu, Pace, Times, present_gpu, times
 from flowalign.commands.findings import Finding, fault, note, ok, show
-from flowalign.config import ADAPTER, ConfigError, ModelConfig, Stage, overlay, parse, read
+from flowalign.config import ADAPTER, ConfigError, ModelConfig, Stage, parse
 
 GB, GIB = 10**9, 2**30
 SHARE = 0.92  # of a device's memory that tensors can use; the rest is lost between blocks
 CONTEXT = 0.6 * GIB  # of CUDA, cuDNN and cuBLAS
 CHANGES = 12  # that are tried
-VARIANTS = Path(__file__).parents[1] / "configs" / "variants"
 LONG = 100  # hours above which a run is noted
-NEAR = 1.05  # times its hours that a stage may take and lose a few updates alone
 
 
 class Device(NamedTuple):
@@ -57,12 +55,25 @@ class Forecast:
     name: str
     stage: Stage
     device: Device
-    predict: Callable[[Stage], Estimate] = predict
+    kind: str = "cuda"  # type of the device
     ranks: Mapping[str, Ranks] = field(default_factory=dict)  # as for `predict`
+    models: dict[str, Any] = field(default_factory=dict)  # as for `predict`
     estimate: Estimate | None = None
     unknown: str = ""  # why there is no estimate
     pace: Pace | None = None  # None: no rate is known, or `timed` was not called
     times: Times | None = None  # at that pace
+
+    def predicted(self) -> Forecast:
+        """With the estimate of its stage, and with times if there is a pace. Raises LookupError
+        where the shapes of the model are not known."""
+        given: dict[str, Any] = {"processes": self.device.gpus, "ranks": self.ranks}
+        estimate = predict(self.stage, device_type=self.kind, models=self.models, **given)
+        return replace(self, estimate=estimate, times=self.pace and times(estimate, self.pace))
+
+    def after(self, *changes: str) -> Forecast:
+        """After these changes of the config, at the same pace."""
+        stage = parse(self.stage.model_dump(mode="json"), changes, stage=type(self.stage))
+        return replace(self, stage=stage).predicted()
 
     @property
     def gpu(self) -> Gpu | None:
@@ -70,7 +81,7 @@ class Forecast:
         sees none, DEFAULT_GPU. None: a CPU, or a GPU that is not in the table."""
         if self.device.gpu:
             return GPUS[self.device.gpu]
-        if self.estimate is None or self.estimate.device_type == "cpu":
+        if self.estimate is None or self.kind == "cpu":
             return None
         return present_gpu() if torch.cuda.is_available() else GPUS[DEFAULT_GPU]
 
@@ -91,23 +102,13 @@ class Forecast:
         """Of the stage, as far as they are known."""
         return self.times.hours if self.times else 0.0
 
-    def after(self, *changes: str) -> Forecast:
-        """The forecast after these changes of the config, at the same pace."""
-        estimate = self.predict(changed(self.stage, *changes))
-        assert self.pace
-        took = times(estimate, self.pace)
-        return replace(self, stage=estimate.config, estimate=estimate, times=took)
-
     def findings(self) -> Iterator[Finding]:
         """About memory and time."""
         if self.unknown:
             yield note(f"memory: no prediction: {self.unknown}")
         if self.estimate is None:
             return
-        gpu, memory = self.gpu, self.device.memory
-        assumed = gpu is not None and not self.device.gpu and not torch.cuda.is_available()
-        title = gpu.title if gpu and assumed and not memory else ""
-        yield from fits(self.estimate, memory or (gpu and gpu.memory), title, self.predict)
+        yield from fits(self)
         if self.times is None:
             yield note("time: the rate of this device is not known; --gpu or --tflops says it")
         elif self.times.unknown:
@@ -136,27 +137,20 @@ class Forecast:
             console.print("torch.compile is not in the prediction.")
 
 
-def changed(stage: Stage, *texts: str, keys: Mapping[str, Any] | None = None) -> Stage:
-    """A stage with keys laid over it, and `key.path=value` texts after them."""
-    return parse(overlay(stage.model_dump(mode="json"), keys or {}), texts, stage=type(stage))
-
-
 def forecasts(stages: Mapping[str, Stage], device: Device) -> list[Forecast]:
     """The prediction of each stage, without its times. Prints what all of them need together."""
     ranks: dict[str, Ranks] = {}  # by folder, of what the stages will write
     listed = []
     asked = device.gpu or device.memory or device.tflops or torch.cuda.is_available()
     for name, stage in stages.items():
-        adapter = Path(stage.output) / "adapter"
         # for this machine's CPU only where the run itself would be on it
         kind = "cuda" if asked or not is_here(stage.model) else "cpu"
-        say = partial(predict, device_type=kind, processes=device.gpus, ranks=ranks, models={})
-        one = Forecast(name, stage, device, say, ranks)
+        one, adapter = Forecast(name, stage, device, kind, ranks), Path(stage.output) / "adapter"
         try:
             if (stage.trains or stage.merges) and not (adapter / ADAPTER).is_file():
                 of = partial(ranks_of, ranks=ranks, model=stage.model)
                 ranks[str(adapter)] = stage.output_ranks(of)
-            listed.append(replace(one, estimate=say(stage) if stage.samples else None))
+            listed.append(one.predicted() if stage.samples else one)
         except LookupError as error:
             listed.append(replace(one, unknown=str(error.args[0])))
     show(_needs(listed))
@@ -202,73 +196,60 @@ def usable(memory: float, device_type: str) -> float:
     return memory * SHARE - (CONTEXT if device_type == "cuda" else 0)
 
 
-def fits(
-    estimate: Estimate,
-    memory: float | None,
-    assumed: str = "",
-    predict: Callable[[Stage], Estimate] = predict,
-) -> Iterator[Finding]:
-    """Whether the peak fits in `memory` GiB (None = this machine's), and what would make it fit, by
-    the predictions of `predict`.
-
-    assumed: the name of a GPU that was not asked for; a run that does not fit there has no fault.
-    """
-    if memory:
-        size = memory * GIB
-    elif estimate.device_type == "cpu":
+def fits(forecast: Forecast) -> Iterator[Finding]:
+    """Whether the peak fits in the memory of the device, and what would make it fit. A run that
+    does not fit a GPU that is neither here nor asked for has no fault."""
+    device, gpu = forecast.device, forecast.gpu
+    assumed = bool(gpu) and not (device.gpu or device.memory or torch.cuda.is_available())
+    if known := device.memory or (gpu and gpu.memory):
+        size = known * GIB
+    elif forecast.kind == "cpu":
         size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     else:
         size = torch.cuda.get_device_properties(0).total_memory
-    limit = usable(size, estimate.device_type)
-    text = f"{estimate.peak / GIB:.3g} GiB in {estimate.worst.name}; {assumed or 'the device'} has "
+    limit = usable(size, forecast.kind)
+    peak, phase = _peak(forecast)
+    text = f"{peak / GIB:.3g} GiB in {phase}; {gpu.title if gpu and assumed else 'the device'} has "
     text += f"{size / GIB:.3g} GiB, of which tensors can use {limit / GIB:.3g}"
-    if estimate.peak <= limit:
+    if peak <= limit:
         yield ok(f"memory: at most {text}")
         return
     yield (note if assumed else fault)(f"memory: does not fit: {text}. Changes:")
-    reached = estimate
-    for change, reached in advice(estimate, limit, predict):
-        end = "fits" if reached.peak <= limit else f"still too much, in {reached.worst.name}"
-        yield note(f"  {change}: {reached.peak / GIB:.3g} GiB, {end}")
-    variant = next(((n, e) for n, e in _variants(estimate, size, predict) if e.peak <= limit), None)
-    if variant:
-        yield note(f"  or --variant {variant[0]}: {variant[1].peak / GIB:.3g} GiB, fits")
-    elif reached.peak > limit:
+    for change, after in advice(forecast, limit):
+        peak, phase = _peak(after)
+        end = "fits" if peak <= limit else f"still too much, in {phase}"
+        yield note(f"  {change}: {peak / GIB:.3g} GiB, {end}")
+    if peak > limit:
         yield note("  no other setting helps; use a larger device, or a smaller lora.rank.")
 
 
-def advice(
-    estimate: Estimate, limit: float, predict: Callable[[Stage], Estimate]
-) -> Iterator[tuple[str, Estimate]]:
-    """(a change that helps, the estimate after it and all before), until `limit` bytes suffice."""
+def _peak(forecast: Forecast) -> tuple[int, str]:
+    """Peak bytes, and the phase that has them."""
+    assert forecast.estimate
+    return forecast.estimate.peak, forecast.estimate.worst.name
+
+
+def advice(forecast: Forecast, limit: float) -> Iterator[tuple[str, Forecast]]:
+    """(a change that helps, the forecast after it and all before), until `limit` bytes suffice."""
     for _ in range(CHANGES):
-        if estimate.peak <= limit:
+        peak, _ = _peak(forecast)
+        if peak <= limit:
             return
-        for change in _changes(estimate, limit):
-            after = predict(changed(estimate.config, change))
-            if after.peak < estimate.peak:
+        for change in _changes(forecast, limit):
+            after = forecast.after(change)
+            if _peak(after)[0] < peak:
                 break
         else:
             return
-        yield change, (estimate := after)
+        yield change, (forecast := after)
 
 
-def _variants(
-    estimate: Estimate, memory: float, predict: Callable[[Stage], Estimate]
-) -> Iterator[tuple[str, Estimate]]:
-    """The shipped variants for as many GPUs of at most this memory, the largest first."""
-    found = [(f"configs/variants/{path.name}", read(path)) for path in VARIANTS.glob("*.yaml")]
-    for name, keys in sorted(found, key=lambda item: (-item[1]["gpus"]["memory"], item[0])):
-        gpus, own = keys["gpus"], keys.get(estimate.config.stage)
-        if own and gpus["count"] == estimate.processes and gpus["memory"] * 0.95 <= memory / GIB:
-            with suppress(ConfigError):  # keys that this stage does not have
-                yield name, predict(changed(estimate.config, keys=own))
-
-
-def _changes(estimate: Estimate, limit: float) -> Iterator[str]:
+def _changes(forecast: Forecast, limit: float) -> Iterator[str]:
     """What can be changed now, the cheapest first: the worst phase, then what is resident, then
     what a run can do without."""
-    model, worst = estimate.config.model, estimate.worst
+    model, estimate = forecast.stage.model, forecast.estimate
+    assert estimate
+    worst = estimate.worst
     sizes = {key: size for key, size in worst.sizes.items() if size > 1}
     share = (limit - estimate.resident) / worst.bytes  # of the phase's memory that is available
     if worst.name == "update" and not model.gradient_checkpointing:
@@ -281,7 +262,7 @@ def _changes(estimate: Estimate, limit: float) -> Iterator[str]:
     if model.dtype == "float32":  # only from here on is something else learned
         yield "model.dtype=bfloat16"
     if model.quantization is None:
-        yield f"model.quantization={'nf4' if estimate.device_type == 'cuda' else 'fp8'}"
+        yield f"model.quantization={'nf4' if forecast.kind == 'cuda' else 'fp8'}"
     if worst.name == "text" and model.text_cache is None:
         yield "model.text_cache=outputs/text_cache"
     for key in sizes:
@@ -309,12 +290,7 @@ CUTS = (
     Cut("evaluation.prompts", 64, "the best update is chosen less surely: errors of at most .063"),
     Cut("student.states.select", "high_noise", "one such state was level with all (log)"),
     Cut("student.states.count", 1, "one random state was .005 behind three (study)"),
-    Cut(
-        "rollout.prompts",
-        8,
-        "a quarter of the images cost as little as half of the rollouts (budget)",
-        taught=128,
-    ),
+    Cut("rollout.prompts", 8, "a quarter of the images cost as half the rollouts (budget)", 128),
     Cut("rollout.copies", 8, "groups of 8 learn (results); larger ones were not compared"),
     Cut("{stage}.states", 1, "1 of 8 cost a quarter of the gain of an OCR teacher (budget)"),
     Cut("train.updates", 100, "half of the rollouts cost a quarter of the gain (budget)"),
@@ -322,7 +298,6 @@ CUTS = (
     Cut("train.updates", 30, "the tiny model's teachers learn most in 30 (results)"),
     Cut("rollout.steps", 6, "not measured: the reward sees other images than the users do"),
 )
-TRIM = Cut("train.updates", 1, "hardly fewer")
 
 
 def show_total(listed: Sequence[Forecast]) -> None:
@@ -379,15 +354,12 @@ def _proposed(config: Any, listed: Sequence[Forecast], limit: float) -> str:
     for number, forecast in enumerate(timed):
         share = min(rest / (len(timed) - number), rest - sum(least[number + 1 :]))
         after, keys = forecast, {}
-        steps = list(_cut(forecast, share, [TRIM])) if forecast.hours <= NEAR * share else []
-        if not steps or steps[0][0].hours > share:
-            steps = _cut(forecast, share)
-        for after, cut, texts in steps:
+        for after, cut, texts in _cut(forecast, share):
             head = f"  {forecast.name}: {' '.join(texts)}: {shown_hours(after.hours)} h"
             show([note(f"{head}. {cut.why}")])
             keys |= {text.partition("=")[0]: text for text in texts}  # a later value replaces
         rest, words = rest - after.hours, list(keys.values())
-        if config.stage == "recipe" and words:  # `set` comes after everything else
+        if config.is_recipe and words:  # `set` comes after everything else
             words = [*config.stages[forecast.name].get("set", []), *words]
             words = [f"stages.{forecast.name}.set={json.dumps(words)}"]
         lines += words
@@ -396,59 +368,45 @@ def _proposed(config: Any, listed: Sequence[Forecast], limit: float) -> str:
     return shlex.join(lines)
 
 
-def _cut(
-    forecast: Forecast, limit: float, cuts: Sequence[Cut] = CUTS
-) -> Iterator[tuple[Forecast, Cut, list[str]]]:
+def _cut(forecast: Forecast, limit: float) -> Iterator[tuple[Forecast, Cut, list[str]]]:
     """(the forecast after a cut, the cut, its changes), until a stage takes at most `limit` hours.
     The last cut goes no further than it must."""
-    for cut in cuts:
+    for cut in CUTS:
         if forecast.hours <= limit:
             return
         with suppress(ConfigError, LookupError):  # another key needs more; there is no value
-            values, at = _values(cut, forecast), partial(_texts, cut, forecast)
-            now, after = forecast, forecast.after(*at(values[0]))
-            if after.hours >= now.hours:
-                continue
-            index = 1
-            if after.hours <= limit:
-                index = bisect_right(values, limit, key=lambda v: now.after(*at(v)).hours)  # noqa: B023
-            texts = at(values[index - 1])
-            forecast = now.after(*texts) if index > 1 else after
-            yield forecast, cut, texts
+            choices, now, index = _choices(cut, forecast), forecast, 0
+            if now.after(*choices[0]).hours <= limit:
+                index = bisect_right(choices, limit, key=lambda c: now.after(*c).hours) - 1  # noqa: B023
+            after = now.after(*choices[index])
+            if after.hours < now.hours:
+                forecast = after
+                yield forecast, cut, choices[index]
 
 
-def _values(cut: Cut, forecast: Forecast) -> Sequence[Any]:
-    """What a cut can write to a stage, from the floor up."""
+def _choices(cut: Cut, forecast: Forecast) -> list[list[str]]:
+    """The changes that a cut can make in a stage, from the floor up. The first rows of a .jsonl may
+    be of one tag, as those of GenEval are, so that `limit` is for sets of texts."""
     stage: Any = forecast.stage
-    now = list(_now(cut, forecast).values())
+    head, star, leaf = cut.key.format(stage=stage.stage).partition(".*.")
+    try:
+        now = {head: attrgetter(head)(stage)}
+    except AttributeError:
+        return []
+    if star:
+        whole = ".jsonl" if leaf == "limit" else "/"
+        marks = {f"{head}.{i}.{leaf}": mark for i, mark in enumerate(now[head])}
+        now = {key: getattr(m, leaf) for key, m in marks.items() if not m.prompts.endswith(whole)}
     taught = stage.trains and not stage.learns_from_rewards
     floor = cut.taught if taught and cut.taught is not None else cut.floor
     if isinstance(floor, str) or not floor:
-        return [floor] if floor and now[0] in ("all", None) else []
+        return [[f"{head}={floor}"]] if floor and now[head] in ("all", None) else []
     unit = 1  # of what all processes and optimizer steps share
-    if now and cut.key in ("rollout.prompts", "rollout.copies"):
+    if cut.key in ("rollout.prompts", "rollout.copies"):
         unit = stage.optimizer.updates_per_rollout * forecast.device.gpus
     every = max(evaluated_images(stage).values(), default=0)  # for None
-    largest = max((value or every for value in now), default=0)
-    return range(-(-floor // unit) * unit, largest, unit)
-
-
-def _texts(cut: Cut, forecast: Forecast, value: Any) -> list[str]:
-    """The changes that write a value where there is a larger one."""
-    now = _now(cut, forecast)
-    return [f"{key}={value}" for key, v in now.items() if not isinstance(v, int) or v > value]
-
-
-def _now(cut: Cut, forecast: Forecast) -> dict[str, Any]:
-    """{key of a stage that a cut means: its value}. The first rows of a .jsonl may be of one tag,
-    as those of GenEval are, so that `limit` is for sets of texts."""
-    stage = forecast.stage
-    head, star, leaf = cut.key.format(stage=stage.stage).partition(".*.")
-    with suppress(AttributeError):
-        found = attrgetter(head)(stage)
-        if not star:
-            return {head: found}
-        marks = {f"{head}.{i}.{leaf}": mark for i, mark in enumerate(found)}
-        whole = ".jsonl" if leaf == "limit" else "/"
-        return {key: getattr(m, leaf) for key, m in marks.items() if not m.prompts.endswith(whole)}
-    return {}
+    largest = max((value or every for value in now.values()), default=0)
+    return [
+        [f"{key}={value}" for key, v in now.items() if not isinstance(v, int) or v > value]
+        for value in range(-(-floor // unit) * unit, largest, unit)
+    ]

@@ -1,4 +1,4 @@
-"""The command line of `flowalign doctor`, and what `flowalign train --dry-run` says."""
+"""The command line of `flowalign doctor`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from flowalign.commands.doctor import advise, live, plan
 from flowalign.commands.doctor.advise import Device, Forecast
 from flowalign.commands.doctor.pace import GPUS
 from flowalign.commands.findings import fault, healthy, note, ok, show
-from flowalign.config import LABELS, ConfigError, Stage, TrainingStage, assignments, label_of, load
+from flowalign.config import LABELS, Stage, TrainingStage, assignments, label_of, load
 from flowalign.eval.suite import environment
 from flowalign.system.exit import refusing
 from flowalign.training.preflight import Launch, own_code, scale_problems, unexamined
@@ -38,13 +38,12 @@ def main(argv: Sequence[str]) -> int:
             if args.trust:
                 rewards.add_config_folder(args.config)
             root = load(args.config, args.options, stage=Stage, variant=args.variant)
-            any_world, elsewhere = args.allow_world_change, bool(args.gpu)
-            launch = Launch(args.gpus, args.resume, any_world, args.trust, elsewhere)
+            launch = Launch(args.gpus, resume=False, trust=args.trust, elsewhere=bool(args.gpu))
             device = Device(args.gpus, args.gpu, args.memory, args.tflops)
             return examine(root, args.config, launch, device, not args.no_model, args.hours)
         options = assignments(args.options)
         prompts = [args.prompts] if args.prompts else live.PROBES
-        found, _ = live.diagnose(args.reward, options, args.count, args.size, prompts, args.images)
+        found, _ = live.diagnose(args.reward, options, args.count, args.size, prompts)
         show(found)
         return 0 if healthy(found) else 1
     finally:
@@ -63,9 +62,6 @@ def parser() -> argparse.ArgumentParser:
     add("--no-model", action="store_true", help="only checks without weights")
     help = "config: run the code that it names (module:name), and look in its folder for that code"
     add("--trust", action="store_true", help=help)
-    add("--resume", action="store_true", help="as `train --resume` would run")
-    help = "as `train --allow-world-change` would run"
-    add("--allow-world-change", action="store_true", help=help)
     help = f"plan for this GPU: {', '.join(GPUS)}; others by --memory and --tflops"
     add("--gpu", type=str.lower, choices=list(GPUS), metavar="NAME", help=help)
     help = "propose cuts, with which the config is predicted to run for so long at most"
@@ -78,8 +74,6 @@ def parser() -> argparse.ArgumentParser:
     add("--size", type=int, help="reward: enlarge the 64-pixel scenes to this")
     help = "reward: score scenes with these prompts, not with those of the tiny world"
     add("--prompts", metavar="FILE", help=help)
-    help = "reward: also score the pictures of a folder, such as those of a style; several times"
-    add("--images", action="append", type=Path, default=[], metavar="FOLDER", help=help)
     help = "config: changes; reward: its options"
     add("options", nargs="*", metavar="key=value", help=help)
     return parser
@@ -90,17 +84,12 @@ def examine(
     path: str,
     launch: Launch,
     device: Device,
-    sample: bool = False,
-    hours: float | None = None,
+    sample: bool,
+    hours: float | None,
 ) -> int:
     """Examine every stage of a config, read from `path`, and print the findings; the exit status.
     Nothing is written. sample: also a few images, where the model is here. hours: the most that
-    all stages shall take.
-
-    Raises ConfigError for a GPU that is not known.
-    """
-    if device.gpu not in (None, *GPUS):
-        raise ConfigError([f"--gpu: got {device.gpu!r}; want one of {', '.join(GPUS)}."])
+    all stages shall take."""
     show([ok(", ".join(f"{name} {version}" for name, version in environment().items()))])
     if label := label_of(path):
         show([note(f"the settings are {label}: {LABELS[label]}")])

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -71,7 +71,6 @@ class Estimate:
     has no updates and one evaluation."""
 
     config: Stage
-    device_type: str
     processes: int
     parts: Mapping[str, int]  # resident bytes by what they are
     phases: list[Phase]  # of an update
@@ -133,8 +132,7 @@ def predict(
     parts = {name: count for name, count in parts.items() if count}
     evaluation = _evaluation(config, model, processes) if config.evaluations else None
     return Estimate(
-        config, device_type, processes, parts, phases, evaluation,
-        model.width, model.host, model.downloads,
+        config, processes, parts, phases, evaluation, model.width, model.host, model.downloads,
     )  # fmt: skip
 
 
@@ -173,12 +171,17 @@ class _Model:
     inputs are made before they are measured. It depends on the keys of `model` but FREE.
 
     adapters: those of all models of an evaluation; its peak is that of a model with an adapter.
+    here: it lies on the device that is predicted, and not on another.
     """
 
     def __init__(
-        self, config: ModelConfig, device_type: str, adapters: Iterable[Ranks] = ()
+        self,
+        config: ModelConfig,
+        device_type: str,
+        adapters: Iterable[Ranks] = (),
+        here: bool = True,
     ) -> None:
-        self.device_type, self.dtype = device_type, DTYPES[config.dtype]
+        self.device_type, self.dtype, self.here = device_type, DTYPES[config.dtype], here
         with torch.device("meta"):
             self.backbone = without_data(config)
             pipe = self.backbone.pipe
@@ -268,7 +271,8 @@ class _Model:
             with torch.no_grad(), self.backbone.adapter(source.adapter):
                 self.backbone.velocity(x, 0.5, cond, guidance=source.guidance)
 
-        return self.measured(forward, "forward", batch, source)
+        found = self.measured(forward, "forward", batch, source)
+        return found if self.here else found._replace(peak=0)
 
     def decoded(self, batch: int, rows: int | None) -> Pass:
         """The VAE's decoder on a batch, so many rows at once; None = all."""
@@ -292,19 +296,6 @@ class _Model:
         return self.latents(rows), Conditioning(self.texts(rows), index, self.texts(1))
 
 
-class _Labeller(NamedTuple):
-    """Who labels: a source on a base, which is on the device that is predicted or elsewhere."""
-
-    model: _Model
-    source: Source
-    here: bool = True
-
-    def forward(self, batch: int) -> Pass:
-        """Its forward pass; elsewhere it holds nothing on this device."""
-        meter = self.model.forward(batch, self.source)
-        return meter if self.here else meter._replace(peak=0)
-
-
 class _Trained(_Model):
     """The model of a training stage: the adapters of its student, its teachers and its anchor, as
     the stage loads them, and other bases of teachers."""
@@ -315,24 +306,24 @@ class _Trained(_Model):
         self.student, self.sampler = self.add(STUDENT, student), STUDENT
         self.teachers: list[nn.Parameter] = []
         self.bases: dict[str, int] = {}  # bytes of bases that lie here, by their settings
-        self.targets: dict[str, list[_Labeller]] = {}  # who labels, by its key in the config
+        # who labels, by its key in the config: a source on a base
+        self.targets: dict[str, list[tuple[_Model, Source]]] = {}
         others: dict[str, _Model] = {}  # by their settings: several teachers may have one
         for key, teacher in config.labellers.items():
-            name, model, here = None, self, True
-            settings = config.bases.get(key, config.model)
+            name, model, settings = None, self, config.bases.get(key, config.model)
             if key in config.bases:
-                where = f"{teacher.device} {settings}"
-                model = others.get(where) or others.setdefault(where, _Model(settings, device_type))
-                here = teacher.device in (None, device_type)
+                where, here = f"{teacher.device} {settings}", teacher.device in (None, device_type)
+                if where not in others:
+                    others[where] = _Model(settings, device_type, here=here)
+                model = others[where]
                 self.bases |= {where: model.transformer(settings)} if here else {}
                 self.host = max(self.host, model.base)
                 self.downloads[settings.id] = model.file
             if teacher.adapter is not None:
                 own = ranks_of(teacher.adapter, lora, ranks, settings)
                 name, weights = model.add_frozen(own)
-                self.teachers += weights if here else []
-            source = Source(name, config.guidance_of(teacher))
-            self.targets[key] = [_Labeller(model, source, here)]
+                self.teachers += weights if model.here else []
+            self.targets[key] = [(model, Source(name, config.guidance_of(teacher)))]
         beyond = config.extrapolated  # from what a target is, one more labels
         extra = any(teacher.reference == "start" for teacher in beyond.values())
         alarm = config.alarm is not None and config.alarm.reference == "start"
@@ -494,7 +485,7 @@ class _Update:
         config, model = self.config, self.model
         if self.keeps.labels:  # each pair by its teacher, and by the anchor
             batch = min(config.batch_sizes["student.label_batch"], self.pairs)
-            anchor = [labeller.forward(batch) for labeller in model.targets.get("anchor", ())]
+            anchor = [base.forward(batch, s) for base, s in model.targets.get("anchor", ())]
             meters = [self._teachers(batch), *anchor]
             flops = sum(meter.flops for meter in meters) / batch * self.pairs
             peak = self.stored + max(meter.peak for meter in meters)
@@ -538,7 +529,7 @@ class _Update:
         config, peak, flops = self.config, 0, 0.0
         for task in config.tasks:
             asked = self.model.targets[f"teachers.{config.routing[task.name]}"]
-            each = [labeller.forward(batch) for labeller in asked]
+            each = [base.forward(batch, source) for base, source in asked]
             peak = max(peak, *(meter.peak for meter in each))
             flops += task.weight * sum(meter.flops for meter in each)
         return Pass(peak, flops / sum(task.weight for task in config.tasks))

@@ -7,7 +7,6 @@ plain grey. What breaks a training run is a fault: scores that depend on the bat
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 import resource
@@ -19,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from PIL import ImageOps
 from torch import Tensor
 
 from flowalign import rewards, sde
@@ -32,7 +30,6 @@ from flowalign.commands.findings import Finding, fault, note, ok
 from flowalign.config import ConfigError, SamplingConfig, Stage, TrainingStage, parse
 from flowalign.rewards import RewardBase
 from flowalign.rewards.scoring import score
-from flowalign.system.images import image_files, read_image, stacked
 from flowalign.teachers.bank import Bank
 from flowalign.training import metrics
 from flowalign.training.algorithm import TrainingError, algorithm_class, pairs_of
@@ -47,20 +44,19 @@ UPDATES = 3  # of a small run; the first one warms up, and the others are timed
 WORTH = 128  # prompts on which a teacher is compared with the student's start, at most
 FEW = 8  # pairs of scores, below which a standard error means nothing
 PROBES = ("tiny/geneval_test", "tiny/ocr_test", "tiny/preference_test")
-SIDE = 512  # pixels of pictures
 TOLERANCE = 1e-4  # relative, of scores: float32 sums in another order
-EQUAL = 1e-6  # relative distance of two velocities below which they count as equal
 
 
 def examine(config: Stage) -> tuple[list[Finding], Pace | None]:
     """Score probe images with each reward. Then run a few small updates, in a temporary folder.
     Findings, and how fast this machine ran them; None = it was not measured."""
-    findings, judging, pace = list[Finding](), {}, None
+    findings, judging, pace = list[Finding](), dict[str, float](), None
     for judged in config.judged:
+        if judged.place.startswith("evaluation.watch"):
+            continue
         costs = [
             _reward(judged.name, reward.name, reward.options, findings)
             for reward in judged.rewards.values()
-            if not judged.place.startswith("evaluation.watch")
         ]
         if costs and None not in costs:
             judging[judged.name] = sum(cost for cost in costs if cost is not None)
@@ -74,47 +70,6 @@ def examine(config: Stage) -> tuple[list[Finding], Pace | None]:
         text = str(error).splitlines()[0]  # the rest is a table of allocations
         findings.append(fault(f"memory: even a small run fails: {text}"))
     return findings, pace
-
-
-def _train(
-    config: TrainingStage, folder: str, judging: dict[str, float], findings: list[Finding]
-) -> Pace:
-    """Findings of a small run, and its pace."""
-    small = _small(config, folder)
-    loop, _, built = build.wire(small)
-    loop.log.on_update = lambda update, metrics: None
-    rollout = _rollout(small, loop)
-    if rollout.log_probs is not None and small.clip_ranges:
-        findings += _ratio(small, loop, rollout)
-    if isinstance(bank := loop.algorithm.teachers, Bank):
-        findings += _labels(loop.backbone, bank, rollout)
-        findings += _worth(config, loop.backbone, bank, built)
-    before = _velocity(loop, rollout)
-    loop.run()
-    findings.append(_moved(before, _velocity(loop, rollout)))
-    return _pace(small, Path(folder), loop.backbone.device.type, judging)
-
-
-def _pace(small: TrainingStage, folder: Path, device_type: str, judging: dict[str, float]) -> Pace:
-    """From the seconds that all updates but the first took, in total."""
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    timed = [line for line in lines if metrics.SECONDS_UPDATE in line][1:]
-    rolled, waited, updated = (
-        sum(line[name] for line in timed)
-        for name in (metrics.SECONDS_ROLLOUT, metrics.SECONDS_SCORE, metrics.SECONDS_UPDATE)
-    )
-    flops = dict.fromkeys(KINDS, 0.0)
-    for phase in predict(small, device_type=device_type, drawn=range(1, UPDATES)).phases:
-        flops[phase.kind] += len(timed) * phase.flops
-    rates = dict.fromkeys([*KINDS, "rewards"], flops["sampling"] / rolled)
-    rates["learning"] = flops["learning"] / updated
-    waiting = None
-    if small.learns_from_rewards:
-        waiting = waited / (len(timed) * small.rollout.images)
-    elif flops["labels"]:
-        rates["labels"] = flops["labels"] / waited
-    source = f"measured here, {rates['learning'] / 1e12:.3g} TFLOP/s in updates"
-    return Pace(rates, source, waiting, judging)
 
 
 def _reward(task: str, name: str, options: dict[str, Any], findings: list[Finding]) -> float | None:
@@ -132,6 +87,34 @@ def _reward(task: str, name: str, options: dict[str, Any], findings: list[Findin
     faults = [fault(f"{title}: {f.text}") for f in found if f.level == "fault"]
     findings += faults or [ok(f"{title}: sound; {1000 * cost:.1f} ms an image")]
     return cost
+
+
+# A small run -------------------------------------------------------------------------------------
+
+
+def _train(
+    config: TrainingStage, folder: str, judging: dict[str, float], findings: list[Finding]
+) -> Pace:
+    """Findings of a small run, and its pace."""
+    small = _small(config, folder)
+    loop, _, built = build.wire(small)
+    loop.log.on_update = lambda update, metrics: None
+    prepared = loop.prepare(loop.rollout(0))
+    if isinstance(prepared, NotFinite):
+        raise TrainingError(f"{prepared}. {prepared.remedy}.")
+    rollout = prepared.rollout
+    if rollout.log_probs is not None and small.clip_ranges:
+        findings.append(_ratio(small, loop, rollout))
+    if isinstance(bank := loop.algorithm.teachers, Bank):
+        findings += _worth(config, loop.backbone, bank, built)
+    two = next(pairs_of(rollout, torch.arange(len(rollout)) < 2, 2))  # they show a change
+    with torch.no_grad():
+        before = loop.algorithm.velocity(two)
+    loop.run()
+    with torch.no_grad():
+        gap = (loop.algorithm.velocity(two) - before).norm() / before.norm()
+    findings.append(_moved(float(gap)))
+    return _pace(small, Path(folder), loop.backbone.device.type, judging)
 
 
 def _small(config: TrainingStage, folder: str) -> TrainingStage:
@@ -155,30 +138,29 @@ def _small(config: TrainingStage, folder: str) -> TrainingStage:
     return parse(config.model_dump(mode="json") | {"evaluation": None}, changes)
 
 
-def _rollout(config: TrainingStage, loop: Loop) -> Rollout:
-    """All states of the window, with their successors where there is noise."""
-    steps = dataclasses.replace(
-        schedule_of(config, loop.backbone), chosen=None, actions=config.rollout.kind != "ode"
-    )
-    images = places(config.rollout.prompts, config.rollout.copies)
-    return sample(
-        loop.backbone,
-        loop.prompts.batch(0).select([prompt for prompt, _ in images]),
-        steps,
-        guidance=config.rollout.guidance,
-        noise=Noise((config.seed, 0)),
-        places=images,
-        batch_size=config.rollout.batch_size,
-        decode=False,
-    )
+def _pace(small: TrainingStage, folder: Path, device_type: str, judging: dict[str, float]) -> Pace:
+    """From the seconds that all updates but the first took, in total."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    timed = [line for line in lines if metrics.SECONDS_UPDATE in line][1:]
+    rolled, waited, updated = (sum(line[name] for line in timed) for name in metrics.SECONDS)
+    flops = dict.fromkeys(KINDS, 0.0)
+    for phase in predict(small, device_type=device_type, drawn=range(1, UPDATES)).phases:
+        flops[phase.kind] += len(timed) * phase.flops
+    rates = dict.fromkeys([*KINDS, "rewards"], flops["sampling"] / rolled)
+    rates["learning"] = flops["learning"] / updated
+    waiting = None
+    if small.learns_from_rewards:
+        waiting = waited / (len(timed) * small.rollout.images)
+    elif flops["labels"]:
+        rates["labels"] = flops["labels"] / waited
+    source = f"measured here, {rates['learning'] / 1e12:.3g} TFLOP/s in updates"
+    return Pace(rates, source, waiting, judging)
 
 
-# Checks ----------------------------------------------------------------------------------------
-
-
-def _ratio(config: TrainingStage, loop: Loop, rollout: Rollout) -> Iterator[Finding]:
+@torch.no_grad()
+def _ratio(config: TrainingStage, loop: Loop, rollout: Rollout) -> Finding:
     """The ratio of new and old policy before any update, by the forward path of the update."""
-    steps, worst = schedule_of(config, loop.backbone), 0.0
+    schedule, worst = loop.algorithm.plan(0), 0.0
     keep = torch.ones(len(rollout), dtype=torch.bool)
     for pairs in pairs_of(rollout, keep, config.optimizer.micro_batch):
         x_next, old = pairs.action()
@@ -189,36 +171,12 @@ def _ratio(config: TrainingStage, loop: Loop, rollout: Rollout) -> Iterator[Find
     limit = min(config.clip_ranges.values())
     text = f"ratio: within {worst:.2g} of 1 before the first update"
     if worst <= limit / 10:
-        yield ok(text)
-        return
-    yield Finding(
+        return ok(text)
+    return Finding(
         "fault" if worst > limit / 2 else "note",
         f"{text}; the clip range is {limit:g}. Rollout and update compute different "
         "log-probs. In a 16-bit dtype let rollout.batch_size equal optimizer.micro_batch.",
     )
-
-
-@torch.no_grad()
-def _labels(backbone: Backbone, bank: Bank, rollout: Rollout) -> Iterator[Finding]:
-    """Labels of each teacher at two states: finite, and other than the base's."""
-    x, rows = rollout.states[:2, 0], torch.arange(min(2, len(rollout)))
-    sigma = rollout.sigmas[rollout.steps[0]].to(x).expand(len(x))
-    cond = rollout.conditioning.select(rows)
-    for name in bank.members:
-        source = bank.source(name)
-        with backbone.adapter(source.adapter):
-            label = backbone.velocity(x, sigma, cond, guidance=source.guidance)
-        with backbone.adapter(None):
-            base = backbone.velocity(x, sigma, cond, guidance=source.guidance)
-        gap = _relative(label, base)
-        if not math.isfinite(gap):
-            yield fault(
-                f"teacher {name!r}: its velocity is not finite. Its adapter or dtype is broken."
-            )
-        elif source.adapter is not None and gap < EQUAL:
-            yield fault(f"teacher {name!r}: equals the base. There is nothing to learn.")
-        else:
-            yield ok(f"teacher {name!r}: {gap:.1%} from the base")
 
 
 def _worth(
@@ -230,16 +188,15 @@ def _worth(
     the same held-out prompts from the same noise. The teacher's score is what there is to learn.
     """
     count = min(WORTH, config.evaluation.prompts) if config.evaluation else WORTH
+    keys = {"steps": config.rollout.steps, "batch_size": config.rollout.batch_size}
     for task in config.tasks:
         reward = built.get(task.name)
         if reward is None or task.validation is None or reward.groupwise:
             continue
         prompts = subset(load_prompts(task.validation, task.name), count)
         (source,) = bank.sources([task.name])
-        r = config.rollout
-        settings = SamplingConfig(
-            steps=r.steps, guidance=config.guidance, seed=config.seed, batch_size=r.batch_size
-        )
+
+        settings = SamplingConfig(guidance=config.guidance, seed=config.seed, **keys)
         start = _scores(backbone, prompts, settings, reward)
         with backbone.adapter(source.adapter):
             settings = settings.model_copy(update={"guidance": source.guidance})
@@ -271,15 +228,8 @@ def _scores(
     return value.float().cpu().where(scores.valid.cpu(), torch.nan)
 
 
-@torch.no_grad()
-def _velocity(loop: Loop, rollout: Rollout) -> Tensor:
-    """Of two images, which are enough to see a change."""
-    keep = torch.arange(len(rollout)) < 2
-    return loop.algorithm.velocity(next(pairs_of(rollout, keep, 2)))
-
-
-def _moved(before: Tensor, after: Tensor) -> Finding:
-    gap = _relative(after, before)
+def _moved(gap: float) -> Finding:
+    """gap: relative change of the velocity."""
     if gap == 0:
         text = "change nothing. Is it the warm-up, or are all rewards equal?"
         return note(f"update: the first updates {text}")
@@ -289,10 +239,6 @@ def _moved(before: Tensor, after: Tensor) -> Finding:
         f"update: the first updates change the velocity by {gap:.0%}. Lower optimizer.lr, or use "
         "optimizer.warmup."
     )
-
-
-def _relative(a: Tensor, b: Tensor) -> float:
-    return float((a - b).norm() / b.norm())
 
 
 # Rewards -----------------------------------------------------------------------------------------
@@ -308,18 +254,14 @@ def diagnose(
     count: int,
     size: int | None,
     sources: Sequence[str] = PROBES,
-    folders: Sequence[Path] = (),
 ) -> tuple[list[Finding], float]:
     """Build a reward and examine it on `count` scenes, enlarged to `size` pixels if given: the
     findings, and its seconds for an image. sources: prompt sets; the first that it can score
-    counts. folders: of pictures, of which it scores as many, to see what it tells apart.
-
-    Raises ValueError for a name or options that do not work and for a folder without pictures,
-    UnsuitedError where no prompts suit it, and whatever its constructor raises.
+    counts. Raises ValueError for a name or options that do not work, UnsuitedError where no prompts
+    suit it, and whatever its constructor raises.
     """
     rewards.check(name, options)
-    batches = suited(name, options, count, sources)
-    pictures = {str(folder): _pictures(folder, count, size or SIDE) for folder in folders}
+    batches = _suited(name, options, count, sources)
     reward = rewards.build_on(None, name, options)
     copies = COPIES if reward.groupwise else 1
 
@@ -329,7 +271,7 @@ def diagnose(
 
     for batch in batches:  # what is loaded or compiled on first use is not timed
         batch = batch.select([row for row in range(len(batch)) for _ in range(copies)])
-        scenes, rows = _scenes(batch.metadata, size), list(range(len(batch)))
+        scenes, rows = _scenes(batch, size), list(range(len(batch)))
         if bool(ask(scenes[:copies], rows[:copies]).valid.any()):
             break
     probes = {
@@ -342,10 +284,7 @@ def diagnose(
     answers = {kind: ask(images, rows) for kind, images in probes.items()}
     cost = (time.perf_counter() - began) / (len(probes) * len(rows))
     speed = f"{1000 * cost:.1f} ms an image in batches of {len(rows)}; {_memory()} in all"
-    findings = [ok(speed), *_ranges(answers)]
-    for folder, images in pictures.items():
-        values = ask(images, [row % len(rows) for row in range(len(images))])
-        findings += _range(f"pictures of {folder}", values.value[values.valid])
+    findings = [ok(speed), *_answers(answers)]
     first = answers["its prompt"]
     ways = {"asked again": [rows], "in reverse order": [rows[::-1]]}
     if copies == 1:
@@ -360,7 +299,7 @@ def diagnose(
     return findings, cost
 
 
-def suited(
+def _suited(
     name: str, options: Mapping[str, Any], count: int, sources: Sequence[str]
 ) -> list[PromptBatch]:
     """Those of these prompt sets that the reward says it can score; UnsuitedError for none."""
@@ -379,33 +318,17 @@ def suited(
     return batches
 
 
-def _scenes(rows: Metadata, size: int | None) -> Tensor:
-    """[B,3,H,W]: the scenes of these rows; any of the tiny world where the rows describe none."""
+def _scenes(batch: PromptBatch, size: int | None) -> Tensor:
+    """[B,3,H,W]: the scenes of these prompts; any of the tiny world where they describe none."""
     try:
-        scenes = rendered(rows, seed=0)
+        scenes = rendered(batch.metadata, seed=0)
     except ValueError:
         others = load_prompts(PROBES[0], "doctor").metadata
-        scenes = rendered([others[row % len(others)] for row in range(len(rows))], seed=0)
+        scenes = rendered([others[row % len(others)] for row in range(len(batch))], seed=0)
     if size is not None:
         shape = (size, size)
         scenes = torch.nn.functional.interpolate(scenes, shape, mode="bicubic").clamp(0, 1)
     return scenes
-
-
-def _pictures(folder: Path, count: int, side: int) -> Tensor:
-    """[B,3,side,side]: the middle of the first pictures of a folder."""
-    files = image_files(folder)[:count]
-    if not files:
-        raise ValueError(f"--images: there are no images in a folder {folder}.")
-    return stacked([ImageOps.fit(read_image(file), (side, side)) for file in files])
-
-
-def _range(what: str, values: Tensor) -> list[Finding]:
-    """What the valid scores of some images are; none without any."""
-    if not len(values):
-        return []
-    low, middle, high = values.float().cpu().quantile(torch.tensor([0.0, 0.5, 1.0])).tolist()
-    return [ok(f"{what}: {low:.4g} to {high:.4g}, median {middle:.4g}")]
 
 
 def _memory() -> str:
@@ -417,24 +340,25 @@ def _memory() -> str:
     return text
 
 
-def _ranges(answers: Mapping[str, Scores]) -> Iterator[Finding]:
+def _answers(answers: Mapping[str, Scores]) -> Iterator[Finding]:
     """The scores of each kind of probe. Are there any, do they differ, does the prompt matter?"""
-    failed = {kind: int((~scores.valid).sum()) for kind, scores in answers.items()}
     valid = {kind: s.value[s.valid].float().cpu() for kind, s in answers.items()}
     for kind, values in valid.items():
-        yield from _range(f"scenes with {kind}", values)
-    if any(failed.values()):
+        if len(values):
+            low, middle, high = values.quantile(torch.tensor([0.0, 0.5, 1.0])).tolist()
+            yield ok(f"scenes with {kind}: {low:.4g} to {high:.4g}, median {middle:.4g}")
+    count = sum(len(scores.value) for scores in answers.values())
+    if lost := count - sum(map(len, valid.values())):
         reason = next(text for scores in answers.values() for text in scores.failures.values())
-        count = sum(len(scores.value) for scores in answers.values())
-        level = "fault" if failed["its prompt"] else "note"
-        yield Finding(level, f"failed on {sum(failed.values())} of {count} images: {reason}")
+        level = "note" if answers["its prompt"].valid.all() else "fault"
+        yield Finding(level, f"failed on {lost} of {count} images: {reason}")
     values = torch.cat(list(valid.values())).tolist()
     if values and max(values) - min(values) <= TOLERANCE * max(map(abs, values)):
         yield fault(f"constant: every image scores {values[0]:.4g}, so nothing can be learned")
-    if len(valid["its prompt"]) and len(valid["another prompt"]):
-        gap = float(valid["its prompt"].mean() - valid["another prompt"].mean())
-        text = f"a scene scores {gap:+.4g} more with its own prompt than with another one"
-        yield (ok if gap > 0 else note)(text)
+    own, other, *plain = (float(v.mean()) if len(v) else math.nan for v in valid.values())
+    if math.isfinite(own - other):
+        text = f"a scene scores {own - other:+.4g} more with its own prompt than with another one"
+        yield (ok if own > other else note)(text)
     medians = {kind: float(values.median()) for kind, values in valid.items() if len(values)}
     for kind in ("noise", "grey"):
         if medians.get(kind, -math.inf) > medians.get("its prompt", math.inf):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
@@ -17,7 +18,7 @@ from flowalign.config import TrainingStage
 from flowalign.training.algorithm import algorithm_class
 from flowalign.training.data import load_prompts, subset
 from flowalign.training.preflight import against_card
-from flowalign.training.step import MovingAverage
+from flowalign.training.step import decay_at
 from flowalign.types import Schedule
 
 SAMPLE = 500  # prompts of a set, about, whose length is checked
@@ -100,17 +101,11 @@ def _noise(config: TrainingStage, backbone: Backbone) -> Iterator[Finding]:
 def _average(config: TrainingStage) -> Iterator[Finding]:
     """A moving average that lags behind by half of the run."""
     ema, total = config.ema, config.optimizer_steps
-    if ema is None:
+    if ema is None or ema.every > total:  # then the run returns its adapter
         return
-    # average a number that is 1 in the first half of the run and 0 after it
-    probe = [torch.ones(1)]
-    moving = MovingAverage(probe, decay=ema.decay, every=ema.every)
-    for step in range(ema.every, total + 1, ema.every)[-20_000:]:  # earlier ones have decayed
-        probe[0].fill_(float(step <= total // 2))
-        moving.step(probe, step)
-    probe[0].fill_(0.0)
-    with moving.of(probe, total):
-        old = float(probe[0])
+    late = (n for n in range(ema.every, total + 1, ema.every) if n > total // 2)
+    old = math.prod(decay_at(step, ema.decay) for step in late)
+    old *= decay_at(total, ema.decay) ** (total % ema.every / ema.every)
     if old > 0.1:
         yield Finding(
             "fault" if old > 0.5 else "note",
@@ -120,29 +115,18 @@ def _average(config: TrainingStage) -> Iterator[Finding]:
 
 
 def _prompts(config: TrainingStage) -> Iterator[Finding]:
-    """Validation prompts that a task trains on; fewer prompts than an update draws, so that each is
-    drawn several times."""
-    trained = {t.name: load_prompts(t.prompts, t.name).prompts for t in config.tasks}
+    """Validation prompts that a task trains on."""
+    trained = {p for t in config.tasks for p in load_prompts(t.prompts, t.name).prompts}
     for task in config.tasks:
         if not (config.evaluation and task.validation):
             continue
         validation = load_prompts(task.validation, task.name)
         prompts = subset(validation, config.evaluation.prompts).prompts
-        seen = set().union(*trained.values())
-        if shared := [prompt for prompt in prompts if prompt in seen]:
+        if shared := [prompt for prompt in prompts if prompt in trained]:
             yield Finding(
                 "fault" if len(shared) > len(prompts) / 4 else "note",
                 f"validation: {len(shared)} of {len(prompts)} prompts of {task.validation} (task "
                 f"{task.name!r}) are trained on, such as {shared[0]!r}. Remove them from one set.",
-            )
-    weights = sum(task.weight for task in config.tasks)
-    for task in config.tasks:
-        different = len(set(trained[task.name]))
-        share = round(config.rollout.prompts * task.weight / weights)
-        if different < share:
-            yield note(
-                f"prompts: task {task.name!r} has {different} different ones, and an update draws "
-                f"about {share}: the same again and again. Add prompts, or lower rollout.prompts."
             )
 
 
