@@ -243,7 +243,7 @@ def test_files_that_are_no_lora_of_this_model_are_refused(
         ({**HALVES, f"{LAYER}.alpha": torch.tensor(-2.0)}, "alpha"),
         ({f"{LAYER}.lora.down.weight": torch.ones(2, 32)}, "A and B of .*to_q"),
         ({f"{LAYER}.lora_A.weight": torch.ones(2, 32)}, "A and B of .*to_q"),
-        ({**HALVES, f"{LAYER}.lora_B.weight": torch.ones(32, 3)}, r"\[2, 32\], \[32, 3\]"),
+        ({**HALVES, f"{LAYER}.lora_B.weight": torch.ones(32, 3)}, r"\[2, 32\] and \[32, 3\]"),
         ({k.replace("to_q", "to_x"): v for k, v in HALVES.items()}, "to_x"),
         ({**HALVES, f"{LAYER}.lora_A.weight": torch.ones(2, 8)}, "to_q"),
         ({}, "no weights"),
@@ -252,7 +252,7 @@ def test_files_that_are_no_lora_of_this_model_are_refused(
             {key: value[:0] if "_A" in key else value[:, :0] for key, value in HALVES.items()},
             "to_q",
         ),
-        ({**HALVES, f"{LAYER.partition('.')[2]}.lora_A.weight": torch.ones(2, 32)}, "two weights"),
+        ({**HALVES, f"{LAYER.partition('.')[2]}.lora_A.weight": torch.ones(2, 32)}, "A and B"),
         ({k.replace("to_q", "to_q.x"): v for k, v in HALVES.items()}, "to_q.x"),
         ({k.replace("to_q", "to_\x1b[2J"): v for k, v in HALVES.items()}, r"to_.x1b"),
     ]

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from flowalign.backbone.structure import without_data
+from flowalign.backbone.base import without_data
 from flowalign.commands import run as commands
 from flowalign.commands.doctor import plan
 from flowalign.commands.sample import recommended

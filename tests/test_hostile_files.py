@@ -147,18 +147,12 @@ def test_patterns_are_matched_as_peft_does_and_never_for_long(
         assert time.monotonic() - start < 5
 
 
-def test_a_pattern_for_each_of_a_thousand_layers_is_no_work(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """As our own files have, where layers differ; `regex` itself keeps 500. A stranger's file may
-    have more of them than there is time for."""
+def test_a_pattern_for_each_of_a_thousand_layers_is_no_work() -> None:
+    """As our own files have, where layers differ; `regex` itself keeps 500."""
     layers, start = [f"blocks.{number}.to_q" for number in range(1000)], time.monotonic()
     table = {f"^{layer}": n for n, layer in enumerate(layers)}
     found = adapters.resolve_pattern(layers, 4, table)
     assert list(found.values()) == list(range(1000)) and time.monotonic() - start < 15
-    monkeypatch.setattr(adapters, "MATCHING_S", 0.2)
-    with pytest.raises(ValueError, match="pattern"):
-        adapters.resolve_pattern(layers, 4, table)
 
 
 @pytest.mark.parametrize(

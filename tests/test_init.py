@@ -14,7 +14,7 @@ from huggingface_hub import constants
 
 from flowalign.backbone.adapters import describe, write_lora
 from flowalign.backbone.lora import adapted_layers
-from flowalign.backbone.structure import family_without_text
+from flowalign.backbone.structure import model_spec
 from flowalign.commands import cli, recipe
 from flowalign.commands.init import CONFIGS, USED
 from flowalign.config import (
@@ -27,7 +27,7 @@ from flowalign.config import (
     TrainingStage,
     load,
 )
-from flowalign.config.model import LoraConfig
+from flowalign.config.model import LoraConfig, ModelConfig
 from flowalign.rewards import RewardBase
 from flowalign.training.preflight import scale_problems
 from flowalign.types import Scores
@@ -112,7 +112,7 @@ class Styled(RewardBase):
 
 def lora(model: str) -> str:
     """A LoRA of one layer that fits the model, as another trainer might leave it."""
-    family = family_without_text(model)
+    family = model_spec(ModelConfig(id=model)).family
     layer = adapted_layers(family.core, family.targets[:1])[0]
     linear: Any = family.core.get_submodule(layer)
     halves = {"A": (1, linear.in_features), "B": (linear.out_features, 1)}

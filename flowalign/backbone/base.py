@@ -30,6 +30,7 @@ from flowalign.backbone.lora import (
     several_adapters,
 )
 from flowalign.backbone.placement import fingerprint
+from flowalign.backbone.structure import ModelSpec, build, find, weightless
 from flowalign.backbone.text import TextEncoder, joined
 from flowalign.config import ModelConfig
 from flowalign.types import Conditioning
@@ -70,14 +71,10 @@ class Backbone:
         self.dtype = DTYPES[model.dtype]  # of all arithmetic of the transformer, adapters too
         pipe.vae.requires_grad_(False).eval().to(self.device)
         self.text = TextEncoder(self.family, model, self.device)
-        self.sizes, factor = model.image_sizes, self.family.factor
-        problems = [text for size in self.sizes for text in self.family.size_problems(*size)]
-        problems += self.family.length_problems(self.text.max_sequence_length)
-        if problems := [*problems, *self.family.dtype_problems(model.id, model.dtype)]:
-            raise ModelError(problems[0])
-        self.latent_shapes = [
-            (self.family.channels, h // factor, w // factor) for h, w in self.sizes
-        ]
+        spec = ModelSpec(model, self.family)
+        for problem in spec.problems():
+            raise ModelError(problem)
+        self.sizes, self.latent_shapes = model.image_sizes, spec.latent_shapes
 
     @property
     def latent_shape(self) -> tuple[int, int, int]:
@@ -350,3 +347,13 @@ class Backbone:
             for half in (layer.lora_A, layer.lora_B):
                 if name and name in half:
                     half[name].requires_grad_(False)
+
+
+def without_data(model: ModelConfig) -> Backbone:
+    """The model of a config on the meta device. LookupError where its shapes are not known."""
+    with weightless():
+        pipe = build(find(model.id, model.revision), DTYPES[model.dtype])
+        nn.Module.to(pipe.vae, DTYPES[model.vae_dtype])
+        # a cache and moving between devices need values
+        plain = {"text_cache": None, "offload_text_encoders": False}
+        return Backbone(pipe, model.model_copy(update=plain), "meta")

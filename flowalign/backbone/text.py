@@ -16,8 +16,8 @@ from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
 from flowalign.backbone.family import Family, Text
-from flowalign.backbone.loading import prompt_length
 from flowalign.backbone.placement import Placement, fingerprint
+from flowalign.backbone.structure import ModelSpec
 from flowalign.config import ModelConfig
 from flowalign.system.files import replacing
 
@@ -38,7 +38,7 @@ class TextEncoder:
 
     def __init__(self, family: Family, model: ModelConfig, device: torch.device | str) -> None:
         self.family, self.device = family, torch.device(device)
-        self.max_sequence_length = prompt_length(model, family)
+        self.max_sequence_length = ModelSpec(model, family).length
         encoders, offload = family.encoders, model.offload_text_encoders
         self.placements = [Placement(part, device, offload) for part in encoders]
         self._negative: Text | None = None

@@ -10,7 +10,6 @@ import argparse
 import itertools
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,8 +23,8 @@ from flowalign.backbone.adapters import Lora, read_lora
 from flowalign.backbone.family import default_length
 from flowalign.backbone.loading import card_of, text_length
 from flowalign.backbone.lora import misfit
-from flowalign.backbone.structure import family_without_text, read_family
-from flowalign.config import ConfigError, ModelConfig, SamplingConfig, TrainingStage, load
+from flowalign.backbone.structure import known, read_family
+from flowalign.config import ConfigError, ModelConfig, SamplingConfig, load
 from flowalign.system import devices
 from flowalign.system.exit import refusing
 from flowalign.system.files import expanded, replacing
@@ -105,21 +104,24 @@ def settle(args: argparse.Namespace, lora: Lora | None) -> Plan:
     """The settings of a command. Raises ValueError for what cannot be sampled, or written, here.
     Nothing is loaded but small config files."""
     model = args.model or (lora and lora.base) or "tiny"
-    if lora and model == "tiny" and misfit(family_without_text("tiny").core, lora):
+    spec = known(ModelConfig(id=model))
+    if lora and model == "tiny" and spec and misfit(spec.family.core, lora):
         raise ValueError(f"--model: {args.lora} names no base, and is not of tiny. Give its base.")
-    run = run_of(lora)
-    steps, guidance = recommended(model)
-    height, width, most = sizes(model)
+    try:  # the run that trained the LoRA leaves its config above the adapter's folder
+        run = load(lora.file.parent.parent / "config.yaml") if lora else None
+    except ConfigError:  # there is none, or it is another program's
+        run = None
     if run:
-        sampling = run.evaluation_sampling
-        steps, guidance = sampling.steps, sampling.guidance
+        steps, guidance = run.evaluation_sampling.steps, run.evaluation_sampling.guidance
         height, width = run.model.image_sizes[0]
+    else:
+        steps, guidance = recommended(model)
+        # not in the cache: the size of most of these models
+        height = width = spec.family.usual if spec else 1024
     if args.size:
         height = width = args.size
-    if most and max(height, width) > most:
-        raise ValueError(
-            f"--size: got {max(height, width)}; {model} has positions for at most {most} pixels."
-        )
+        for problem in spec.family.size_problems(height, width) if spec else ():
+            raise ValueError(f"--size: {problem}")
     device = usable_device(args.device)
     on_gpu, guidance = device.type != "cpu", guidance if args.guidance is None else args.guidance
     config = ModelConfig(
@@ -139,14 +141,6 @@ def settle(args: argparse.Namespace, lora: Lora | None) -> Plan:
     return Plan(config, sampling, args.images, device, free_file(args.out))
 
 
-def run_of(lora: Lora | None) -> TrainingStage | None:
-    """The run that trained a LoRA, by the config.yaml that it leaves above its adapter's folder."""
-    try:
-        return load(lora.file.parent.parent / "config.yaml") if lora else None
-    except ConfigError:  # there is none, or it is another program's
-        return None
-
-
 def recommended(model: str) -> tuple[int, float]:
     """(steps, guidance scale) of a model: of its card, else of its pipeline."""
     if resolve(model) == resolve("tiny"):
@@ -154,19 +148,8 @@ def recommended(model: str) -> tuple[int, float]:
     if card := card_of(model):
         return card
     steps, guidance = family_of(pipeline_name(model)).defaults()
-    with suppress(LookupError):  # not on this machine
-        if family_without_text(model).guidance == "none":
-            guidance = 1.0
-    return steps, guidance
-
-
-def sizes(model: str) -> tuple[int, int, int | None]:
-    """(height, width, the largest side) in pixels of a model; the last is None if not known."""
-    try:
-        family = family_without_text(model)
-    except LookupError:  # a Hub id that is not in the cache: the size of most of these models
-        return 1024, 1024, None
-    return family.usual, family.usual, family.largest
+    spec = known(ModelConfig(id=model))
+    return steps, 1.0 if spec and spec.family.guidance == "none" else guidance
 
 
 def usable_device(name: str | None) -> torch.device:

@@ -15,16 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig
 
 from flowalign import rewards
-from flowalign.backbone import Family, ModelError, adapters
+from flowalign.backbone import adapters
 from flowalign.backbone.adapters import AdapterError, HubError, Lora, read_lora
 from flowalign.backbone.attention import unavailable
-from flowalign.backbone.loading import card_of, prompt_length
+from flowalign.backbone.loading import card_of
 from flowalign.backbone.lora import adapted_layers, misfit
-from flowalign.backbone.structure import cut_prompts, family_without_text, mismatches, read_family
-from flowalign.backbone.tiny import PREFERENCE
+from flowalign.backbone.structure import cut_prompts, known, mismatches, read_family
 from flowalign.backbone.tiny.scenes import rendered
 from flowalign.config import ConfigError, LoraConfig, ModelConfig, Stage, TrainingStage, load
 from flowalign.system import packages
@@ -134,7 +132,7 @@ def _adapters(config: Any, launch: Launch, inputs: Inputs) -> Iterator[str]:
         name = f"{place}.base" if place in config.bases else "model.id"
         reason = f"was trained on {lora.base!r}"
         if lora.base in (None, model.id):
-            reason = misfit(family.core, lora) if (family := known_family(model)) else None
+            reason = misfit(spec.family.core, lora) if (spec := known(model)) else None
         if reason:
             yield (
                 f"{key}: {source!r} is an adapter of another base: it {reason}, and {name} is "
@@ -142,32 +140,20 @@ def _adapters(config: Any, launch: Launch, inputs: Inputs) -> Iterator[str]:
             )
 
 
-def known_family(model: ModelConfig) -> Family | None:
-    """The family of a model whose shapes flowalign has. What is wrong with it, its loader says."""
-    try:
-        return family_without_text(model.id, model.revision, model.family)
-    except (LookupError, ModelError, OSError, ValueError):
-        return None
-
-
 def _model(config: Any, launch: Launch, inputs: Inputs) -> Iterator[str]:
     """Settings that the model does not have: sizes, lengths of prompts, guidance."""
-    model = config.model
-    family = known_family(model) if config.judged and config.samples else None
-    if family is None:
+    spec = known(config.model) if config.judged and config.samples else None
+    if spec is None:
         return
-    for size in model.image_sizes:
-        yield from family.size_problems(*size)
-    yield from family.length_problems(length := prompt_length(model, family))
-    _, lost = cut_prompts(model, ["red"]) or ((), ())
+    yield from spec.problems()
+    _, lost = cut_prompts(spec.config, ["red"]) or ((), ())
     if lost:  # a template takes as many tokens of every prompt
-        text = f"{length} tokens, all taken by the template around a prompt. Leave it out, or"
-        yield f"model.max_sequence_length: {text} raise it to {family.longest}."
-    yield from family.dtype_problems(model.id, model.dtype)
+        text = f"{spec.length} tokens, all taken by the template around a prompt. Leave it out, or"
+        yield f"model.max_sequence_length: {text} raise it to {spec.family.longest}."
     for key, scale in config.scales.items():
-        model = config.bases.get(key.removesuffix(".guidance"), config.model)
-        if (family := known_family(model)) and family.guidance == "none" and scale != 1:
-            text = f"{model.id} has no guidance (it was distilled without). Set it to 1."
+        spec = known(config.bases.get(key.removesuffix(".guidance"), config.model))
+        if spec and spec.family.guidance == "none" and scale != 1:
+            text = f"{spec.config.id} has no guidance (it was distilled without). Set it to 1."
             yield f"{key}: {scale:g}, and {text}"
 
 
@@ -204,49 +190,27 @@ def _scoring(config: Any, launch: Launch, inputs: Inputs) -> Iterator[str]:
 
 def _fidelity(config: Any, launch: Launch, inputs: Inputs) -> Iterator[str]:
     """Features that cannot be imported; a folder of reference images that holds none; prompts that
-    are none of the tiny world, where its scenes are the reference; too few images."""
+    are none of the tiny world, where its scenes are the reference."""
     fidelity = getattr(config, "fidelity", None)
     if not fidelity:
         return
-    counts, tiny = {"benchmarks": 0}, fidelity.reference == "tiny"
     if launch.trust and ":" in fidelity.features:
         try:
             rewards.load(fidelity.features, "features")
         except (ValueError, ImportError) as error:
             yield f"fidelity.features: {_text(error)}"
-    for benchmark in config.benchmarks:
-        with suppress(ValueError, KeyError, TypeError, AttributeError, OSError):  # said before
-            rows = inputs.prompts(benchmark.prompts, benchmark.name).metadata
-            counts["benchmarks"] += len(rows[: benchmark.limit]) * benchmark.images
-            if tiny and not _scenes(rows[:: max(1, len(rows) // 16)]):
-                text = f"'tiny' needs prompts of the tiny world, and {benchmark.prompts} has others"
-                yield f"fidelity.reference: {text}. Name a folder of images, or fidelity=null."
     folder = Path(fidelity.reference)
-    if not tiny and not image_files(folder):
+    if fidelity.reference != "tiny" and not image_files(folder):
         seen = f"the folder holds no {', '.join(IMAGES)}" if folder.is_dir() else "no such folder"
         yield f"fidelity.reference: {str(folder)!r}: {seen}. Name a folder of images, or 'tiny'."
-    elif width := _features(fidelity.features):
-        counts |= {} if tiny else {"fidelity.reference": len(image_files(folder))}
-        yield from too_few(counts, width)
-
-
-def _scenes(rows: list[dict[str, Any]]) -> bool:
-    """Whether these metadata describe scenes of the tiny world."""
-    try:
-        rendered(rows, seed=0)
-    except ValueError:
-        return False
-    return True
-
-
-def _features(name: str) -> int | None:
-    """The width of a CLIP or DINOv2 that is on this machine."""
-    folder = PREFERENCE if name == "tiny" else name
-    with suppress(OSError, ValueError):
-        config = AutoConfig.from_pretrained(folder, local_files_only=True)
-        width = "projection_dim" if config.model_type == "clip" else "hidden_size"
-        return getattr(config, width, None)
-    return None
+    for benchmark in config.benchmarks if fidelity.reference == "tiny" else ():
+        with suppress(ValueError, KeyError, TypeError, AttributeError, OSError):  # said before
+            rows = inputs.prompts(benchmark.prompts, benchmark.name).metadata
+            try:
+                rendered(rows[:: max(1, len(rows) // 16)], seed=0)
+            except ValueError:
+                text = f"'tiny' needs prompts of the tiny world, and {benchmark.prompts} has others"
+                yield f"fidelity.reference: {text}. Name a folder of images, or fidelity=null."
 
 
 def enough(width: int) -> int:
@@ -258,7 +222,7 @@ def enough(width: int) -> int:
 def too_few(counts: Mapping[str, int], width: int) -> Iterator[str]:
     """Images that are too few for a distance between so many features, by their key."""
     for key, count in counts.items():
-        if 0 < count < enough(width):  # 0: they could not be read, which was said before
+        if count < enough(width):
             text = f"{count} images are too few for a distance between {width} features. Use at"
             yield f"{key}: {text} least {enough(width)}, better ten times as many, or null."
 
@@ -276,7 +240,7 @@ def _bases(config: Any, launch: Launch, inputs: Inputs) -> Iterator[str]:
     for key, model in config.bases.items():
         try:
             reasons = list(mismatches(config.model, model))
-        except (LookupError, ModelError, OSError, ValueError) as error:
+        except (LookupError, OSError, ValueError) as error:
             reasons = [_text(error)]
         if reasons:
             text = f"{model.id!r} cannot label states of {config.model.id!r}: "
@@ -298,10 +262,10 @@ def _training(config: Any, launch: Launch, inputs: Inputs) -> Iterator[str]:
         text = f"{config.model.attention!r} is not deterministic in its backward pass. Use null"
         yield f"model.attention: {text}, or train.deterministic=false."
     fresh = config.lora.targets if config.lora.init is None else None
-    if fresh and (family := known_family(config.model)):
+    if fresh and (spec := known(config.model)):
         for target in fresh:
-            if not adapted_layers(family.core, [target]):
-                text = f"By default (null) they are {', '.join(family.targets)}."
+            if not adapted_layers(spec.family.core, [target]):
+                text = f"By default (null) they are {', '.join(spec.family.targets)}."
                 yield f"lora.targets: no layer of {config.model.id} ends with {target!r}. {text}"
     groupwise, single = [], []
     for task in config.tasks:

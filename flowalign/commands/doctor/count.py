@@ -21,9 +21,10 @@ from torch.utils.checkpoint import checkpoint
 
 from flowalign.backbone import DTYPES
 from flowalign.backbone.adapters import AdapterError, read_lora
+from flowalign.backbone.base import without_data
 from flowalign.backbone.loading import store_in_fp8
 from flowalign.backbone.lora import adapted_layers
-from flowalign.backbone.structure import family_without_text, read_family, without_data
+from flowalign.backbone.structure import model_spec, read_family
 from flowalign.backbone.text import BATCH as TEXT_BATCH
 from flowalign.commands.doctor.meter import (
     DeviceAttention,
@@ -161,7 +162,7 @@ def ranks_of(
     if source is not None:
         with suppress(AdapterError, OSError):  # it is not here, and the Hub cannot be asked
             return read_lora(source, family=partial(read_family, model)).ranks
-    family = family_without_text(model.id, model.revision, model.family)
+    family = model_spec(model).family
     return dict.fromkeys(adapted_layers(family.core, lora.targets or family.targets), lora.rank)
 
 

@@ -11,7 +11,8 @@ import torch
 from flowalign import sde
 from flowalign.backbone import Backbone, ModelError
 from flowalign.backbone.adapters import AdapterError, read_lora
-from flowalign.backbone.structure import cut_prompts, read_family, without_data
+from flowalign.backbone.base import without_data
+from flowalign.backbone.structure import cut_prompts, read_family
 from flowalign.commands.findings import Finding, fault, note
 from flowalign.config import TrainingStage
 from flowalign.training.algorithm import algorithm_class
