@@ -35,7 +35,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     folder = tmp_path_factory.mktemp(request.param)
     families.pipeline(request.param).save_pretrained(folder)
     found = ModelConfig(id=str(folder), max_sequence_length=LENGTH)
-    assert cut_prompts(found, fakes.PROMPTS) == ([], [])
+    assert cut_prompts(found, fakes.PROMPTS) == []
     return str(folder)
 
 

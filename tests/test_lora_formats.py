@@ -1,14 +1,12 @@
 """LoRAs under the names of other programs: their updates are those of the file, or refused."""
 
 import copy
-import logging
 import re
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 from typing import Any
 
-import diffusers
 import pytest
 import torch
 from diffusers import SD3Transformer2DModel
@@ -22,12 +20,10 @@ from flowalign.backbone.adapters import AdapterError, read_lora
 from flowalign.backbone.conversion import convert, layers_of
 from flowalign.backbone.sd3 import SD3
 from flowalign.backbone.structure import model_spec
-from flowalign.commands import cli
 from flowalign.config import ModelConfig
 from flowalign.teachers.merge import merge
 
 RANK, ALPHA = 4, 3.0
-FLUX_DEV = "black-forest-labs/FLUX.1-dev"
 Layers = dict[str, tuple[Tensor, Tensor]]  # {layer: (A, B)} as a format has them
 FUSED = {  # BFL's names of the layers of a double block
     "img_attn.qkv": ("attn.to_q", "attn.to_k", "attn.to_v"),
@@ -62,6 +58,21 @@ def bfl(core: Any) -> dict[str, tuple[str, ...]]:
         for block in range(2)
         for name, layers in FUSED.items()
     }
+
+
+def flux_bfl(core: Any) -> dict[str, tuple[str, ...]]:
+    """FLUX.1's other layers, too, of which the first of a single block is four of other sizes."""
+    path, parts = "single_transformer_blocks.0", ("attn.to_q", "attn.to_k", "attn.to_v", "proj_mlp")
+    others = {
+        "double_blocks.0.img_mod.lin": "transformer_blocks.0.norm1.linear",
+        "double_blocks.1.txt_mlp.2": "transformer_blocks.1.ff_context.net.2",
+        "single_blocks.0.linear2": f"{path}.proj_out",
+        "single_blocks.0.modulation.lin": f"{path}.norm.linear",
+        "time_in.in_layer": "time_text_embed.timestep_embedder.linear_1",
+        "img_in": "x_embedder",
+    }
+    fused = {"single_blocks.0.linear1": tuple(f"{path}.{part}" for part in parts)}
+    return bfl(core) | fused | {name: (layer,) for name, layer in others.items()}
 
 
 def flux2_bfl(core: Any) -> dict[str, tuple[str, ...]]:
@@ -168,7 +179,7 @@ COMFY, KOHYA, HERE = "diffusion_model.", "lora_unet_", "lora_transformer_"
 ALL = ["flux", "flux2", "qwen_image", "z_image", "sd3", "sana"]
 READ: dict[str, tuple[list[str], Any, Any, float]] = {
     # format: families, layers, writer, scale; diffusers reads it, too
-    "kohya_bfl": (["flux", "schnell"], bfl, down_up(KOHYA, dots=False), ALPHA / RANK),
+    "kohya_bfl": (["flux", "schnell"], flux_bfl, down_up(KOHYA, dots=False), ALPHA / RANK),
     "kohya_flux2": (["flux2", "klein"], flux2_bfl, down_up(KOHYA, dots=False), ALPHA / RANK),
     "kohya_diffusers": (["flux"], as_they_are, down_up("lora_transformer_", False), ALPHA / RANK),
     "kohya": (["qwen_image"], as_they_are, down_up(KOHYA, dots=False), ALPHA / RANK),
@@ -185,10 +196,7 @@ READ: dict[str, tuple[list[str], Any, Any, float]] = {
     "down_up_no_alpha": (["flux"], as_they_are, down_up("transformer.", alpha=False), 1.0),
 }
 SCALE = ALPHA / RANK
-WRAPPERS = [
-    "base_model.model.", "pipe.dit.", "transformer._orig_mod.", "module.transformer.",
-    "transformer.base_model.model.", "model.diffusion_model.",
-]  # fmt: skip
+WRAPPERS = ["pipe.dit.", "transformer._orig_mod.", "transformer.base_model.model."]
 OURS: dict[str, tuple[list[str], Any, Any, float]] = {  # which no diffusers reads, or not rightly
     "onetrainer": (ALL, as_they_are, down_up("transformer."), SCALE),
     "onetrainer_underscores": (ALL[1:], as_they_are, down_up(HERE, False), SCALE),
@@ -201,7 +209,7 @@ OURS: dict[str, tuple[list[str], Any, Any, float]] = {  # which no diffusers rea
     "kohya_modulations": (["flux2"], modulations, down_up(KOHYA, dots=False), SCALE),
     "xlabs": (["flux"], xlabs, plain_down_up, 1.0),
     "processors": (["sd3", "flux"], processors, plain_down_up, 1.0),
-    **{form: (["flux", "qwen_image"], as_they_are, ab(form), 1.0) for form in WRAPPERS},
+    **{form: (["flux"], as_they_are, ab(form), 1.0) for form in WRAPPERS},
     "peft_default": (ALL, as_they_are, ab("base_model.model.", True), 1.0),
 }  # fmt: skip
 FAST = ("flux", "schnell", "z_image", "sd3")
@@ -367,39 +375,6 @@ def kohya_flux() -> dict[str, Tensor]:
     return down_up(KOHYA, dots=False)(layers)
 
 
-NAME = f"{KOHYA}double_blocks_0_img_attn_proj"
-SPOILT: dict[str, Callable[[dict[str, Tensor]], Any]] = {
-    "an alpha below 0": lambda w: w[f"{NAME}.alpha"].fill_(-1.0),
-    "an alpha that is none": lambda w: w[f"{NAME}.alpha"].fill_(torch.nan),
-    "NaN": lambda w: w[f"{NAME}.lora_up.weight"].fill_(torch.nan),
-    "half a layer": lambda w: w.pop(f"{NAME}.lora_up.weight"),
-    "DoRA": lambda w: w.update({f"{NAME}.dora_scale": torch.ones(32)}),
-    "a text encoder": lambda w: w.update(
-        {
-            f"lora_te1_text_model_encoder_layers_0_mlp_fc1.lora_{half}.weight": torch.ones(2, 2)
-            for half in ("down", "up")
-        }
-    ),
-    "a layer that is not there": lambda w: w.update(
-        {
-            f"{KOHYA}double_blocks_0_x.lora_{half}.weight": torch.ones(2, 2)
-            for half in ("down", "up")
-        }
-    ),
-    "other sizes": lambda w: w.update({f"{NAME}.lora_up.weight": torch.ones(8, RANK)}),
-}
-
-
-@pytest.mark.parametrize("how", SPOILT)
-def test_a_spoilt_file_is_refused(how: str, tmp_path: Path) -> None:
-    weights = kohya_flux()
-    SPOILT[how](weights)
-    save_file(weights, tmp_path / "public.safetensors")
-    ours = backbone(PIPES("flux"))
-    with pytest.raises(AdapterError, match="lora_te1" if how == "a text encoder" else None):
-        ours.load_adapter("refused", tmp_path)
-
-
 def halves(layer: str, form: str = "{}.lora_{}.weight") -> dict[str, Tensor]:
     """A LoRA of one layer, 32 wide."""
     return {form.format(layer, h): torch.ones(s) for h, s in (("A", (2, 32)), ("B", (32, 2)))}
@@ -407,45 +382,39 @@ def halves(layer: str, form: str = "{}.lora_{}.weight") -> dict[str, Tensor]:
 
 TO_Q = "transformer.transformer_blocks.0.attn.to_q"
 X_Q = COMFY + TO_Q.partition(".")[2]  # another program's, which is converted
+HALF, NAN = halves(X_Q), torch.tensor(torch.nan)
 REFUSED: dict[str, tuple[str, dict[str, Tensor], str]] = {
     # family, weights, what the reason names
     "BFL's names with SANA": ("sana", halves("double_blocks.0.img_attn.proj"), "double_blocks"),
+    "a layer that is not there": ("flux", HALF | halves(f"{KOHYA}double_blocks_0_x"), "blocks_0_x"),
     "LoKr": ("flux", halves(TO_Q, "{}.lokr_w{}"), "LoKr"),
-    "rows of another model": (
-        "flux", halves(f"{COMFY}double_blocks.0.img_attn.qkv"), "rows"
-    ),
     "DoRA": ("sd3", halves(TO_Q) | {f"{TO_Q}.dora_scale": torch.ones(32)}, "DoRA"),
     "a bias": ("sd3", halves(TO_Q) | {f"{TO_Q}.lora_B.bias": torch.ones(32)}, "bias"),
+    "a text encoder": ("flux", HALF | halves("lora_te1_text_model_x"), "lora_te1"),
+    "8 bits with scales": ("flux", HALF | {f"{X_Q}.weight_scale": torch.ones(1)}, "scale"),
+    "integers": ("sd3", {n: w.to(torch.int8) for n, w in HALF.items()}, "int8"),
+    "NaN": ("flux", {n: w * NAN for n, w in HALF.items()}, "NaN"),
+    "an alpha below 0": ("flux", HALF | {f"{X_Q}.alpha": torch.tensor(-1.0)}, "alpha"),
+    "an alpha that is none": ("flux", HALF | {f"{X_Q}.alpha": NAN}, "alpha"),
+    "half a layer": ("flux", {f"{X_Q}.lora_A.weight": torch.ones(2, 32)}, "A and B"),
+    "rows of another model": ("flux", halves(f"{COMFY}double_blocks.0.img_attn.qkv"), "rows"),
     "fused and split": (
         "z_image",
         down_up(KOHYA, dots=False)({
             f"layers.0.attention.{name}": (torch.ones(2, 32), torch.ones(rows, 2))
-            for name, rows in (("to_q", 32), ("to_k", 32), ("to_v", 32), ("qkv", 96))
+            for name, rows in (("to_q", 32), ("qkv", 96))
         }),
         "two updates of layers.0.attention",
     ),
-    "a text encoder": ("flux", halves(TO_Q) | halves("text_encoder.x.q_proj"), "text encoder"),
-    "8 bits with scales": ("flux", halves(TO_Q) | {f"{TO_Q}.weight_scale": torch.ones(1)}, "scale"),
     **{
-        f"twice: {one}, {two}": ("flux", halves(X_Q, one) | halves(X_Q, two), "two weights")
-        for one, two in (
-            ("{}.lora_{}.a.weight", "{}.lora_{}.b.weight"),  # two adapters
-            ("{}.lora_{}.weight", "{}.lora_{}.default.weight"),
-            ("{}.lora_{}.weight", "{}._orig_mod.lora_{}.weight"),
-        )
+        f"twice: {end}": ("flux", HALF | halves(X_Q, end), "two weights")
+        for end in ("{}.lora_{}.default.weight", "{}._orig_mod.lora_{}.weight")
     },
-    "twice: A, down": (
-        "flux",
-        halves(X_Q) | down_up(alpha=False)({X_Q: (torch.ones(2, 32), torch.ones(32, 2))}),
-        "two weights",
-    ),
-    "another alpha": ("flux", halves(X_Q) | {f"{X_Q}.lora_alpha": torch.ones(1)}, "lora_alpha"),
     "two alphas": (
         "flux",
-        halves(X_Q) | {f"{X_Q}.{end}": torch.tensor(2.0) for end in ("alpha", "lora.alpha")},
+        HALF | {f"{X_Q}.{end}": torch.tensor(2.0) for end in ("alpha", "lora.alpha")},
         "two weights",
     ),
-    "integers": ("sd3", {n: w.to(torch.int8) for n, w in halves(TO_Q).items()}, "int8"),
 }  # fmt: skip
 
 
@@ -465,29 +434,6 @@ def test_weights_of_8_bits_are_read_as_they_are(dtype: torch.dtype, tmp_path: Pa
     assert torch.equal(found.float(), values.float())
 
 
-@pytest.mark.slow
-def test_bfl_s_fused_layers_of_a_whole_flux_are_split(tmp_path: Path) -> None:
-    """As fal writes them: all 57 blocks of FLUX.1-dev, which diffusers counts on."""
-    wide, sizes = 3072, {"img_mod.lin": (1, 6), "txt_mod.lin": (1, 6), "img_attn.qkv": (1, 3)}
-    sizes |= {"txt_attn.qkv": (1, 3), "img_attn.proj": (1, 1), "txt_attn.proj": (1, 1)}
-    for stream in ("img", "txt"):
-        sizes |= {f"{stream}_mlp.0": (1, 4), f"{stream}_mlp.2": (4, 1)}
-    single = {"modulation.lin": (1, 3), "linear1": (1, 7), "linear2": (5, 1)}
-    shapes = {
-        f"double_blocks.{n}.{name}": shape for n in range(19) for name, shape in sizes.items()
-    }
-    shapes |= {f"single_blocks.{n}.{x}": shape for n in range(38) for x, shape in single.items()}
-    shapes["final_layer.linear"] = (1, 1)
-    layers = {
-        x: (torch.randn(1, i * wide), torch.randn(o * wide, 1)) for x, (i, o) in shapes.items()
-    }
-    save_file(ab("base_model.model.")(layers), tmp_path / "fal.safetensors")
-    lora = read_lora(tmp_path, family=family_of(FLUX_DEV))
-    expected: Any = diffusers.FluxPipeline.lora_state_dict(str(tmp_path))
-    assert {f"transformer.{name}" for name in lora.weights} == set(expected)
-    assert all(torch.equal(expected[f"transformer.{n}"], w) for n, w in lora.weights.items())
-
-
 def test_without_a_model_another_program_s_names_are_refused_and_merge_takes_one(
     tmp_path: Path,
 ) -> None:
@@ -502,19 +448,6 @@ def test_without_a_model_another_program_s_names_are_refused_and_merge_takes_one
     for layer in one.ranks:
         a, b = (f"{layer}.lora_{half}.weight" for half in "AB")
         assert_close(two.weights[b] @ two.weights[a], 2 * one.weights[b] @ one.weights[a])
-
-
-def test_a_command_says_once_what_was_converted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """However often it reads the file."""
-    (tmp_path / "a").mkdir()
-    save_file(kohya_flux(), tmp_path / "a" / "public.safetensors")
-    PIPES("flux").save_pretrained(tmp_path / "model")
-    monkeypatch.setattr(logging.root, "handlers", [])  # pytest's
-    given = [str(tmp_path / "a")] * 2 + ["--model", str(tmp_path / "model")]
-    assert cli.main(["merge", *given, "--out", str(tmp_path / "out")]) == 0
-    assert capsys.readouterr().err.count("converted") == 1
 
 
 def test_peft_s_description_still_counts(tmp_path: Path) -> None:

@@ -14,8 +14,8 @@ import logging
 import re
 import reprlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path, PurePosixPath
@@ -108,7 +108,7 @@ def _download(source: str, newest: bool) -> Path:
         )
         return Path(snapshot) / path
 
-    with hub_errors(f"there is no folder {source!r}, and it cannot be downloaded"):
+    try:
         if not newest:
             with suppress(errors.LocalEntryNotFoundError):  # not in the cache: ask the Hub
                 return get(local=True)
@@ -120,16 +120,8 @@ def _download(source: str, newest: bool) -> Path:
                 revision = address.revision or "main"
                 _choose(names, f"{address.repository}@{revision}/{folder}".rstrip("/"))
         return get(local=False)
-
-
-@contextmanager
-def hub_errors(what: str) -> Iterator[None]:
-    """HubError for whatever huggingface_hub raises inside. what: begins the message."""
-    try:
-        yield
-    except HubError:
-        raise
     except (HTTP_ERROR, OSError, errors.HFValidationError) as error:
+        what = f"there is no folder {source!r}, and it cannot be downloaded"
         raise HubError(f"{what}: {shown(str(error), 600)}") from error
 
 
@@ -195,7 +187,6 @@ class Description(BaseModel):
     that would change the update and is not read here is refused."""
 
     model_config = ConfigDict(strict=True)
-
     r: Rank = 8  # the defaults are peft's
     lora_alpha: Alpha = 8
     rank_pattern: dict[str, Rank] | None = None

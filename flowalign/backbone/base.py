@@ -295,16 +295,13 @@ class Backbone:
         metadata = self.core.peft_config[name].to_dict()
         metadata["target_modules"] = sorted(metadata["target_modules"])
         metadata["base_model_name_or_path"] = self.name
-        length = self.text.max_sequence_length
-        write_lora(folder, self._weights(name), metadata, text_length=length)
-
-    def _weights(self, name: str) -> dict[str, Tensor]:
         # state_dict: core.state_dict() would change the state of a sharded base, on this process
         # alone. save_embedding_layers: by default peft would look for the base on the Hub.
         state = {key: p.detach() for key, p in self.core.named_parameters() if f".{name}." in key}
-        return get_peft_model_state_dict(
+        weights = get_peft_model_state_dict(
             self.core, state_dict=state, adapter_name=name, save_embedding_layers=False
         )
+        write_lora(folder, weights, metadata, text_length=self.text.max_sequence_length)
 
     @property
     def active(self) -> str | None:

@@ -83,7 +83,6 @@ class Family(ABC):
     targets: ClassVar[Sequence[str]]
     cards: ClassVar[Mapping[str, tuple[int, float]]] = {}
     foreign: ClassVar[Mapping[str, Sequence[str]]] = {}
-    scale: ClassVar[str] = "guidance_scale"  # what the pipeline's call names it
     negative: ClassVar[str] = ""
     tokenizer: ClassVar[str] = "tokenizer"
     longest: ClassVar[int] = 512
@@ -120,12 +119,6 @@ class Family(ABC):
         """What a guidance scale is: of classifier-free guidance, an input of the transformer, or
         nothing (the scale must be 1)."""
         return "cfg"
-
-    @classmethod
-    def defaults(cls) -> tuple[int, float]:
-        """(steps, guidance scale) of a call of the pipeline in diffusers."""
-        call = inspect.signature(getattr(diffusers, cls.pipeline).__call__).parameters
-        return call["num_inference_steps"].default, call[cls.scale].default
 
     @property
     def unused(self) -> Sequence[str]:

@@ -18,7 +18,6 @@ class QwenImage(PackedFamily):
     pipeline = "QwenImagePipeline"
     targets = JOINT_ATTENTION
     cards = {"qwen-image": (50, 4.0), "qwen-image-2512": (50, 4.0)}
-    scale = "true_cfg_scale"
     negative = " "  # of the model's card
     longest = 1024
 

@@ -62,22 +62,6 @@ class ModelSpec:
         yield from self.family.length_problems(self.length)
         yield from self.family.dtype_problems(self.config.id, self.config.dtype)
 
-    def interface(self) -> dict[str, Any]:
-        """What a transformer shares with all others that can label its states, by the config files:
-        the weights of encoders and VAE are not compared."""
-        family = self.family
-        found: dict[str, Any] = {"family": family.name, "latent": self.latent_shapes}
-        found["text"] = family.text_shapes(self.length)
-        parts = ((n, part) for n, part in family.pipe.components.items() if part is not None)
-        for name, part in parts:
-            if name in ENCODERS:
-                weights = sum(parameter.numel() for parameter in part.parameters())
-                found[name] = f"{type(part).__name__} of {weights:,} weights"
-            elif name in ("vae", "scheduler"):
-                entries = part.config.items()
-                found |= {f"{name}.{key}": value for key, value in entries if key[0] != "_"}
-        return found
-
 
 def model_spec(model: ModelConfig, *, whole: bool = False) -> ModelSpec:
     """The model of a config, on the meta device: transformer and autoencoder, or all its parts.
@@ -117,10 +101,25 @@ def mismatches(model: ModelConfig, other: ModelConfig) -> Iterator[str]:
     longest = other.model_copy(update={"max_sequence_length": student.length})
     teacher = model_spec(longest, whole=True)
     yield from teacher.problems()
-    ours, theirs = student.interface(), teacher.interface()
+    ours, theirs = _interface(student), _interface(teacher)
     for key in ours | theirs:
         if ours.get(key) != theirs.get(key):
             yield f"its {key} is {theirs.get(key)}, and that of {model.id} is {ours.get(key)}"
+
+
+def _interface(spec: ModelSpec) -> dict[str, Any]:
+    """What a transformer shares with all others that can label its states, by the config files: the
+    weights of encoders and VAE are not compared."""
+    family = spec.family
+    found: dict[str, Any] = {"family": family.name, "latent": spec.latent_shapes}
+    found["text"] = family.text_shapes(spec.length)
+    for name, part in family.pipe.components.items():
+        if name in ENCODERS and part is not None:
+            weights = sum(parameter.numel() for parameter in part.parameters())
+            found[name] = f"{type(part).__name__} of {weights:,} weights"
+        elif name in ("vae", "scheduler"):
+            found |= {f"{name}.{key}": v for key, v in part.config.items() if key[0] != "_"}
+    return found
 
 
 # Architectures -----------------------------------------------------------------------------------
@@ -250,32 +249,28 @@ def _encoders_of_ids(folder: Path | None, family: type[Family]) -> dict[str, Any
     return given
 
 
-def cut_prompts(model: ModelConfig, prompts: Sequence[str]) -> tuple[list[str], list[str]] | None:
-    """(prompts that the model does not see to their end, those of them that it sees nothing of), by
-    what the family's own encoding leaves of them, such as behind a chat template. None where the
-    tokenizers are not on this machine."""
+def cut_prompts(model: ModelConfig, prompts: Sequence[str]) -> list[str] | None:
+    """The prompts that the model does not see to their end, by what the family's own encoding
+    leaves of them, such as behind a chat template. None where the tokenizers are not here."""
     try:
         family = _family(model.id, model.revision, model.family, whole=False, ids=True)
     except (LookupError, OSError, ValueError, ImportError, AttributeError):
         return None
-    tokenizer = getattr(family.pipe, family.tokenizer)
-    if tokenizer is None:
+    if (tokenizer := getattr(family.pipe, family.tokenizer)) is None:
         return None
     padding = getattr(tokenizer, "tokenizer", tokenizer).pad_token_id  # a processor has one inside
     limit = ModelSpec(model, family).length
 
-    def seen(texts: Sequence[str], length: int) -> list[list[float]]:
+    def seen(length: int) -> list[list[float]]:
         """The ids of each prompt that reach the transformer."""
-        found = [text["embeds"][:, 0] for text in family.encode(list(texts), length, "cpu")]
+        found = [text["embeds"][:, 0] for text in family.encode(list(prompts), length, "cpu")]
         return [ids[ids != padding].tolist() for ids in found]
 
     logging.disable(logging.WARNING)  # of diffusers, for each prompt
     try:
-        found, longer = (seen(prompts, length) for length in (limit, limit + 1))
-        (nothing,) = seen([""], limit)
+        both = zip(prompts, seen(limit), seen(limit + 1), strict=True)
+        return [prompt for prompt, ids, more in both if ids != more]
     except (ValueError, RuntimeError):  # the marks around a prompt alone are more
-        return list(prompts), list(prompts)
+        return list(prompts)
     finally:
         logging.disable(logging.NOTSET)
-    cut = {p: one for p, one, more in zip(prompts, found, longer, strict=True) if one != more}
-    return list(cut), [prompt for prompt, ids in cut.items() if ids == nothing]

@@ -12,7 +12,6 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
 from flowalign.backbone.family import Family, Text
@@ -56,7 +55,7 @@ class TextEncoder:
             if self.folder is None:
                 with self._on_device():
                     return self._encode(prompts)
-            self._encode_to_disk(prompt for prompt in prompts if not self._path(prompt).is_file())
+            self._encode_to_disk(prompts)
             batch = stacked([self._read(prompt) for prompt in prompts])
         return {name: part.to(self.device) for name, part in batch.items()}
 
@@ -76,8 +75,7 @@ class TextEncoder:
         """
         if self.folder is not None:
             if not all(self._path(text).is_file() for text in calls[0]):
-                texts = (text for call in calls for text in call)
-                self._encode_to_disk(text for text in texts if not self._path(text).is_file())
+                self._encode_to_disk(text for call in calls for text in call)
         elif tuple(calls[0]) not in self._held:
             self._held.clear()
             count = 0
@@ -110,10 +108,11 @@ class TextEncoder:
         return self.folder / name[:2] / f"{name}.safetensors"  # thousands of texts, 256 folders
 
     def _encode_to_disk(self, prompts: Iterable[str]) -> None:
-        with ExitStack() as stack:
-            for number, prompt in enumerate(dict.fromkeys(prompts)):
-                if number == 0:
-                    stack.enter_context(self._on_device())
+        missing = [text for text in dict.fromkeys(prompts) if not self._path(text).is_file()]
+        if not missing:
+            return
+        with self._on_device():
+            for prompt in missing:
                 # each alone, so that its file does not depend on the batch
                 text = {name: part[0].cpu() for name, part in self._encode([prompt]).items()}
                 with replacing(self._path(prompt)) as part:
@@ -125,6 +124,7 @@ class TextEncoder:
             return load_file(path)
         except (OSError, SafetensorError):
             log.warning("%s is damaged; its text is encoded again.", path)
+        path.unlink(missing_ok=True)
         self._encode_to_disk([prompt])
         return load_file(path)
 
@@ -143,15 +143,7 @@ def stacked(texts: Sequence[Mapping[str, Tensor]]) -> Text:
 
 def joined(negative: Mapping[str, Tensor], positive: Mapping[str, Tensor]) -> Text:
     """{name: [2B, ...]}: the negative prompt [1, ...] once for each row of the positive ones
-    [B, ...], then these. The shorter texts are padded as by `stacked`."""
-    both = {}
-    for name, part in positive.items():
-        other = negative[name].expand(len(part), *negative[name].shape[1:])
-        if part.dim() > 1 and part.shape[1] != other.shape[1]:
-            longest = max(part.shape[1], other.shape[1])
-            part, other = (
-                pad(text, [0, 0] * (text.dim() - 2) + [0, longest - text.shape[1]])
-                for text in (part, other)
-            )
-        both[name] = torch.cat([other, part])
-    return both
+    [B, ...], then these, padded as by `stacked`."""
+    first = {name: part[0] for name, part in negative.items()}
+    rows = [dict(zip(positive, row, strict=True)) for row in zip(*positive.values(), strict=True)]
+    return stacked([*[first] * len(rows), *rows])

@@ -38,11 +38,6 @@ class ZImage(Family):
         for name, layers in in_blocks(part, part, ATTENTION).items()
     }
 
-    @classmethod
-    def defaults(cls) -> tuple[int, float]:
-        steps, scale = super().defaults()
-        return steps, 1 + scale
-
     def text_shapes(self, length: int) -> dict[str, tuple[int, ...]]:
         return {"embeds": (length, self.core.config.cap_feat_dim), "mask": (length,)}
 

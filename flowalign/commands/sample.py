@@ -1,7 +1,7 @@
 """`flowalign sample`: images of prompts, with the settings that the model or the LoRA asks for.
 
 Steps, CFG scale and size come from the first of these that says them: the command line, the run
-that trained the LoRA, the model's card, diffusers' pipeline.
+that trained the LoRA, the model's card, the first card of its family.
 """
 
 from __future__ import annotations
@@ -18,10 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowalign.backbone import DTYPES, Backbone, family_of, load_pipeline, pipeline_name, resolve
+from flowalign.backbone import DTYPES, Backbone, family_of, pipeline_name, resolve
 from flowalign.backbone.adapters import Lora, read_lora
-from flowalign.backbone.family import default_length
-from flowalign.backbone.loading import card_of, text_length
+from flowalign.backbone.loading import card_of
 from flowalign.backbone.lora import misfit
 from flowalign.backbone.structure import known, read_family
 from flowalign.config import ConfigError, ModelConfig, SamplingConfig, load
@@ -127,6 +126,7 @@ def settle(args: argparse.Namespace, lora: Lora | None) -> Plan:
     config = ModelConfig(
         id=model,
         dtype=args.dtype or ("bfloat16" if on_gpu else "float32"),
+        max_sequence_length=lora and lora.text_length,
         height=height,
         width=width,
         decode_batch=1 if on_gpu else None,  # a float32 VAE needs 2.4 GB for 1024 pixels
@@ -142,12 +142,12 @@ def settle(args: argparse.Namespace, lora: Lora | None) -> Plan:
 
 
 def recommended(model: str) -> tuple[int, float]:
-    """(steps, guidance scale) of a model: of its card, else of its pipeline."""
+    """(steps, guidance scale) of a model: of its card, else of the first card of its family."""
     if resolve(model) == resolve("tiny"):
         return TINY
     if card := card_of(model):
         return card
-    steps, guidance = family_of(pipeline_name(model)).defaults()
+    steps, guidance = next(iter(family_of(pipeline_name(model)).cards.values()), (28, 4.5))
     spec = known(ModelConfig(id=model))
     return steps, 1.0 if spec and spec.family.guidance == "none" else guidance
 
@@ -189,10 +189,7 @@ def draw(prompts: Sequence[str], plan: Plan, lora: Lora | None) -> Tensor:
         file=sys.stderr,
         flush=True,
     )
-    pipe = load_pipeline(model.id, dtype=DTYPES[model.dtype])
-    length = text_length(model.id, lora) or default_length(type(pipe))
-    model = model.model_copy(update={"max_sequence_length": length})
-    backbone = Backbone(pipe, model, plan.device)
+    backbone = Backbone.load(model, plan.device)
     if lora:
         backbone.load_adapter("sampled", lora, frozen=True)
     batch = PromptBatch(list(prompts), ["sample"] * len(prompts), [{} for _ in prompts])

@@ -146,10 +146,9 @@ def _model(config: Any, launch: Launch, inputs: Inputs) -> Iterator[str]:
     if spec is None:
         return
     yield from spec.problems()
-    _, lost = cut_prompts(spec.config, ["red"]) or ((), ())
-    if lost:  # a template takes as many tokens of every prompt
-        text = f"{spec.length} tokens, all taken by the template around a prompt. Leave it out, or"
-        yield f"model.max_sequence_length: {text} raise it to {spec.family.longest}."
+    if cut_prompts(spec.config, ["red"]):  # a template may take as many tokens of every prompt
+        text = f"{spec.length} tokens leave no room for a word. Leave it out, or raise it to"
+        yield f"model.max_sequence_length: {text} {spec.family.longest}."
     for key, scale in config.scales.items():
         spec = known(config.bases.get(key.removesuffix(".guidance"), config.model))
         if spec and spec.family.guidance == "none" and scale != 1:
@@ -267,16 +266,14 @@ def _training(config: Any, launch: Launch, inputs: Inputs) -> Iterator[str]:
             if not adapted_layers(spec.family.core, [target]):
                 text = f"By default (null) they are {', '.join(spec.family.targets)}."
                 yield f"lora.targets: no layer of {config.model.id} ends with {target!r}. {text}"
-    groupwise, single = [], []
+    said: dict[str, tuple[bool, bool]] = {}
     for task in config.tasks:
-        if task.reward is None or not launch.trust and rewards.own_code(**task.reward.model_dump()):
-            continue
-        with suppress(ValueError, KeyError, TypeError, ImportError):  # said before
-            name, options = task.reward.name, task.reward.options
-            groupwise += [task.name] * rewards.is_groupwise(name, options)
-            single += [task.name] * rewards.has_no_weights(name)
-    yield from group_problems(config, groupwise, launch.processes)
-    yield from parts_problems(config, single)
+        if task.reward and (launch.trust or not rewards.own_code(**task.reward.model_dump())):
+            with suppress(ValueError, KeyError, TypeError, ImportError):  # said before
+                name, options = task.reward.name, task.reward.options
+                groupwise = rewards.is_groupwise(name, options)
+                said[task.name] = groupwise, not rewards.has_no_weights(name)
+    yield from reward_problems(config, said, launch.processes)
     if launch.resume is not None:
         given = {"resume": launch.resume, "any_world": launch.any_world, "pending": launch.pending}
         yield from resuming.problems(config, launch.processes, **given)
@@ -285,11 +282,15 @@ def _training(config: Any, launch: Launch, inputs: Inputs) -> Iterator[str]:
 CHECKS = (_packages, _adapters, _model, _scoring, _fidelity, _bases, _training)
 
 
-def group_problems(config: TrainingStage, tasks: Collection[str], processes: int) -> Iterator[str]:
-    """Images of an optimizer step that the processes cannot share evenly. tasks: those whose reward
-    compares all images of a prompt, which no two processes may share; an algorithm may, too."""
+def reward_problems(
+    config: TrainingStage, rewards: Mapping[str, tuple[bool, bool]], processes: int
+) -> Iterator[str]:
+    """Images of an optimizer step that the processes cannot share evenly; rewards without parts,
+    where the advantage normalises parts. rewards: {task: whether its reward compares all images of
+    a prompt, which no two processes may share (an algorithm may, too), whether it has weights}."""
     rollout, updates = config.rollout, config.optimizer.updates_per_rollout
     prompts = rollout.prompts // updates  # of a step
+    tasks = [task for task, (groupwise, _) in rewards.items() if groupwise]
     text = unit = ""
     if prompts * rollout.copies % processes:
         text = f"{prompts * rollout.copies} images an optimizer step"
@@ -301,15 +302,9 @@ def group_problems(config: TrainingStage, tasks: Collection[str], processes: int
     if unit:
         text = f"{processes} processes cannot share evenly {text}. Use a multiple of {unit}"
         yield f"rollout.prompts: {text}: rollout.prompts={-(-rollout.prompts // unit) * unit}."
-
-
-def parts_problems(config: TrainingStage, tasks: Collection[str]) -> Iterator[str]:
-    """Rewards without parts, where the advantage normalises parts. tasks: those whose reward has no
-    `weights`."""
-    if config.credited is None or config.credited.advantage != "gdpo":
-        return
-    for index, task in enumerate(config.tasks):
-        if task.reward and task.name in tasks:
+    gdpo = config.credited and config.credited.advantage == "gdpo"
+    for index, task in enumerate(config.tasks if gdpo else ()):
+        if task.reward and not rewards.get(task.name, (False, True))[1]:
             text = f"'gdpo' normalises parts of a reward, and {task.reward.name!r} is no weighted"
             yield f"tasks.{index}.reward: {text} sum. Use 'weighted', or advantage 'group_std'."
 
@@ -346,34 +341,35 @@ def scale_problems(stages: Mapping[str, Any]) -> Iterator[str]:
     were trained at: guidance counts once (docs/results.md). stages: by name, as they run. Nothing
     is said of an adapter whose training is not known from them, or from the folder of its run."""
     made: dict[Path, Any] = {}
-
-    def trained(source: str) -> list[float]:
-        """The scale of an adapter, or those of all that it was merged from; [] = not known."""
-        if source.startswith("tiny/"):
-            return [1.0]
-        stage: Any = made.get(Path(source))
-        here = not adapters.is_hub_id(source)
-        with suppress(ConfigError):
-            if not stage and here and (folder := adapters.adapter_folder(source)).name == "adapter":
-                stage = load(folder.parent / "config.yaml", stage=Stage)
-        if stage and stage.trains:
-            return [stage.guidance]
-        parts = stage.inputs.values() if stage else ()  # of a merge
-        return [scale for part in parts for scale in trained(part)]
-
     for name, stage in stages.items():
         for key, source in stage.inputs.items():
             used = stage.guidance_at(key)
             if used is None:  # of a merge: as the first of its adapters
-                used = next((s for part in stage.inputs.values() for s in trained(part)), 1.0)
+                used = next((s for i in stage.inputs.values() for s in _trained(i, made)), 1.0)
             absorbs = key == "lora.init" and bool(stage.labellers)  # what its start lacks
-            far = (s for s in trained(source) if used > 2 * s or 2 * used < s and not absorbs)
+            scales = _trained(source, made)
+            far = (s for s in scales if used > 2 * s or 2 * used < s and not absorbs)
             if (own := next(far, None)) is not None:
                 yield (
                     f"{name}: {key}: {source} was trained at guidance {own:g}, and is used at "
                     f"{used:g}. Use it at {own:g} (labels: up to {2 * own:g}): CFG counts once."
                 )
         made[Path(stage.output, "adapter")] = stage
+
+
+def _trained(source: str, made: Mapping[Path, Any]) -> list[float]:
+    """The scale that an adapter was trained at, or those of all that it was merged from; [] = not
+    known. made: {adapter: the stage that writes it}."""
+    if source.startswith("tiny/"):
+        return [1.0]
+    stage: Any = made.get(Path(source))
+    if not stage and not adapters.is_hub_id(source):
+        with suppress(ConfigError):
+            stage = load(adapters.adapter_folder(source).parent / "config.yaml", stage=Stage)
+    if stage and stage.trains:
+        return [stage.guidance]
+    return [scale for part in (stage.inputs.values() if stage else ()) for scale in
+            _trained(part, made)]  # fmt: skip
 
 
 def against_card(config: TrainingStage) -> Iterator[tuple[str, str]]:
@@ -392,13 +388,15 @@ def against_card(config: TrainingStage) -> Iterator[tuple[str, str]]:
     sampled = {"rollout.steps": config.rollout.steps}
     if config.evaluation and config.evaluation.steps:
         sampled["evaluation.steps"] = config.evaluation.steps
-    far = {key: value for key, value in sampled.items() if distilled and value > 2 * steps}
     bases = {f"{key}.guidance" for key in config.bases}
-    scales = {key: scale for key, scale in config.scales.items() if key not in bases}
-    far |= {key: s for key, s in scales.items() if not guidance / 2 <= s <= 2 * guidance}
+    far = {key: value for key, value in sampled.items() if distilled and value > 2 * steps}
+    far |= {
+        key: scale
+        for key, scale in config.scales.items()
+        if key not in bases and not guidance / 2 <= scale <= 2 * guidance
+    }
     for key, value in far.items():
-        text = f"card: {key} = {value:g}; {name} has {steps} steps at guidance {guidance:g}."
-        yield level, text
+        yield level, f"card: {key} = {value:g}; {name} has {steps} steps at guidance {guidance:g}."
 
 
 def overruled(lora: LoraConfig, inputs: Inputs) -> list[str]:
