@@ -6,10 +6,9 @@ from typing import Any
 
 import fakes
 import pytest
-import yaml
 
 from flowalign import config
-from flowalign.commands import cli, recipe
+from flowalign.commands import recipe
 from flowalign.training.preflight import scale_problems
 
 OCR = {"name": "ocr", "prompts": "tiny/ocr_train"}
@@ -168,24 +167,3 @@ def test_the_scale_of_an_earlier_run_is_in_its_folder(tmp_path: Path) -> None:
     ]  # fmt: skip
     (tmp_path / "a" / "config.yaml").write_text("stage: of another program\n")
     assert [text.split(": ")[1] for text in scale_problems({"t": stage})] == ["models.m"]
-
-
-@pytest.mark.slow
-def test_doctor_dry_run_and_training_name_both_scales(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    """Before anything is trained."""
-    path = tmp_path / "config.yaml"
-    data = {"stage": "recipe", "output": str(tmp_path / "run"), "model": TINY}
-    path.write_text(
-        yaml.safe_dump({**data, "stages": {"s": student(4.5, 4.5, adapter="tiny/ocr")}})
-    )
-    said = "teachers.ocr: tiny/ocr was trained at guidance 1, and is used at 4.5"
-    assert cli.main(["doctor", "--no-model", "--config", str(path)]) == 1
-    assert f"fault  s: {said}" in capsys.readouterr().out
-    assert cli.main(["train", "--dry-run", "--config", str(path)]) == 0
-    assert f"fault  s: {said}" in capsys.readouterr().out
-    monkeypatch.setattr(recipe, "_run_stage", lambda *_: None)
-    assert cli.main(["train", "--config", str(path)]) == 0
-    assert f"s: {said}" in caplog.text

@@ -61,7 +61,8 @@ def bfl(core: Any) -> dict[str, tuple[str, ...]]:
 
 
 def flux_bfl(core: Any) -> dict[str, tuple[str, ...]]:
-    """FLUX.1's other layers, too, of which the first of a single block is four of other sizes."""
+    """FLUX.1's other layers, too: the first of a single block is four, not all of one size, for
+    which diffusers has the sizes of FLUX.1-dev alone."""
     path, parts = "single_transformer_blocks.0", ("attn.to_q", "attn.to_k", "attn.to_v", "proj_mlp")
     others = {
         "double_blocks.0.img_mod.lin": "transformer_blocks.0.norm1.linear",
@@ -179,7 +180,7 @@ COMFY, KOHYA, HERE = "diffusion_model.", "lora_unet_", "lora_transformer_"
 ALL = ["flux", "flux2", "qwen_image", "z_image", "sd3", "sana"]
 READ: dict[str, tuple[list[str], Any, Any, float]] = {
     # format: families, layers, writer, scale; diffusers reads it, too
-    "kohya_bfl": (["flux", "schnell"], flux_bfl, down_up(KOHYA, dots=False), ALPHA / RANK),
+    "kohya_bfl": (["flux", "schnell"], bfl, down_up(KOHYA, dots=False), ALPHA / RANK),
     "kohya_flux2": (["flux2", "klein"], flux2_bfl, down_up(KOHYA, dots=False), ALPHA / RANK),
     "kohya_diffusers": (["flux"], as_they_are, down_up("lora_transformer_", False), ALPHA / RANK),
     "kohya": (["qwen_image"], as_they_are, down_up(KOHYA, dots=False), ALPHA / RANK),
@@ -204,6 +205,7 @@ OURS: dict[str, tuple[list[str], Any, Any, float]] = {  # which no diffusers rea
     "kohya": (["sd3", "sana"], as_they_are, down_up(KOHYA, dots=False), SCALE),
     "kohya_final": (["flux", "flux2", "sd3"], final_layer, down_up(KOHYA, dots=False), SCALE),
     "comfy_final": (["flux", "flux2"], final_layer, ab(COMFY), 1.0),
+    "kohya_flux": (["flux"], flux_bfl, down_up(KOHYA, dots=False), SCALE),
     "kohya_sd3": (["sd3"], stability, down_up(KOHYA, dots=False), SCALE),
     "comfy_sd3": (["sd3"], stability, ab(COMFY), 1.0),
     "kohya_modulations": (["flux2"], modulations, down_up(KOHYA, dots=False), SCALE),

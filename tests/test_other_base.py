@@ -95,21 +95,6 @@ def test_a_target_beyond_it_has_the_students_base_as_reference(
     torch.testing.assert_close(label.velocity[rows], base + 1.5 * (own - base), rtol=0, atol=1e-5)
 
 
-def test_it_has_its_own_dtype(random_model: str, large_model: str, tmp_path: Path) -> None:
-    given = ["teachers.even.dtype=bfloat16", "teachers.even.device=cpu"]
-    loop = fakes.wired(taught(random_model, large_model, tmp_path / "run", *given))
-    (other,) = loop.backbone.others.values()
-    assert other.core.dtype == other.dtype == torch.bfloat16
-    assert loop.backbone.core.dtype == torch.float32
-    rollout = loop.rollout(0)
-    assert loop.algorithm.teachers
-    label = loop.algorithm.teachers(rollout)
-    rows = [i for i, teacher in enumerate(label.teacher) if teacher == "even"]
-    expected = fakes.velocities(fakes.backbone(large_model), rollout, rows, 1.0)
-    gap = (label.velocity[rows] - expected).norm() / expected.norm()
-    assert 0 < gap < 0.02
-
-
 # Runs --------------------------------------------------------------------------------------------
 
 
