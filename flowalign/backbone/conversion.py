@@ -89,7 +89,7 @@ def layers_of(stored: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
 def convert(pairs: Pairs, family: Family) -> dict[str, tuple[Tensor, Tensor]]:
     """The same under the names of the transformer's layers. Raises ValueError for layers that the
     model does not have, or has in other sizes, and for two updates of one."""
-    layers = _layers(family.core)
+    layers = taking_lora(family.core)
     known, converted = _names(layers, family), dict[str, tuple[Tensor, Tensor]]()
     for layer, (a, b) in pairs.items():
         if (targets := _targets(layer, known)) is None:
@@ -111,7 +111,7 @@ def convert(pairs: Pairs, family: Family) -> dict[str, tuple[Tensor, Tensor]]:
     return converted
 
 
-def _layers(core: nn.Module) -> dict[str, Any]:
+def taking_lora(core: nn.Module) -> dict[str, Any]:
     """The layers of a transformer that take a LoRA, by name."""
     inner = {"base_layer", "lora_A", "lora_B"}  # of a layer that has an adapter
     return {

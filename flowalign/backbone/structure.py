@@ -24,6 +24,7 @@ from huggingface_hub import snapshot_download, try_to_load_from_cache
 from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
+from flowalign.backbone.attention import has_backends
 from flowalign.backbone.family import ENCODERS, Family, ModelError
 from flowalign.backbone.loading import card_of, family_of, model_error, resolve, text_length
 from flowalign.backbone.shapes import Architecture, Config, public
@@ -56,11 +57,14 @@ class ModelSpec:
         return [(channels, h // factor, w // factor) for h, w in self.config.image_sizes]
 
     def problems(self) -> Iterator[str]:
-        """Sizes, a length of prompts and a dtype that the model does not have."""
+        """Sizes, a length of prompts, a dtype and an attention that the model does not have."""
         for size in self.config.image_sizes:
             yield from self.family.size_problems(*size)
         yield from self.family.length_problems(self.length)
         yield from self.family.dtype_problems(self.config.id, self.config.dtype)
+        if self.config.attention and not has_backends(self.family.core):
+            text = "diffusers' layers of this model have torch's SDPA alone. Use null."
+            yield f"model.attention: {self.config.attention!r}; {text}"
 
 
 def model_spec(model: ModelConfig, *, whole: bool = False) -> ModelSpec:
