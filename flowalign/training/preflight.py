@@ -160,7 +160,9 @@ def _model(config: Any, launch: Launch, inputs: Inputs) -> Iterator[str]:
 
 
 def _scoring(config: Any, launch: Launch, inputs: Inputs) -> Iterator[str]:
-    """Rewards that cannot be built, or cannot judge the prompts; prompt sets that are not there."""
+    """Rewards that cannot be built, or cannot judge the prompts, or do not fit the number of
+    processes or the advantage; prompt sets that are not there."""
+    said: dict[str, tuple[bool, bool]] = {}  # of themselves, by task
     for judged in config.judged:
         sound = []
         for key, reward in judged.rewards.items():
@@ -177,6 +179,8 @@ def _scoring(config: Any, launch: Launch, inputs: Inputs) -> Iterator[str]:
                 needed = f"reward {reward.name!r} needs {name}, which is not installed."
                 yield f"{where}: {needed} {packages.hint(name)}"
             sound.append(reward)
+            groupwise = rewards.is_groupwise(reward.name, reward.options)
+            said[judged.name] = groupwise, not rewards.has_no_weights(reward.name)
         for key, source in judged.prompts.items():
             try:
                 batch = inputs.prompts(source, judged.name)
@@ -185,6 +189,8 @@ def _scoring(config: Any, launch: Launch, inputs: Inputs) -> Iterator[str]:
             except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
                 where = "" if isinstance(error, PromptError | OSError) else f"{source}, "
                 yield f"{judged.place}.{key}: {where}{_text(error)}"
+    if config.trains:
+        yield from reward_problems(config, said, launch.processes)
 
 
 def _fidelity(config: Any, launch: Launch, inputs: Inputs) -> Iterator[str]:
@@ -253,8 +259,8 @@ def _bases(config: Any, launch: Launch, inputs: Inputs) -> Iterator[str]:
 
 
 def _training(config: Any, launch: Launch, inputs: Inputs) -> Iterator[str]:
-    """Settings against determinism, layers that the model does not have, rewards that do not fit
-    the number of processes or the advantage, and a folder that holds another run."""
+    """Settings against determinism, layers that the model does not have, and a folder that holds
+    another run."""
     if not config.trains:
         return
     if config.train.deterministic and config.model.attention not in REPEATABLE:
@@ -266,14 +272,6 @@ def _training(config: Any, launch: Launch, inputs: Inputs) -> Iterator[str]:
             if not adapted_layers(spec.family.core, [target]):
                 text = f"By default (null) they are {', '.join(spec.family.targets)}."
                 yield f"lora.targets: no layer of {config.model.id} ends with {target!r}. {text}"
-    said: dict[str, tuple[bool, bool]] = {}
-    for task in config.tasks:
-        if task.reward and (launch.trust or not rewards.own_code(**task.reward.model_dump())):
-            with suppress(ValueError, KeyError, TypeError, ImportError):  # said before
-                name, options = task.reward.name, task.reward.options
-                groupwise = rewards.is_groupwise(name, options)
-                said[task.name] = groupwise, not rewards.has_no_weights(name)
-    yield from reward_problems(config, said, launch.processes)
     if launch.resume is not None:
         given = {"resume": launch.resume, "any_world": launch.any_world, "pending": launch.pending}
         yield from resuming.problems(config, launch.processes, **given)
@@ -283,14 +281,14 @@ CHECKS = (_packages, _adapters, _model, _scoring, _fidelity, _bases, _training)
 
 
 def reward_problems(
-    config: TrainingStage, rewards: Mapping[str, tuple[bool, bool]], processes: int
+    config: TrainingStage, said: Mapping[str, tuple[bool, bool]], processes: int
 ) -> Iterator[str]:
     """Images of an optimizer step that the processes cannot share evenly; rewards without parts,
-    where the advantage normalises parts. rewards: {task: whether its reward compares all images of
-    a prompt, which no two processes may share (an algorithm may, too), whether it has weights}."""
+    where the advantage normalises parts. said: {task: (whether its reward compares all images of
+    a prompt, which no two processes may share, as an algorithm may; whether it has weights)}."""
     rollout, updates = config.rollout, config.optimizer.updates_per_rollout
     prompts = rollout.prompts // updates  # of a step
-    tasks = [task for task, (groupwise, _) in rewards.items() if groupwise]
+    tasks = [task.name for task in config.tasks if said.get(task.name, (False, True))[0]]
     text = unit = ""
     if prompts * rollout.copies % processes:
         text = f"{prompts * rollout.copies} images an optimizer step"
@@ -304,7 +302,7 @@ def reward_problems(
         yield f"rollout.prompts: {text}: rollout.prompts={-(-rollout.prompts // unit) * unit}."
     gdpo = config.credited and config.credited.advantage == "gdpo"
     for index, task in enumerate(config.tasks if gdpo else ()):
-        if task.reward and not rewards.get(task.name, (False, True))[1]:
+        if task.reward and not said.get(task.name, (False, True))[1]:
             text = f"'gdpo' normalises parts of a reward, and {task.reward.name!r} is no weighted"
             yield f"tasks.{index}.reward: {text} sum. Use 'weighted', or advantage 'group_std'."
 
