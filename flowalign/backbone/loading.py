@@ -20,6 +20,7 @@ from flowalign.backbone.flux2 import Flux2, Flux2Klein
 from flowalign.backbone.qwen_image import QwenImage
 from flowalign.backbone.sana import Sana
 from flowalign.backbone.sd3 import SD3
+from flowalign.backbone.shapes import public
 from flowalign.backbone.tiny import MODEL as TINY
 from flowalign.backbone.tiny import T5_LENGTH
 from flowalign.backbone.z_image import ZImage
@@ -73,11 +74,13 @@ def resolve(model: str) -> str:
 
 
 def pipeline_name(model: str, **hub: Any) -> str:
-    """The class that model_index.json names, in a folder or on the Hub. hub: arguments of
-    `hf_hub_download`, such as revision. Raises ModelError if it cannot be read."""
+    """The class that model_index.json names, in a folder, of a public model or on the Hub. hub:
+    options of `hf_hub_download`, such as revision. Raises ModelError if it cannot be read."""
     index = Path(resolve(model), "model_index.json")
     try:
         if not index.parent.is_dir():
+            if model in public():
+                return public()[model].pipeline
             index = Path(hf_hub_download(model, index.name, **hub))
         return str(json.loads(index.read_text())["_class_name"])
     except (OSError, ValueError, KeyError, TypeError) as error:

@@ -117,8 +117,9 @@ def _interface(spec: ModelSpec) -> dict[str, Any]:
     family = spec.family
     found: dict[str, Any] = {"family": family.name, "latent": spec.latent_shapes}
     found["text"] = family.text_shapes(spec.length)
-    for name, part in family.pipe.components.items():
-        if name in ENCODERS and part is not None:
+    parts = ((n, part) for n, part in family.pipe.components.items() if part is not None)
+    for name, part in parts:
+        if name in ENCODERS:
             weights = sum(parameter.numel() for parameter in part.parameters())
             found[name] = f"{type(part).__name__} of {weights:,} weights"
         elif name in ("vae", "scheduler"):

@@ -57,8 +57,9 @@ def wire(
     if config.alarm:
         statistics = ImageStatistics.of(backbone.family, built)
         prompts = [benchmark.prompts for benchmark in benchmarks]
-        from_start = config.alarm.reference == "start" and config.lora.init
-        start = inputs.adapter(config.lora.init) if from_start else None
+        start = None
+        if config.alarm.reference == "start" and config.lora.init:
+            start = inputs.adapter(config.lora.init)
         monitor = Monitor(config, backbone, accelerator, statistics, prompts, start)
     loop = Loop(
         config,
