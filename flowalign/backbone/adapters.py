@@ -311,22 +311,28 @@ def read_lora(
         raise AdapterError(f"{str(source)!r}: {error}") from error
 
 
-def _read_file(file: Path, family: Callable[[], Family] | None) -> Lora:
+def _tensors(file: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
+    """The head of a file, and its weights in the order in which safetensors' load_file gives them.
+    AdapterError for what cannot be read, or is not finite."""
     try:
         with safe_open(file, framework="pt") as opened:
             head = opened.metadata() or {}
-            # in the order in which safetensors' load_file gives them
-            in_file = {key: opened.get_tensor(key) for key in opened.offset_keys()}
+            weights = {key: opened.get_tensor(key) for key in opened.offset_keys()}
     except (SafetensorError, OSError) as error:
         raise AdapterError(f"it is not a safetensors file ({shown(str(error))})") from error
-    for name, value in in_file.items():
+    for name, value in weights.items():
         if value.dtype in FLOAT8 or name.endswith(".alpha"):
-            in_file[name] = value.float()
+            weights[name] = value.float()
         elif value.dtype not in FLOATS:
             raise AdapterError(f"{shown(name)} is stored as {value.dtype}: convert it to bfloat16")
-    if name := not_finite(in_file):
+    if name := not_finite(weights):
         reason = f"{shown(name)} holds NaN or infinity"
         raise AdapterError(f"{reason}. Use an earlier one, or train it again.")
+    return head, weights
+
+
+def _read_file(file: Path, family: Callable[[], Family] | None) -> Lora:
+    head, in_file = _tensors(file)
     pairs = layers_of(in_file)
     layers = {_inner_name(layer): pair for layer, pair in pairs.items()}
     if not layers:
