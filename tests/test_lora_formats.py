@@ -235,25 +235,6 @@ def written(format: str, family: str, folder: Path) -> tuple[Layers, Path]:
     return layers, folder
 
 
-@pytest.mark.parametrize(("format", "family"), cases(READ))
-def test_a_public_lora_has_the_velocity_that_it_has_in_diffusers(
-    format: str, family: str, tmp_path: Path
-) -> None:
-    layers, folder = written(format, family, tmp_path)
-    ours = backbone(copy.deepcopy(PIPES(family)))
-    x, cond = probe(ours)
-    with torch.no_grad():
-        plain = ours.velocity(x, 0.7, cond, guidance=1.0)
-        ours.load_adapter("public", folder)
-        found = ours.velocity(x, 0.7, cond, guidance=1.0)
-        stock = copy.deepcopy(PIPES(family))
-        stock.load_lora_weights(str(folder), weight_name="public.safetensors")
-        expected = backbone(stock).velocity(x, 0.7, cond, guidance=1.0)
-    assert float((found - plain).abs().max()) > 1e-2
-    assert_close(found, expected, rtol=0, atol=1e-6)
-    assert_updates(ours.read_lora(folder), layers, format, family)
-
-
 def assert_updates(lora: Any, layers: Layers, format: str, family: str) -> None:
     """By definition: the update of the layers, side by side, is scale B A."""
     _, names, _, scale = (READ | OURS)[format]
@@ -269,14 +250,23 @@ def assert_updates(lora: Any, layers: Layers, format: str, family: str) -> None:
     assert len(lora.ranks) == sum(map(len, groups.values()))
 
 
-@pytest.mark.parametrize(("format", "family"), cases(OURS))
-def test_a_lora_that_diffusers_does_not_read_has_the_updates_of_its_file(
+@pytest.mark.parametrize(("format", "family"), [*cases(READ), *cases(OURS)])
+def test_a_public_lora_has_the_updates_of_its_file(
     format: str, family: str, tmp_path: Path
 ) -> None:
+    """And the velocity that it has in diffusers, where that reads it."""
     layers, folder = written(format, family, tmp_path)
     ours = backbone(copy.deepcopy(PIPES(family)))
-    ours.load_adapter("public", folder)  # it fits
+    ours.load_adapter("public", folder)
     assert_updates(ours.read_lora(folder), layers, format, family)
+    if family in READ.get(format, ([],))[0]:
+        x, cond = probe(ours)
+        stock = copy.deepcopy(PIPES(family))
+        stock.load_lora_weights(str(folder), weight_name="public.safetensors")
+        with torch.no_grad():
+            found = ours.velocity(x, 0.7, cond, guidance=1.0)
+            expected = backbone(stock).velocity(x, 0.7, cond, guidance=1.0)
+        assert_close(found, expected, rtol=0, atol=1e-6)
 
 
 def family_of(name: str) -> Callable[[], Any]:

@@ -26,7 +26,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from flowalign.backbone.attention import has_backends
 from flowalign.backbone.family import ENCODERS, Family, ModelError
-from flowalign.backbone.loading import card_of, family_of, model_error, resolve, text_length
+from flowalign.backbone.loading import family_of, model_error, resolve, text_length
 from flowalign.backbone.shapes import Architecture, Config, public
 from flowalign.config import ModelConfig
 
@@ -38,11 +38,6 @@ class ModelSpec:
 
     config: ModelConfig
     family: Family
-
-    @property
-    def card(self) -> tuple[int, float] | None:
-        """(steps, guidance) of the model's card; None = not known."""
-        return card_of(self.config.id)
 
     @property
     def length(self) -> int:
