@@ -349,7 +349,7 @@ class Backbone:
 def without_data(model: ModelConfig) -> Backbone:
     """The model of a config on the meta device. LookupError where its shapes are not known."""
     with weightless():
-        pipe = build(find(model.id, model.revision), DTYPES[model.dtype])
+        pipe = build(find(model.id, model.revision, model.family), DTYPES[model.dtype])
         nn.Module.to(pipe.vae, DTYPES[model.vae_dtype])
         # a cache and moving between devices need values
         plain = {"text_cache": None, "offload_text_encoders": False}

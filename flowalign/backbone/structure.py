@@ -125,9 +125,10 @@ def _interface(spec: ModelSpec) -> dict[str, Any]:
 # Architectures -----------------------------------------------------------------------------------
 
 
-def find(model: str, revision: str | None = None) -> Architecture:
+def find(model: str, revision: str | None = None, family: str | None = None) -> Architecture:
     """The architecture of model.id, without weights or network: read from its folder or from the
-    Hub's cache, else of a public model. LookupError where none of them has it."""
+    Hub's cache, else of a public model. A pipeline class that diffusers lacks is the one of
+    `model.family`. LookupError where none of them has it."""
     folder = local_folder(model, revision)
     if folder is None and model in public():
         return public()[model]
@@ -141,7 +142,10 @@ def find(model: str, revision: str | None = None) -> Architecture:
         file = folder / path
         return json.loads(file.read_text()) if file.is_file() else None
 
-    return Architecture.of(read)
+    found = Architecture.of(read)
+    if not hasattr(diffusers, found.pipeline):
+        found = replace(found, pipeline=family_of(found.pipeline, family).pipeline)
+    return found
 
 
 def local_folder(model: str, revision: str | None = None) -> Path | None:
@@ -161,7 +165,7 @@ def _family(
 ) -> Family:
     """The family of a model on the meta device. ids: with its tokenizers, and encoders that give
     back the ids of tokens; LookupError where they are not here."""
-    architecture = find(model, revision)
+    architecture = find(model, revision, family)
     kind, given = family_of(architecture.pipeline, family), dict[str, Any]()
     if ids:
         given = _encoders_of_ids(local_folder(model, revision), kind)
