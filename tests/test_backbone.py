@@ -141,6 +141,10 @@ def test_the_vae_keeps_its_bits_and_decodes_in_small_batches(random_model: str) 
     latents = torch.randn(5, *backbone.latent_shape, generator=torch.Generator().manual_seed(4))
     assert_close(backbone.decode(latents), full.decode(latents), rtol=0, atol=1e-5)
     assert seen == [2, 2, 1]
+    vae, process = full.pipe.vae, full.pipe.image_processor.postprocess
+    with torch.no_grad():
+        sample = vae.decode(latents / vae.config.scaling_factor + vae.config.shift_factor).sample
+    assert_close(full.decode(latents), process(sample, output_type="pt"), rtol=0, atol=1e-5)
 
 
 DYNAMIC = {"use_dynamic_shifting": True, "base_shift": 0.5, "max_shift": 3.0,
