@@ -10,6 +10,7 @@ from typing import Any
 
 import diffusers
 import torch
+import transformers
 from diffusers import PipelineQuantizationConfig
 from huggingface_hub import hf_hub_download
 
@@ -76,15 +77,34 @@ def resolve(model: str) -> str:
 def pipeline_name(model: str, **hub: Any) -> str:
     """The class that model_index.json names, in a folder, of a public model or on the Hub. hub:
     options of `hf_hub_download`, such as revision. Raises ModelError if it cannot be read."""
+    if model in public() and not Path(model).is_dir():
+        return public()[model].pipeline
+    return model_index(model, **hub)["_class_name"]
+
+
+def model_index(model: str, **hub: Any) -> dict[str, Any]:
+    """model_index.json, with a `_class_name`; see `pipeline_name`."""
     index = Path(resolve(model), "model_index.json")
     try:
         if not index.parent.is_dir():
-            if model in public():
-                return public()[model].pipeline
             index = Path(hf_hub_download(model, index.name, **hub))
-        return str(json.loads(index.read_text())["_class_name"])
+        content = json.loads(index.read_text())
+        return {**content, "_class_name": str(content["_class_name"])}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise model_error(model, error) from error
+
+
+def check_packages(model: str, index: Mapping[str, Any]) -> None:
+    """ModelError if transformers lacks a package for a part of a pipeline, as for a processor of
+    images: diffusers does not name it. Before anything large is downloaded."""
+    for part in index.values():
+        kind = getattr(transformers, str(part[-1]), None) if isinstance(part, list) else None
+        for package in getattr(kind, "_backends", ()):  # of its stand-ins for such classes
+            if not packages.installed(package):
+                raise ModelError(
+                    f"model.id: the {part[-1]} of {model} needs {package}, which is not installed. "
+                    f"{packages.hint(package)}"
+                )
 
 
 def load_pipeline(
@@ -105,8 +125,10 @@ def load_pipeline(
     instead, and computes in dtype. family: see `family_of`. parts: those that are there, and are
     not loaded.
     """
-    name = pipeline_name(model, revision=revision)
+    index = model_index(model, revision=revision)
+    name = index["_class_name"]
     kind = family_of(name, family)
+    check_packages(model, index)
     loader = getattr(diffusers, name, None) or getattr(diffusers, kind.pipeline)
     four_bits = None
     if quantization == "nf4":
@@ -125,7 +147,7 @@ def load_pipeline(
             dtype={"default": dtype, "vae": vae_dtype},
             **(parts or {}),
         )
-    except (OSError, ValueError, ImportError) as error:  # a package for a processor of images, say
+    except (OSError, ValueError) as error:
         raise model_error(model, error) from error
     pipe.set_progress_bar_config(disable=True)
     if quantization == "fp8":
