@@ -13,7 +13,6 @@ import yaml
 from huggingface_hub import constants
 
 from flowalign.backbone.adapters import describe, write_lora
-from flowalign.backbone.lora import adapted_layers
 from flowalign.backbone.structure import model_spec
 from flowalign.commands import cli, recipe
 from flowalign.commands.init import CONFIGS, USED
@@ -112,9 +111,9 @@ class Styled(RewardBase):
 
 def lora(model: str) -> str:
     """A LoRA of one layer that fits the model, as another trainer might leave it."""
-    family = model_spec(ModelConfig(id=model)).family
-    layer = adapted_layers(family.core, family.targets[:1])[0]
-    linear: Any = family.core.get_submodule(layer)
+    spec = model_spec(ModelConfig(id=model))
+    layer = spec.adapted()[0]
+    linear: Any = spec.family.core.get_submodule(layer)
     halves = {"A": (1, linear.in_features), "B": (linear.out_features, 1)}
     weights = {f"{layer}.lora_{half}.weight": torch.ones(shape) for half, shape in halves.items()}
     write_lora("lora", weights, describe({layer: 1}, {layer: 1.0}, False, model))

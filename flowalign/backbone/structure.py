@@ -27,6 +27,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPooling
 from flowalign.backbone.attention import has_backends
 from flowalign.backbone.family import ENCODERS, Family, ModelError
 from flowalign.backbone.loading import family_of, model_error, resolve, text_length
+from flowalign.backbone.lora import adapted_layers
 from flowalign.backbone.shapes import Architecture, Config, public
 from flowalign.config import ModelConfig
 
@@ -50,6 +51,10 @@ class ModelSpec:
         """C, h, w of each size of images."""
         channels, factor = self.family.channels, self.family.factor
         return [(channels, h // factor, w // factor) for h, w in self.config.image_sizes]
+
+    def adapted(self, targets: Sequence[str] | None = None) -> list[str]:
+        """The layers that a LoRA of these targets adapts; None = the family's."""
+        return adapted_layers(self.family.core, targets or self.family.targets)
 
     def problems(self) -> Iterator[str]:
         """Sizes, a length of prompts, a dtype and an attention that the model does not have."""

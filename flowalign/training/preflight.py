@@ -21,7 +21,7 @@ from flowalign.backbone import adapters
 from flowalign.backbone.adapters import AdapterError, HubError, Lora, read_lora
 from flowalign.backbone.attention import unavailable
 from flowalign.backbone.loading import card_of
-from flowalign.backbone.lora import adapted_layers, misfit
+from flowalign.backbone.lora import misfit
 from flowalign.backbone.structure import cut_prompts, known, mismatches, read_family
 from flowalign.backbone.tiny.scenes import rendered
 from flowalign.config import ConfigError, LoraConfig, ModelConfig, Stage, TrainingStage, load
@@ -269,7 +269,7 @@ def _training(config: Any, launch: Launch, inputs: Inputs) -> Iterator[str]:
     fresh = config.lora.targets if config.lora.init is None else None
     if fresh and (spec := known(config.model)):
         for target in fresh:
-            if not adapted_layers(spec.family.core, [target]):
+            if not spec.adapted([target]):
                 text = f"By default (null) they are {', '.join(spec.family.targets)}."
                 yield f"lora.targets: no layer of {config.model.id} ends with {target!r}. {text}"
     if launch.resume is not None:

@@ -23,7 +23,6 @@ from flowalign.backbone import DTYPES
 from flowalign.backbone.adapters import AdapterError, read_lora
 from flowalign.backbone.base import without_data
 from flowalign.backbone.loading import store_in_fp8
-from flowalign.backbone.lora import adapted_layers
 from flowalign.backbone.structure import model_spec, read_family
 from flowalign.backbone.text import BATCH as TEXT_BATCH
 from flowalign.commands.doctor.meter import (
@@ -162,8 +161,7 @@ def ranks_of(
     if source is not None:
         with suppress(AdapterError, OSError):  # it is not here, and the Hub cannot be asked
             return read_lora(source, family=partial(read_family, model)).ranks
-    family = model_spec(model).family
-    return dict.fromkeys(adapted_layers(family.core, lora.targets or family.targets), lora.rank)
+    return dict.fromkeys(model_spec(model).adapted(lora.targets), lora.rank)
 
 
 # Models ------------------------------------------------------------------------------------------
