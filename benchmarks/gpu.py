@@ -3,7 +3,7 @@
 Wants torch >= 2.11, one GPU of 48 GB or more, 20 GB of memory and of disk, no network; under nine
 minutes. It runs the tests that need a GPU, every stage on the tiny model, and updates of Flow-OPD
 on the exact structure of Stable Diffusion 3.5 Medium with random weights: with two and four
-teachers, each attention backend, gradient checkpointing, fp8, nf4, deterministic, compiled. Of each
+teachers, gradient checkpointing, fp8, nf4, deterministic, compiled. Of each
 it notes seconds, the peak of memory, what `flowalign doctor` predicts, and which share of this
 GPU's own bf16 matrix products the counted operations reach.
 
@@ -44,8 +44,6 @@ CONFIGS = ROOT / "configs"
 GIB = 2**30
 PACKAGES = ("torch", "diffusers", "transformers", "peft", "accelerate", "bitsandbytes", "xformers",
             "flash-attn", "sageattention")  # fmt: skip
-ATTENTION = ("native", "_native_flash", "_native_cudnn", "_native_efficient", "flash", "_flash_3",
-             "xformers", "flex")  # fmt: skip
 STARTING = 180.0  # seconds that a worker may take to import torch and its friends
 
 
@@ -211,14 +209,6 @@ def _check_here(case: Case) -> None:
         raise NotHere("bitsandbytes is not installed")
     if "train.deterministic" in given and "deterministic" not in TrainConfig.model_fields:
         raise NotHere("this version has no train.deterministic")
-    if backend := given.get("model.attention"):
-        from diffusers import SD3Transformer2DModel
-
-        try:
-            with torch.device("meta"):
-                SD3Transformer2DModel(num_layers=1).set_attention_backend(backend)
-        except (ImportError, RuntimeError, ValueError) as error:
-            raise NotHere(_reason(error)) from error
 
 
 def of_all(setup: Setup) -> list[str]:
@@ -329,7 +319,6 @@ def cases() -> list[Case]:
         Case("NFT teacher", teacher, ("sd35_medium/teacher_pickscore_nft.yaml",)),
         Case("GRPO teacher", teacher, ("sd35_medium/teacher_pickscore.yaml",)),
         Case("checkpointing", student, ("model.gradient_checkpointing=true",)),
-        *(Case(f"attention {name}", student, (f"model.attention={name}",)) for name in ATTENTION),
         Case("fp8", student, ("model.quantization=fp8", "model.gradient_checkpointing=true")),
         Case("nf4", student, ("model.quantization=nf4",)),
         Case("deterministic", student, ("train.deterministic=true",), alone=True,
@@ -372,12 +361,7 @@ def _reason(error: BaseException) -> str:
 
 
 def _tidy(device: str) -> None:
-    """The next case finds memory empty, and torch's own attention."""
-    if "diffusers" in sys.modules:
-        from diffusers import SD3Transformer2DModel
-
-        with torch.device("meta"):
-            SD3Transformer2DModel(num_layers=1).set_attention_backend("native")
+    """The next case finds memory empty."""
     gc.collect()
     if device == "cuda":
         torch.cuda.empty_cache()

@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from flowalign.backbone import DTYPES, Backbone
-from flowalign.backbone.shapes import PUBLIC, Architecture
+from flowalign.backbone.shapes import Architecture, public
 from flowalign.backbone.structure import build
 from flowalign.backbone.tiny import MODEL
 from flowalign.config import ModelConfig
@@ -22,7 +22,7 @@ MEDIUM, FLUX = "stabilityai/stable-diffusion-3.5-medium", "black-forest-labs/FLU
 def shapes(width: float = 1.0, layers: int | None = None) -> Architecture:
     """A share of the attention heads, and the first layers (None = all 24). Where there are fewer,
     half of them attend twice, as in the whole model."""
-    medium = scaled(PUBLIC[MEDIUM], width)
+    medium = scaled(public()[MEDIUM], width)
     if not layers:
         return medium
     all_dual = medium.parts["transformer"]["dual_attention_layers"]
@@ -34,7 +34,7 @@ def flux(width: float = 1.0, layers: int | None = None) -> Architecture:
     """FLUX.1-dev with a share of the attention heads, and with so many double blocks and twice as
     many single ones."""
     layers = layers or 19
-    whole = PUBLIC[FLUX].changed(
+    whole = public()[FLUX].changed(
         "transformer",
         num_attention_heads=max(1, round(24 * width)),
         num_layers=layers,

@@ -30,7 +30,7 @@ def load(model: str = "tiny", lora: str | Path | None = None, **kw: Any) -> Any:
     alpha and rank are those of the file. Further arguments (dtype, revision, ...) go to the
     pipeline's `from_pretrained`, whose defaults hold: float32, on the CPU, where a model of the
     size of Stable Diffusion 3.5 Medium needs about 32 GB. On a GPU write
-    `flowalign.load(model, dtype=torch.bfloat16).to("cuda")` (torch_dtype before diffusers 0.40).
+    `flowalign.load(model, dtype=torch.bfloat16).to("cuda")`.
     A call samples with diffusers' defaults, such as 28 steps and guidance 7; give those of the
     model's card or of the LoRA's run, as `flowalign sample` does. A LoRA that cannot be had or read
     raises HubError or AdapterError before the model is loaded, a pipeline of no known family

@@ -83,14 +83,6 @@ locked -e '.[dev]' "torch==$(torch_is v)"
 # for CUDA, and a torchvision that cannot be imported stops transformers and diffusers
 locked --upgrade --no-deps --target $venv/open_clip open-clip-torch ftfy wcwidth \
     "torchvision==$(torch_is "f'0.{int(v.split(chr(46))[1]) + 15}.*'")"
-# the oldest versions that pyproject.toml admits, for tests/test_oldest.py; tokenizers: as transformers wants it
-oldest=$($venv/bin/python -c "
-from importlib.metadata import requires
-names = ('diffusers', 'transformers', 'peft', 'accelerate', 'huggingface_hub')
-asked = [text for text in requires('flowalign-t2i') if ';' not in text and text.startswith(names)]
-print(*(text.replace('>=', '==') for text in asked))")
-# shellcheck disable=SC2086 # a word each
-install --upgrade --no-deps --target $venv/oldest $oldest "tokenizers>=0.22,<0.23"
 # pip compiles what it installs, and uv does not: what all commands import is compiled once
 env -u PYTHONDONTWRITEBYTECODE PYTHONPATH="$PWD:$PWD/tests" $venv/bin/python -W ignore -c \
     'import fakes, flowalign.eval.evaluation, flowalign.commands.cli, hypothesis, pytest, fastapi, uvicorn' 2>/dev/null || :

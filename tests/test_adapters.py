@@ -31,7 +31,6 @@ from flowalign.backbone.adapters import (
     read_lora,
     write_lora,
 )
-from flowalign.commands import cli
 from flowalign.config import ConfigError, parse, read
 from flowalign.system.manifest import MANIFEST
 from flowalign.teachers.bank import Bank, Member
@@ -210,7 +209,6 @@ def test_what_peft_writes_beside_a_plain_lora_is_refused(
 ) -> None:
     cases: list[tuple[dict[str, Any], str]] = [
         ({"use_dora": True}, "DoRA"),
-        ({"lora_bias": True}, "lora_B.bias"),
         ({"bias": "lora_only"}, "to_q.*bias"),
         ({"modules_to_save": ["proj_out"]}, "proj_out"),
         ({"init_lora_weights": "pissa"}, "init_lora_weights"),
@@ -237,23 +235,13 @@ def test_files_that_are_no_lora_of_this_model_are_refused(
 ) -> None:
     cases = [
         ({"text_encoder.q_proj.lora_A.weight": torch.ones(2, 8)}, "text_encoder.q_proj"),
-        ({"lora_unet_blocks_0_to_q.lora_down.weight": torch.ones(2, 8)}, "lora_unet_blocks"),
+        (HALVES | {"lora_unet_x.lora_down.weight": torch.ones(2, 8)}, "lora_unet_x"),
         ({f"{LAYER}.lora_embedding_A": torch.ones(2, 8)}, "lora_embedding_A"),
-        ({f"{LAYER}.hada_w1_a": torch.ones(2, 8)}, "hada_w1_a"),
-        ({**HALVES, f"{LAYER}.alpha": torch.tensor(-2.0)}, "alpha"),
-        ({f"{LAYER}.lora.down.weight": torch.ones(2, 32)}, "A and B of .*to_q"),
-        ({f"{LAYER}.lora_A.weight": torch.ones(2, 32)}, "A and B of .*to_q"),
-        ({**HALVES, f"{LAYER}.lora_B.weight": torch.ones(32, 3)}, r"\[2, 32\], \[32, 3\]"),
-        ({k.replace("to_q", "to_x"): v for k, v in HALVES.items()}, "to_x"),
+        ({**HALVES, f"{LAYER}.lora_B.weight": torch.ones(32, 3)}, r"\[2, 32\] and \[32, 3\]"),
         ({**HALVES, f"{LAYER}.lora_A.weight": torch.ones(2, 8)}, "to_q"),
         ({}, "no weights"),
-        ({key: value.int() for key, value in HALVES.items()}, "to_q"),
-        (
-            {key: value[:0] if "_A" in key else value[:, :0] for key, value in HALVES.items()},
-            "to_q",
-        ),
-        ({**HALVES, f"{LAYER.partition('.')[2]}.lora_A.weight": torch.ones(2, 32)}, "two weights"),
-        ({k.replace("to_q", "to_q.x"): v for k, v in HALVES.items()}, "to_q.x"),
+        ({key: value[:0] if "_A" in key else value[:, :0] for key, value in HALVES.items()}, "q"),
+        (HALVES | {k.partition(".")[2]: v.clone() for k, v in HALVES.items()}, "two updates"),
         ({k.replace("to_q", "to_\x1b[2J"): v for k, v in HALVES.items()}, r"to_.x1b"),
     ]
     for weights, seen in cases:
@@ -400,24 +388,3 @@ def test_a_damaged_adapter_is_refused(
     read_lora(folder)
     (folder / MANIFEST).write_text('{"manifest_version": 3, "name": "of another program"}')
     read_lora(folder)
-
-
-def test_every_command_refuses_a_damaged_adapter_before_a_model_is_loaded(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    bad, out = tmp_path / "bad", tmp_path / "out"
-    write_lora(bad, read_lora("tiny/ocr").weights, read_lora("tiny/ocr").metadata)
-    data = bytearray((bad / ADAPTER).read_bytes())
-    data[-100] ^= 1
-    (bad / ADAPTER).write_bytes(data)
-    given = ["model.id=/nonexistent", f"output={out}"]
-    train, score = (str(CONFIGS / name) for name in ("teacher_ocr.yaml", "eval.yaml"))
-    for command in (
-        ["train", "--config", train, f"lora.init={bad}", *given],
-        ["eval", "--config", score, f"models={{a: {bad}}}", *given],
-        ["sample", "a star", "--lora", str(bad), "--model", "/nonexistent", "--out", f"{out}.png"],
-        ["merge", str(bad), str(bad), "--out", str(out)],
-    ):
-        assert cli.main(command) == 2
-        assert "damaged" in capsys.readouterr().err
-    assert not out.exists()

@@ -1,17 +1,14 @@
 """Steps and guidance where a config says nothing: those of the model's card."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from flowalign.backbone.structure import without_data
-from flowalign.commands import run as commands
-from flowalign.commands.doctor import plan
+from flowalign.backbone.base import without_data
 from flowalign.commands.sample import recommended
-from flowalign.config import EvalStage, MergeStage, ModelConfig, parse
-from flowalign.training.preflight import Inputs
+from flowalign.config import EvalStage, ModelConfig, parse
+from flowalign.training.preflight import against_card
 
 TURBO = "Tongyi-MAI/Z-Image-Turbo"
 BENCHMARK = {"name": "red", "prompts": "test.txt", "reward": {"name": "ocr"}}
@@ -24,10 +21,9 @@ def run(model: str, *overrides: str, stage: str = "grpo", **keys: Any) -> Any:
     return parse(data, overrides)
 
 
-def levels(config: Any) -> list[tuple[str, str]]:
-    """(level, text) of what the doctor finds about the card."""
-    found = plan._numbers(config)
-    return [(f.level, f.text) for f in found if f.text.startswith("card:")]
+def against(config: Any) -> list[tuple[str, str]]:
+    """What the card is against."""
+    return list(against_card(config))
 
 
 @pytest.mark.parametrize(
@@ -45,6 +41,7 @@ def test_defaults_are_those_of_the_card(model: str, steps: int, guidance: float)
     rollout = run(model).rollout
     assert (rollout.steps, rollout.guidance) == (steps, guidance)
     assert run(model, "rollout={steps: null, guidance: null}").rollout == rollout
+    assert parse(run(model).model_dump(mode="json")) == run(model)  # of a run that goes on
     given = run(model, "rollout={steps: 6, guidance: 2.0}").rollout
     assert (given.steps, given.guidance) == (6, 2.0)
     data = {"stage": "eval", "output": "run", "model": {"id": model},
@@ -64,47 +61,18 @@ def test_the_steps_of_z_image_turbo_are_those_of_its_card() -> None:
 @pytest.mark.parametrize("stage", ["nft", "awm", "sft"])
 def test_a_distilled_model_is_not_trained_back_to_straight_paths(stage: str) -> None:
     teachers = {"teachers": {"red": {"adapter": None}}} if stage == "sft" else {}
-    found = levels(run(TURBO, "rollout.kind=ode", stage=stage, **teachers))
+    found = against(run(TURBO, "rollout.kind=ode", stage=stage, **teachers))
     assert [level for level, _ in found] == ["fault"] and "straight" in found[0][1]
-    assert not levels(run("Tongyi-MAI/Z-Image", "rollout.kind=ode", stage=stage, **teachers))
-    assert not levels(run(TURBO))  # GRPO at its own steps
+    assert not against(run("Tongyi-MAI/Z-Image", "rollout.kind=ode", stage=stage, **teachers))
+    assert not against(run(TURBO))  # GRPO at its own steps
 
 
 def test_what_is_far_from_the_card_is_found() -> None:
-    assert not levels(run("black-forest-labs/FLUX.1-dev"))
-    (scale,) = levels(run(TURBO, "rollout.guidance=5"))
+    assert not against(run("black-forest-labs/FLUX.1-dev"))
+    (scale,) = against(run(TURBO, "rollout.guidance=5"))
     assert scale[0] == "fault" and "rollout.guidance" in scale[1]
-    (steps,) = levels(run(TURBO, "rollout.steps=20"))
+    (steps,) = against(run(TURBO, "rollout.steps=20"))
     assert steps[0] == "fault" and "steps" in steps[1]
-    assert [level for level, _ in levels(run("Qwen/Qwen-Image", "rollout.guidance=1"))] == ["note"]
-    high = levels(run("Qwen/Qwen-Image", "evaluation={guidance: 12}"))
+    assert [level for level, _ in against(run("Qwen/Qwen-Image", "rollout.guidance=1"))] == ["note"]
+    high = against(run("Qwen/Qwen-Image", "evaluation={guidance: 12}"))
     assert [level for level, _ in high] == ["note"] and "evaluation.guidance" in high[0][1]
-
-
-def test_training_says_what_is_far_from_the_card(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Before the model is loaded."""
-
-    def load(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(commands, "check_world", lambda *_, **__: Inputs())
-    monkeypatch.setattr(commands, "wire", load)
-    config = run(TURBO, "rollout.guidance=5", "rollout.kind=ode", stage="nft", output=str(tmp_path))
-    with pytest.raises(KeyboardInterrupt):
-        commands.train(config)
-    expected = [text for _, text in levels(config)]
-    assert len(expected) == 2
-    assert all(text in caplog.text for text in expected)
-
-
-def test_what_samples_nothing_gets_nothing() -> None:
-    data = {"stage": "merge", "output": "run", "model": {"id": TURBO}, "adapters": ["a", "b"]}
-    assert parse(data, stage=MergeStage).adapters == ["a", "b"]
-
-
-def test_a_resumed_config_is_the_same() -> None:
-    """What was resolved is written out."""
-    config = run(TURBO)
-    assert parse(config.model_dump(mode="json")) == config

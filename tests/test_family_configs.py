@@ -9,7 +9,6 @@ import torch
 from test_sd35_configs import FAMILIES, ROOT, data
 
 from flowalign.backbone import loading
-from flowalign.backbone.structure import PUBLIC
 from flowalign.commands import recipe
 from flowalign.commands.doctor import plan
 from flowalign.commands.doctor.advise import Device, forecasts, usable

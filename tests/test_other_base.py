@@ -16,10 +16,8 @@ from flowalign.backbone.structure import mismatches
 from flowalign.backbone.tiny import MODEL as TINY
 from flowalign.commands import train
 from flowalign.commands.doctor.count import predict
-from flowalign.commands.doctor.meter import size_of
 from flowalign.config import (
     ADAPTER,
-    ConfigError,
     ModelConfig,
     OpdStage,
     TrainingStage,
@@ -93,21 +91,6 @@ def test_a_target_beyond_it_has_the_students_base_as_reference(
     own = fakes.velocities(fakes.backbone(large_model), rollout, rows, 1.0)
     base = fakes.velocities(fakes.backbone(random_model), rollout, rows, 1.0)
     torch.testing.assert_close(label.velocity[rows], base + 1.5 * (own - base), rtol=0, atol=1e-5)
-
-
-def test_it_has_its_own_dtype(random_model: str, large_model: str, tmp_path: Path) -> None:
-    given = ["teachers.even.dtype=bfloat16", "teachers.even.device=cpu"]
-    loop = fakes.wired(taught(random_model, large_model, tmp_path / "run", *given))
-    (other,) = loop.backbone.others.values()
-    assert other.core.dtype == other.dtype == torch.bfloat16
-    assert loop.backbone.core.dtype == torch.float32
-    rollout = loop.rollout(0)
-    assert loop.algorithm.teachers
-    label = loop.algorithm.teachers(rollout)
-    rows = [i for i, teacher in enumerate(label.teacher) if teacher == "even"]
-    expected = fakes.velocities(fakes.backbone(large_model), rollout, rows, 1.0)
-    gap = (label.velocity[rows] - expected).norm() / expected.norm()
-    assert 0 < gap < 0.02
 
 
 # Runs --------------------------------------------------------------------------------------------
@@ -246,37 +229,6 @@ def test_a_base_that_cannot_be_had_is_refused(
         raw["teachers"]["even"]["adapter"] = raw["teachers"]["odd"]["adapter"]
     problems = world_problems(parse(raw), Launch())
     assert problems and all(problem.startswith(f"{key}: ") for problem in problems)
-
-
-@pytest.mark.parametrize("key", ["revision", "dtype", "quantization", "device"])
-def test_settings_of_a_base_that_is_not_named_are_refused(
-    random_model: str, tmp_path: Path, key: str
-) -> None:
-    value = {"dtype": "bfloat16", "quantization": "fp8"}.get(key, "cpu")
-    with pytest.raises(ConfigError, match=rf"teachers\.even\.{key}"):
-        fakes.distillation(random_model, tmp_path / "run", f"teachers.even.{key}={value}")
-
-
-@pytest.mark.slow
-def test_the_doctor_knows_its_memory(
-    random_model: str, large_model: str, large_lora: str, tmp_path: Path
-) -> None:
-    """Once for two teachers; in its own dtype; not where it lies on another device."""
-
-    def parts(*overrides: str) -> dict[str, int]:
-        return dict(predict(taught(random_model, large_model, tmp_path / "run", *overrides)).parts)
-
-    def bytes_in(dtype: torch.dtype) -> int:
-        return size_of(fakes.backbone(large_model).core.to(dtype))
-
-    odd = f"teachers.odd={{adapter: {large_lora!r}, base: {large_model!r}}}"
-    one, two = parts(), parts(odd)
-    key = "transformers of 1 other bases"
-    assert one[key] == two[key] == bytes_in(torch.float32)
-    assert parts("teachers.even.dtype=bfloat16")[key] == bytes_in(torch.bfloat16)
-    assert parts("teachers.even.quantization=fp8")[key] < 0.6 * one[key]
-    assert parts("teachers.even.quantization=nf4")[key] < 0.6 * one[key]
-    assert not any("other bases" in name for name in parts("teachers.even.device=cpu"))
 
 
 def test_the_length_of_a_prompt_is_the_students(tmp_path: Path) -> None:

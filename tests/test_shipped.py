@@ -10,7 +10,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import forked
 import pytest
 from diffusers import StableDiffusion3Pipeline
 
@@ -36,31 +35,6 @@ def test_the_model_is_small_and_stock_diffusers_loads_it() -> None:
     assert pipe.text_encoder_3 is not None
     assert pipe.transformer.config.qk_norm == "rms_norm"
     assert pipe.tokenizer.tokenize('a sign that says "CAT"')[-4:-1] == ["C", "A", "T"]
-
-
-@pytest.mark.slow
-def test_train_then_evaluate_then_load(tmp_path: Path) -> None:
-    """The README's path in small: a teacher, its files, its scores, its pipeline."""
-    run = [
-        f"output={tmp_path}/run", "train.updates=1", "rollout.prompts=2", "rollout.copies=2",
-        "train.sample_every=1", "evaluation.prompts=4", "train.trackers=[]", "alarm.images=16",
-    ]  # fmt: skip
-    done = command(
-        "flowalign.commands.cli", "train", "--config", "configs/tiny/teacher_ocr.yaml", *run
-    )
-    assert done.returncode == 0, done.stderr
-    for name in ("before_after.png", "metrics.png", "metrics.jsonl", "adapter/README.md"):
-        assert (tmp_path / "run" / name).exists()
-    adapter = tmp_path / "run" / "adapter"
-    models = f"models={{base: null, ocr: {adapter}}}"
-    small = [f"output={tmp_path}/eval", "fidelity=null"]
-    small += [f"benchmarks.{i}.limit=4" for i in range(3)]
-    arguments = ["--config", "configs/tiny/eval.yaml", models, *small]
-    done = forked.run("-m", "flowalign.eval", *arguments, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
-    assert "geneval" in (tmp_path / "eval" / "table.md").read_text()
-    assert json.loads((tmp_path / "eval" / "results.json").read_text())
-    flowalign.load("tiny", lora=adapter)
 
 
 @pytest.mark.parametrize("name", ["geneval", "guided", "ocr", "preference"])

@@ -10,7 +10,6 @@ from test_loop import ratio_errors
 
 from flowalign import config
 from flowalign.commands import evaluate as evaluation
-from flowalign.commands.doctor.count import predict
 from flowalign.config import ConfigError
 from flowalign.system.images import pixels_of
 from flowalign.training.data import PromptSampler
@@ -59,14 +58,6 @@ def test_a_batch_has_tasks_of_one_size_and_all_together_have_their_weights() -> 
     assert sum(batch.size == WIDE for batch in batches) == 40  # 1 + 3/3 of 6 against 3 + 1
     again = sampler({"a": [SMALL], "b": [WIDE], "c": [SMALL, WIDE]}, {"a": 1.0, "b": 3.0, "c": 2.0})
     assert again.batch(37) == batches[37]  # a function of the update alone
-
-
-def test_a_run_trains_each_size(random_model: str, tmp_path: Path) -> None:
-    """(test_checkpoint.py resumes it.)"""
-    loop = fakes.wired(fakes.settings(random_model, tmp_path / "run", *SIZES, "train.updates=2"))
-    assert [shape(loop, update) for update in range(2)] == SHAPES
-    loop.run()
-    assert all(row["grad_norm"] > 0 for row in fakes.lines(loop))
 
 
 @pytest.mark.slow
@@ -145,12 +136,3 @@ def test_a_benchmark_has_its_own_size(random_model: str, tmp_path: Path) -> None
 def test_impossible_sizes_are_refused(changes: list[str], problem: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=problem):
         fakes.settings("tiny", tmp_path / "run", *changes)
-
-
-@pytest.mark.slow
-def test_the_largest_size_is_predicted(random_model: str, tmp_path: Path) -> None:
-    wide, both = (
-        predict(fakes.settings(random_model, tmp_path / "run", *changes))
-        for changes in (["model.width=64"], SIZES)
-    )
-    assert both.peak == wide.peak and both.phases == wide.phases

@@ -18,7 +18,6 @@ from flowalign.backbone.adapters import read_lora, write_lora
 from flowalign.backbone.tiny import T5_LENGTH
 from flowalign.config import SamplingConfig
 from flowalign.teachers.merge import merge
-from flowalign.training.data import load_prompts
 from flowalign.training.rollout import Noise, generate
 
 SETTINGS = SamplingConfig(steps=2, guidance=2.0, seed=3, batch_size=2)
@@ -94,14 +93,6 @@ def test_a_pipeline_with_a_length_is_saved_and_moved_as_any_other(
     assert type(again) is StableDiffusion3Pipeline
     assert StableDiffusion3Pipeline(**pipe.components).components.keys() == pipe.components.keys()
     pipe.to(torch.float64)
-
-
-def test_the_tiny_model_has_its_own_length(random_model: str) -> None:
-    """It and its teachers were trained with 16 tokens, and see others as noise."""
-    batch = load_prompts("tiny/ocr_test", "ocr").select([0])
-    for lora in (None, "tiny/ocr"):
-        pipe: Any = flowalign.load("tiny", lora)
-        embeds = pipe.encode_prompt(*[batch.prompts] * 3)[0]
-        assert embeds.shape[1] == MAX_LENGTH + T5_LENGTH
-    plain = flowalign.load(random_model)  # nothing is known: diffusers' own
-    assert type(plain) is StableDiffusion3Pipeline
+    tiny: Any = flowalign.load("tiny")  # it was trained with 16 tokens, and sees others as noise
+    assert tiny.encode_prompt(*[["red"]] * 3)[0].shape[1] == MAX_LENGTH + T5_LENGTH
+    assert type(flowalign.load(random_model)) is StableDiffusion3Pipeline  # diffusers' own

@@ -13,10 +13,9 @@ import json
 import logging
 import re
 import reprlib
-import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path, PurePosixPath
@@ -30,7 +29,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from flowalign.backbone.conversion import check_part, convert, unwrapped
+from flowalign.backbone.conversion import convert, layers_of, unwrapped
 from flowalign.backbone.family import Family, ModelError
 from flowalign.backbone.tiny import TEACHERS
 from flowalign.config import ADAPTER
@@ -48,11 +47,11 @@ METADATA = "lora_adapter_metadata"  # the entry of a head with peft's descriptio
 TEXT_LENGTH = "flowalign_max_sequence_length"
 NAME = re.compile(  # of a layer in diffusers, as far as a name tells
     r"(?!text_encoder|lora_|lycoris_|(diffusion_model|model|unet|pipe|dit|double_blocks|"
-    r"single_blocks|joint_blocks|final_layer)\.|.*\.attention\.(qkv|out)\.).{1,300}\.lora_[AB]\.weight"
+    r"single_blocks|joint_blocks|final_layer)\.|.*\.attention\.(qkv|out)$|.*\.processor\.).*"
 )
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-MATCHING_S = 20.0  # for all patterns of a description: a stranger's may take for ever
+MATCHING_S = 1.0  # for a pattern on a name: a stranger's may take for ever
 HTTP_ERROR: Any = errors.HfHubHTTPError.__bases__[0]  # of requests or httpx
 
 
@@ -97,42 +96,32 @@ def _download(source: str, newest: bool) -> Path:
     path, file = address.path, address.path.endswith(".safetensors")
     folder = path.rpartition("/")[0] if file else path
     prefix = glob.escape(f"{folder}/") if folder else ""
-    small = [f"{prefix}*.json", f"{prefix}README.md"]
-    everything = [*small, glob.escape(path) if file else f"{prefix}*.safetensors"]
+    weights = glob.escape(path) if file else f"{prefix}*.safetensors"
 
-    def get(names: list[str], local: bool = False) -> Path:
+    def get(local: bool) -> Path:
         snapshot = snapshot_download(
             address.repository,
             revision=address.revision,
-            allow_patterns=names,
+            allow_patterns=[f"{prefix}*.json", f"{prefix}README.md", weights],
             ignore_patterns=[f"{prefix}*/*"],  # checkpoints, say: as large as the adapter
             local_files_only=local,
         )
-        return Path(snapshot) / address.path
+        return Path(snapshot) / path
 
-    with hub_errors(f"there is no folder {source!r}, and it cannot be downloaded"):
+    try:
         if not newest:
             with suppress(errors.LocalEntryNotFoundError):  # not in the cache: ask the Hub
-                return get(everything, local=True)
-        found = get(small)  # first: gigabytes of what is refused, such as a pipeline, stay there
-        if file or (found / "model_index.json").is_file():
-            return get(everything) if file else found
-        with suppress(OSError, HTTP_ERROR):  # no network: the cache has it, or not
-            about = HfApi().model_info(address.repository, revision=address.revision)
-            paths = [PurePosixPath(file.rfilename) for file in about.siblings or ()]
-            place = f"{address.repository}@{address.revision or 'main'}/{folder}".rstrip("/")
-            _choose([path.name for path in paths if path.parent == PurePosixPath(folder)], place)
-        return get(everything)
-
-
-@contextmanager
-def hub_errors(what: str) -> Iterator[None]:
-    """HubError for whatever huggingface_hub raises inside. what: begins the message."""
-    try:
-        yield
-    except HubError:
-        raise
+                return get(local=True)
+        if not file:  # gigabytes of what is refused, such as a pipeline, stay there
+            with suppress(OSError, HTTP_ERROR):  # no network: the cache has it, or not
+                about = HfApi().model_info(address.repository, revision=address.revision)
+                paths = [PurePosixPath(file.rfilename) for file in about.siblings or ()]
+                names = [path.name for path in paths if path.parent == PurePosixPath(folder)]
+                revision = address.revision or "main"
+                _choose(names, f"{address.repository}@{revision}/{folder}".rstrip("/"))
+        return get(local=False)
     except (HTTP_ERROR, OSError, errors.HFValidationError) as error:
+        what = f"there is no folder {source!r}, and it cannot be downloaded"
         raise HubError(f"{what}: {shown(str(error), 600)}") from error
 
 
@@ -146,14 +135,13 @@ def _adapter_file(folder: Path) -> Path:
         hint = did_you_mean(f"tiny/{folder.name}", shipped) if folder.parent == TEACHERS else ""
         known = f"Shipped adapters are {', '.join(shipped)}; on the Hub: owner/name@main/folder"
         raise AdapterError(f"no such folder.{hint} {known}")
-    names = sorted(path.name for path in folder.iterdir())
-    if "model_index.json" in names:
-        raise AdapterError("it is a whole pipeline; name a LoRA (null is the base)")
-    return folder / _choose(names, str(folder))
+    return folder / _choose(sorted(path.name for path in folder.iterdir()), str(folder))
 
 
 def _choose(names: Sequence[str], folder: str) -> str:
     """The file of an adapter among those of a folder. Raises AdapterError."""
+    if "model_index.json" in names:
+        raise AdapterError("it is a whole pipeline; name a LoRA (null is the base)")
     candidates = [name for name in names if name.endswith(".safetensors")]
     usual = [name for name in (ADAPTER, PEFT_ADAPTER) if name in candidates]
     if usual or len(candidates) == 1:
@@ -191,8 +179,6 @@ WITHOUT_EFFECT = {
 }  # fmt: skip
 Rank = Annotated[int, Field(ge=1, le=1 << 20)]
 Alpha = Annotated[int | float, Field(gt=0, le=1e100)]  # NaN is neither
-Pattern = Annotated[str, Field(max_length=500)]
-Table = Field(None, max_length=4096)  # a few patterns for each of some hundred layers
 Printable = Annotated[str, Field(max_length=500, pattern=r"^[^\p{C}\p{Zl}\p{Zp}]*$")]
 
 
@@ -201,11 +187,10 @@ class Description(BaseModel):
     that would change the update and is not read here is refused."""
 
     model_config = ConfigDict(strict=True)
-
     r: Rank = 8  # the defaults are peft's
     lora_alpha: Alpha = 8
-    rank_pattern: dict[Pattern, Rank] | None = Table
-    alpha_pattern: dict[Pattern, Alpha] | None = Table
+    rank_pattern: dict[str, Rank] | None = None
+    alpha_pattern: dict[str, Alpha] | None = None
     use_rslora: bool | None = None
     base_model_name_or_path: Printable | None = None
     peft_type: Literal["LORA"] | None = None
@@ -243,19 +228,18 @@ def resolve_pattern(
 ) -> dict[str, Any]:
     """{layer: rank or alpha} as peft resolves its patterns: the first that matches the name of a
     layer or its end. Raises ValueError for what is no pattern, or takes too long."""
-    end, table = time.monotonic() + MATCHING_S, dict(patterns or {})
-    compiled = cache(lambda pattern: regex.compile(rf"(.*\.)?({pattern})$"))  # regex keeps 500
-
-    def matches(pattern: str, layer: str) -> bool:
+    found = dict.fromkeys(layers, default)
+    left = list(found)
+    for pattern, value in (patterns or {}).items():
         try:
-            if (left := end - time.monotonic()) <= 0:  # which regex takes for none
-                raise TimeoutError(f"all patterns took over {MATCHING_S:g} s")
-            return bool(compiled(pattern).match(layer, timeout=left))
+            compiled = regex.compile(rf"(.*\.)?({pattern})$")
+            hits = [layer for layer in left if compiled.match(layer, timeout=MATCHING_S)]
         except (regex.error, TimeoutError, RecursionError) as error:
             why = f"{type(error).__name__}: {shown(str(error), 200)}"
             raise ValueError(f"pattern {shown(pattern)} cannot be matched ({why})") from None
-
-    return {n: next((v for p, v in table.items() if matches(p, n)), default) for n in layers}
+        found |= dict.fromkeys(hits, value)
+        left = [layer for layer in left if layer not in hits]
+    return found
 
 
 def _inner_name(key: str) -> str:
@@ -327,32 +311,44 @@ def read_lora(
         raise AdapterError(f"{str(source)!r}: {error}") from error
 
 
-def _read_file(file: Path, family: Callable[[], Family] | None) -> Lora:
+def _tensors(file: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
+    """The head of a file, and its weights in the order in which safetensors' load_file gives them.
+    AdapterError for what cannot be read, or is not finite."""
     try:
         with safe_open(file, framework="pt") as opened:
             head = opened.metadata() or {}
-            # in the order in which safetensors' load_file gives them
-            in_file = {key: opened.get_tensor(key) for key in opened.offset_keys()}
+            weights = {key: opened.get_tensor(key) for key in opened.offset_keys()}
     except (SafetensorError, OSError) as error:
         raise AdapterError(f"it is not a safetensors file ({shown(str(error))})") from error
-    for name, value in in_file.items():
+    for name, value in weights.items():
         if value.dtype in FLOAT8 or name.endswith(".alpha"):
-            in_file[name] = value.float()
+            weights[name] = value.float()
         elif value.dtype not in FLOATS:
             raise AdapterError(f"{shown(name)} is stored as {value.dtype}: convert it to bfloat16")
-    if name := not_finite(in_file):
+    if name := not_finite(weights):
         reason = f"{shown(name)} holds NaN or infinity"
         raise AdapterError(f"{reason}. Use an earlier one, or train it again.")
-    stored = in_file
-    if family and not all(NAME.fullmatch(_inner_name(key)) for key in in_file):
-        stored = convert(in_file, family())
-        _say_once(
-            logging.INFO,
-            f"{file}: converted {len(in_file)} weights, such as {shown(min(in_file))}, "
-            f"to {len(stored)}, such as {shown(min(stored))}",
+    return head, weights
+
+
+def _read_file(file: Path, family: Callable[[], Family] | None) -> Lora:
+    head, in_file = _tensors(file)
+    pairs = layers_of(in_file)
+    layers = {_inner_name(layer): pair for layer, pair in pairs.items()}
+    if not layers:
+        raise AdapterError("it holds no weights")
+    foreign = next((layer for layer in layers if not NAME.fullmatch(layer)), None)
+    if foreign and not family:
+        raise AdapterError(
+            f"{shown(foreign)} may be a layer under the name of another program (kohya, "
+            "ai-toolkit). It is read where the base model is known: --model."
         )
-    weights = _plain_weights(stored)
-    ranks = _ranks(weights)
+    if foreign and family:
+        layers = convert(pairs, family())
+        _say_once(logging.INFO, f"{file}: converted {len(pairs)} layers, such as {shown(foreign)}")
+    elif len(layers) < len(pairs):
+        raise AdapterError("it has two updates of one layer, under two prefixes")
+    ranks = {layer: len(a) for layer, (a, _) in layers.items()}
     described = file.parent / PEFT_CONFIG
     text = head.get(METADATA) or (described.read_bytes() if described.is_file() else None)
     scaled = any(key.endswith(".alpha") for key in in_file)  # alpha / rank is in A
@@ -364,7 +360,7 @@ def _read_file(file: Path, family: Callable[[], Family] | None) -> Lora:
             raise AdapterError(
                 f"{wrong} has rank {ranks[wrong]}, and is described as {expected[wrong]}"
             )
-        if config.alpha_pattern and in_file is not stored:
+        if config.alpha_pattern and foreign:
             raise AdapterError("its alpha_pattern has the names before their conversion")
         alphas = resolve_pattern(ranks, config.lora_alpha, config.alpha_pattern)
     elif not scaled:
@@ -379,41 +375,17 @@ def _read_file(file: Path, family: Callable[[], Family] | None) -> Lora:
     name = config.base_model_name_or_path
     base = name if METADATA in head or name and is_hub_id(name) else None
     metadata = describe(ranks, alphas, bool(config.use_rslora), name)
+    weights = {
+        f"{layer}.lora_{half}.weight": weight
+        for layer, pair in layers.items()
+        for half, weight in zip("AB", pair, strict=True)
+    }
     return Lora(file, weights, metadata, ranks, alphas, base, int(length) if length else None)
 
 
 @cache  # a command reads an adapter several times
 def _say_once(level: int, text: str) -> None:
     log.log(level, "%s", text)
-
-
-def _plain_weights(stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The weights under their names inside the transformer. AdapterError for what is none."""
-    weights = {_inner_name(key): value for key, value in stored.items()}
-    for key, value in weights.items():
-        check_part(key, value)
-        if not NAME.fullmatch(key):
-            raise AdapterError(
-                f"{shown(key)} may be a layer under the name of another program (kohya, "
-                "ai-toolkit). It is read where the base model is known: --model."
-            )
-    if len(weights) < len(stored):
-        raise AdapterError("it has two weights of one layer, under two prefixes")
-    return weights
-
-
-def _ranks(weights: Mapping[str, Tensor]) -> dict[str, int]:
-    """{layer: rank}; AdapterError where A and B do not make up an update."""
-    shapes, ranks = {name: list(value.shape) for name, value in weights.items()}, {}
-    for layer in dict.fromkeys(key.rsplit(".lora_", 1)[0] for key in shapes):
-        down, up = (shapes.get(f"{layer}.lora_{half}.weight", []) for half in "AB")
-        # of a linear layer [r,in] and [out,r]; of a convolution two axes more
-        if not (len(down) == len(up) in (2, 4) and down[0] == up[1] and all(down + up)):
-            raise AdapterError(f"A and B of {layer} are {down}, {up}: no update")
-        ranks[layer] = down[0]
-    if not ranks:
-        raise AdapterError("it holds no weights")
-    return ranks
 
 
 def not_finite(weights: Mapping[str, Tensor]) -> str | None:

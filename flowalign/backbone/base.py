@@ -30,6 +30,7 @@ from flowalign.backbone.lora import (
     several_adapters,
 )
 from flowalign.backbone.placement import fingerprint
+from flowalign.backbone.structure import ModelSpec, build, find, weightless
 from flowalign.backbone.text import TextEncoder, joined
 from flowalign.config import ModelConfig
 from flowalign.types import Conditioning
@@ -70,14 +71,10 @@ class Backbone:
         self.dtype = DTYPES[model.dtype]  # of all arithmetic of the transformer, adapters too
         pipe.vae.requires_grad_(False).eval().to(self.device)
         self.text = TextEncoder(self.family, model, self.device)
-        self.sizes, factor = model.image_sizes, self.family.factor
-        problems = [text for size in self.sizes for text in self.family.size_problems(*size)]
-        problems += self.family.length_problems(self.text.max_sequence_length)
-        if problems := [*problems, *self.family.dtype_problems(model.id, model.dtype)]:
-            raise ModelError(problems[0])
-        self.latent_shapes = [
-            (self.family.channels, h // factor, w // factor) for h, w in self.sizes
-        ]
+        spec = ModelSpec(model, self.family)
+        for problem in spec.problems():
+            raise ModelError(problem)
+        self.sizes, self.latent_shapes = model.image_sizes, spec.latent_shapes
 
     @property
     def latent_shape(self) -> tuple[int, int, int]:
@@ -298,16 +295,13 @@ class Backbone:
         metadata = self.core.peft_config[name].to_dict()
         metadata["target_modules"] = sorted(metadata["target_modules"])
         metadata["base_model_name_or_path"] = self.name
-        length = self.text.max_sequence_length
-        write_lora(folder, self._weights(name), metadata, text_length=length)
-
-    def _weights(self, name: str) -> dict[str, Tensor]:
         # state_dict: core.state_dict() would change the state of a sharded base, on this process
         # alone. save_embedding_layers: by default peft would look for the base on the Hub.
         state = {key: p.detach() for key, p in self.core.named_parameters() if f".{name}." in key}
-        return get_peft_model_state_dict(
+        weights = get_peft_model_state_dict(
             self.core, state_dict=state, adapter_name=name, save_embedding_layers=False
         )
+        write_lora(folder, weights, metadata, text_length=self.text.max_sequence_length)
 
     @property
     def active(self) -> str | None:
@@ -350,3 +344,13 @@ class Backbone:
             for half in (layer.lora_A, layer.lora_B):
                 if name and name in half:
                     half[name].requires_grad_(False)
+
+
+def without_data(model: ModelConfig) -> Backbone:
+    """The model of a config on the meta device. LookupError where its shapes are not known."""
+    with weightless():
+        pipe = build(find(model.id, model.revision, model.family), DTYPES[model.dtype])
+        nn.Module.to(pipe.vae, DTYPES[model.vae_dtype])
+        # a cache and moving between devices need values
+        plain = {"text_cache": None, "offload_text_encoders": False}
+        return Backbone(pipe, model.model_copy(update=plain), "meta")

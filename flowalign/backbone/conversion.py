@@ -1,18 +1,16 @@
 """LoRAs under the names of other programs (kohya, OneTrainer, ai-toolkit, ComfyUI, BFL, XLabs).
 
-What names a layer of the transformer, behind whatever prefix, is read here, and so is what a family
-lists itself (`Family.foreign`). diffusers converts the rest. In the end every update must be what
-it was in the file (`deviations`), since converters have lost alphas and exchanged rows.
+A name stands for layers of the transformer: for the one of this name, behind whatever prefix, or
+for those that the family lists (`Family.foreign`). Any other is refused.
 """
 
 from __future__ import annotations
 
-import math
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from typing import Any
 
-import diffusers
 import torch
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
@@ -20,9 +18,8 @@ from torch import Tensor, nn
 from flowalign.backbone.family import Family
 from flowalign.system.escape import shown
 
-# diffusers counts up to the largest number of a block, so none here is above 999
 PART = re.compile(
-    r"(?!.*\d{4})(?P<layer>[\w.-]{1,300}?)\.(?:lora[._](?:linear_layer\.)?)?"
+    r"(?P<layer>[\w.-]{1,300}?)\.(?:lora[._](?:linear_layer\.)?)?"
     r"(?P<half>(?<=lora_)[AB]\.weight|(?:down|up)\.weight|(?<!lora_)alpha)",
     re.ASCII,
 )
@@ -44,8 +41,6 @@ KINDS = {  # of weights that are not read, by a part of their names
     "bias$|diff_b$": "a bias",
     "embedding": "an embedding",
 }
-PROBES = 16  # inputs x that an update is compared on
-TOLERANCE = 0.03  # a dropped alpha is off by 3 to 63, a permuted A by .1 to .2, bfloat16 by .006
 
 
 def unwrapped(name: str) -> str:
@@ -53,141 +48,90 @@ def unwrapped(name: str) -> str:
     return WRAPPED.sub("", name)
 
 
-def check_part(name: str, value: Tensor) -> None:
-    """Raise ValueError, with the reason, for a weight that is no part of a plain LoRA."""
-    kind = next((kind for part, kind in KINDS.items() if re.search(part, name)), None)
-    if not kind and not PART.fullmatch(name):
-        kind = "no A, B or alpha of a layer"
-    # diffusers would not return from an alpha below 0
-    elif not kind and name.endswith(".alpha") and not (
-        value.numel() == 1 and 0 < float(value) < 1e30
-    ):
-        kind = f"no alpha above 0 ({value.flatten()[:3].tolist()})"
-    if kind:
-        raise ValueError(
-            f"{shown(name)} is {kind}, and only plain LoRAs of a transformer are read. Remove such "
-            "weights from the file and see whether its images stay as they were, or train another."
-        )
+Pairs = Mapping[str, tuple[Tensor, Tensor]]  # {layer: A [r,in], B [out,r]}
 
 
-def convert(stored: Mapping[str, Tensor], family: Family | type[Family]) -> dict[str, Tensor]:
-    """{`transformer.<layer>.lora_A.weight`: [r,in], ...lora_B...: [out,r]} of a file's weights, for
-    the transformer of a family (of a class the layers are not known, and diffusers reads more of
-    the names). Where the file holds alphas, alpha / r is in the weights.
-
-    Raises ValueError for what is no plain LoRA, for two weights that are the same part of a layer,
-    for layers that the model does not have, and for an update that diffusers' conversion changes.
-    """
+def layers_of(stored: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
+    """{layer: A, B} of a file, under the names that it has. Where it holds alphas, alpha / r is
+    in A. Raises ValueError for what is no plain LoRA, and for two weights that are one part of a
+    layer."""
+    names, found = defaultdict[str, dict[str, str]](dict), {}
     for name, value in stored.items():
-        check_part(unwrapped(name), value)
-    known, own, final = _layers_of(family), dict[str, Tensor](), dict[str, Tensor]()
-    rest, ends = dict[str, Tensor](), dict[str, Tensor]()  # for diffusers; the final layers, too
-    for layer, names in _by_layer(stored).items():
-        a, b = (stored[names[half]] if half in names else torch.empty(0) for half in "AB")
-        if not (a.ndim == b.ndim in (2, 4) and len(a) == b.shape[1]):
-            shapes = f"{list(a.shape)} and {list(b.shape)}"
-            raise ValueError(f"A and B of {shown(layer)} are {shapes}: no update")
-        targets, group = _targets(layer, known), {unwrapped(n): stored[n] for n in names.values()}
-        if targets is None:
-            rest |= group
-            continue
-        if "alpha" in names:
-            a = a * (float(stored[names["alpha"]]) / len(a))
-        parts = b.chunk(len(targets))
-        swapped = ("norm_out.linear", "norm1_context.linear")  # scale before shift, in diffusers
-        if "adaLN" in layer and targets[0].endswith(swapped) and len(b) == 2 * a.shape[1]:
-            parts = [torch.cat(b.chunk(2)[::-1])]
-        if "final_layer" in layer:
-            ends |= group
-        for target, part in zip(targets, parts, strict=True):
-            into = final if "final_layer" in layer else own
-            into[f"transformer.{target}.lora_A.weight"] = a
-            into[f"transformer.{target}.lora_B.weight"] = part
-    theirs = _by_diffusers(rest | ends, family, known) if rest else {}
-    if twice := sorted(own.keys() & theirs.keys()):
-        raise ValueError(
-            f"it has two updates of {shown(twice[0].rsplit('.lora_', 1)[0])}, one of them under a "
-            f"name such as {shown(min(rest))}. Remove the one that repeats the other."
-        )
-    converted = theirs | final | own
-    off = deviations(stored, converted)
-    if changed := [layer for layer, value in off.items() if not value < TOLERANCE]:
-        how = "loses rows" if math.isinf(off[changed[0]]) else f"off by {off[changed[0]]:.2g} of it"
-        raise ValueError(
-            f"diffusers' {family.pipeline} does not keep the update of {len(changed)} layers, such "
-            f"as {shown(changed[0])} ({how}). Another version of diffusers may; or remove these "
-            "weights from the file."
-        )
-    return {name: value.clone() for name, value in converted.items()}  # of fused layers, one A
-
-
-def deviations(stored: Mapping[str, Tensor], converted: Mapping[str, Tensor]) -> dict[str, float]:
-    """{layer in the file: |y' - y| / |y|}, y the sorted entries of alpha / r * B A x for fixed x,
-    and y' those of the layers that it was converted to. Infinite where rows were lost or added, and
-    for a converted layer that comes from none.
-
-    A conversion splits B and may scale A, so its layers are found by the directions of A x. Rows
-    that changed places are not seen.
-    """
-    before, after = list(_updates(stored)), list(_updates(converted))
-    rows = torch.cat([nn.functional.normalize(ax) for _, ax, _ in before])
-    owners = [layer for layer, ax, _ in before for _ in ax]
-    groups = defaultdict[str, tuple[list[Tensor], list[Tensor]]](lambda: ([], []))
-    for side, updates in enumerate((before, after)):
-        for layer, ax, y in updates:
-            if y.any():  # layers with one A, such as q, k and v that were split, are a group
-                row = nn.functional.normalize(ax[ax.norm(dim=1).argmax()], dim=0)
-                same = ((rows @ row).abs() > 0.999).nonzero()
-                groups[owners[int(same[0])] if len(same) else layer][side].append(y)
-    found = {}
-    for layer, (old, new) in groups.items():
-        y, z = (torch.cat(part).sort(0).values if part else torch.empty(0) for part in (old, new))
-        found[layer] = float((z - y).norm() / y.norm()) if y.shape == z.shape else math.inf
-    return found
-
-
-def _updates(weights: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """(layer, A x [r,P], alpha / r * B A x [out,P]) of all layers."""
-    for layer, names in _by_layer(weights).items():
-        a, b = (weights[names[half]].float().flatten(1) for half in "AB")
-        generator = torch.Generator().manual_seed(a.shape[1])
-        ax = a @ torch.randn(a.shape[1], PROBES, generator=generator)
-        scale = float(weights[names["alpha"]]) / len(a) if "alpha" in names else 1.0
-        yield layer, ax, scale * b @ ax
-
-
-def _by_layer(weights: Mapping[str, Tensor]) -> dict[str, dict[str, str]]:
-    """{layer: {"A", "B" and "alpha": the name of the weight}}, of names that are PARTs. ValueError
-    where two are the same part."""
-    found = defaultdict[str, dict[str, str]](dict)
-    for name in weights:
         part = PART.fullmatch(unwrapped(name))
-        assert part, name
-        twin = found[part["layer"]].setdefault(HALVES[part["half"]], name)
+        kind = next((kind for known, kind in KINDS.items() if re.search(known, name)), None)
+        if not part:
+            kind = kind or "no A, B or alpha of a layer"
+        elif part["half"] == "alpha" and not (value.numel() == 1 and 0 < value < 1e30):
+            kind = f"no alpha above 0 ({value.flatten()[:3].tolist()})"
+        if kind or not part:
+            raise ValueError(
+                f"{shown(name)} is {kind}, and only plain LoRAs of a transformer are read. Remove "
+                "such weights from the file and see whether its images stay as they were, or train "
+                "another."
+            )
+        twin = names[part["layer"]].setdefault(HALVES[part["half"]], name)
         if twin != name:
             raise ValueError(
                 f"it has two weights of one layer, under two names: {shown(twin)}, {shown(name)}. "
                 "Keep those of one adapter."
             )
+    for layer, own in names.items():
+        a, b = (stored[own[half]] if half in own else torch.empty(0) for half in "AB")
+        # of a linear layer [r,in] and [out,r]; of a convolution two axes more
+        if not (a.ndim == b.ndim in (2, 4) and len(a) == b.shape[1] and a.numel() and b.numel()):
+            shapes = f"{list(a.shape)} and {list(b.shape)}"
+            raise ValueError(f"A and B of {shown(layer)} are {shapes}: no update")
+        scale = float(stored[own["alpha"]]) / len(a) if "alpha" in own else 1
+        found[layer] = (a * scale if "alpha" in own else a), b
     return found
 
 
-def _layers_of(family: Family | type[Family]) -> dict[str, list[str]]:
-    """{name, with _ for dots: the layers side by side that it stands for}: those that take a LoRA,
-    and the family's `foreign` ones."""
+def convert(pairs: Pairs, family: Family) -> dict[str, tuple[Tensor, Tensor]]:
+    """The same under the names of the transformer's layers. Raises ValueError for layers that the
+    model does not have, or has in other sizes, and for two updates of one."""
+    layers = taking_lora(family.core)
+    known, converted = _names(layers, family), dict[str, tuple[Tensor, Tensor]]()
+    for layer, (a, b) in pairs.items():
+        if (targets := _targets(layer, known)) is None:
+            raise ValueError(f"{shown(layer)} is no layer of a {family.pipeline} that is read here")
+        rows = [layers[t].out_features for t in targets] if len(targets) > 1 else [len(b)]
+        if sum(rows) != len(b):
+            raise ValueError(f"{shown(layer)} has {len(b)} rows, and the model {sum(rows)}")
+        # scale before shift, in diffusers
+        swapped = targets[0].endswith(("norm_out.linear", "norm1_context.linear"))
+        if "adaLN" in layer and swapped and len(b) == 2 * a.shape[1]:
+            b = torch.cat(b.chunk(2)[::-1])
+        for target, part in zip(targets, b.split(rows), strict=True):
+            if target in converted:
+                raise ValueError(
+                    f"it has two updates of {target}, one of them under the name {shown(layer)}. "
+                    "Remove the one that repeats the other."
+                )
+            converted[target] = a.clone(), part.clone()  # fused layers have one A
+    return converted
+
+
+def taking_lora(core: nn.Module) -> dict[str, Any]:
+    """The layers of a transformer that take a LoRA, by name."""
     inner = {"base_layer", "lora_A", "lora_B"}  # of a layer that has an adapter
-    core = family.core if isinstance(family, Family) else nn.Module()
-    layers = {
-        name: [name]
+    return {
+        name: module
         for name, module in core.named_modules()
         if isinstance(module, nn.Linear | nn.Conv2d | LoraLayer) and not inner & {*name.split(".")}
     }
+
+
+def _names(layers: Mapping[str, Any], family: Family) -> dict[str, list[str]]:
+    """{name, with _ for dots: the layers side by side that it stands for}: their own names, and the
+    family's `foreign` ones."""
+    names = {name: [name] for name in layers}
+    blocks = {int(number) for name in layers for number in re.findall(r"\d+", name)}
     for name, parts in family.foreign.items():
-        for block in range(1000 if "{}" in name else 1):
+        for block in blocks if "{}" in name else [0]:
             targets = [part.format(block) for part in parts]
-            if layers.keys() >= {*targets} or isinstance(family, type):
-                layers[name.format(block)] = targets
-    return {name.replace(".", "_"): targets for name, targets in layers.items()}
+            if layers.keys() >= {*targets}:
+                names[name.format(block)] = targets
+    return {name.replace(".", "_"): targets for name, targets in names.items()}
 
 
 def _targets(layer: str, known: Mapping[str, list[str]]) -> list[str] | None:
@@ -200,31 +144,3 @@ def _targets(layer: str, known: Mapping[str, list[str]]) -> list[str] | None:
             return None
         layer = layer[prefix.end() :]
     return targets
-
-
-def _by_diffusers(
-    weights: dict[str, Tensor], family: Family | type[Family], known: Mapping[str, list[str]]
-) -> dict[str, Tensor]:
-    """As the family's pipeline reads them. ValueError for names that it does not read."""
-    refusal = f"neither flowalign nor diffusers' {family.pipeline} reads"
-    reader = getattr(diffusers, family.pipeline).lora_state_dict
-    try:
-        found, *more = reader(dict(weights), return_alphas=True, return_lora_metadata=True)
-    except Exception as error:  # converters raise whatever a surprise raises
-        raise ValueError(
-            f"{refusal} {len(weights)} of its weights, such as {shown(min(weights))} "
-            f"({shown(str(error), 200)})"
-        ) from error
-    for name, alpha in (more[0] or {}).items():  # FluxPipeline hands some on
-        down = f"{name.removesuffix('alpha')}lora_A.weight"
-        found[down] = found[down] * (float(alpha) / len(found[down]))
-    converted = {}
-    for name, value in found.items():
-        layer, _, half = name.rpartition(".lora_")
-        targets = _targets(layer, known)
-        if isinstance(family, type):
-            targets = [layer.removeprefix("transformer.")]
-        if targets is None or len(targets) > 1 or half not in ("A.weight", "B.weight"):
-            raise ValueError(f"{refusal} {shown(name)}, and the model has no such layer")
-        converted[f"transformer.{targets[0]}.lora_{half}"] = value
-    return converted

@@ -20,9 +20,15 @@ JOINT_ATTENTION = [  # layers of blocks in which image and text attend to both
     "attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0",
     "attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj", "attn.to_add_out",
 ]  # fmt: skip
-FINAL_LAYER = {  # BFL's and Stability's; diffusers loses alphas and exchanges no halves
+FINAL_LAYER = {  # BFL's and Stability's
     "final_layer.linear": ["proj_out"],
     "final_layer.adaLN_modulation.1": ["norm_out.linear"],
+}
+BFL_ATTENTION = {  # of a block in which image and text attend to both
+    "img_attn.qkv": ["attn.to_q", "attn.to_k", "attn.to_v"],
+    "img_attn.proj": ["attn.to_out.0"],
+    "txt_attn.qkv": ["attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj"],
+    "txt_attn.proj": ["attn.to_add_out"],
 }
 ENCODERS = ("text_encoder", "text_encoder_2", "text_encoder_3")
 SUPPORTED = {"invert_sigmas": False, "stochastic_sampling": False, "num_train_timesteps": 1000}
@@ -30,6 +36,14 @@ SUPPORTED = {"invert_sigmas": False, "stochastic_sampling": False, "num_train_ti
 
 class ModelError(OSError):
     """A base model that cannot be loaded: what was seen, what is possible, what to do."""
+
+
+def in_blocks(theirs: str, ours: str, layers: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
+    """Layers of each block, as `Family.foreign` has them."""
+    return {
+        f"{theirs}.{{}}.{name}": [f"{ours}.{{}}.{part}" for part in parts]
+        for name, parts in layers.items()
+    }
 
 
 def by_prompt(**parts: Tensor) -> list[Text]:
@@ -56,15 +70,13 @@ class Family(ABC):
     pipeline: the class in diffusers that `model_index.json` names.
     targets: layers of a LoRA, by the end of their names. negative: the prompt without content of
     CFG, always encoded alone.
-    since: the first diffusers whose images these are.
-    foreign: layers of LoRAs by their names in the model's own code that diffusers does not convert
-    rightly: those here that they are made of, side by side. {} is the number of a block.
+    foreign: layers by their names in the model's own code, for LoRAs of other programs: those here
+    that they are made of, side by side. {} is the number of a block.
     tokenizer: the part whose tokens `max_sequence_length` limits. longest: its largest value.
 
     A latent is [C,h,w]; pipe may lie on the meta device.
     """
 
-    since: ClassVar[str] = "0.37"
     name: ClassVar[str]
     pipeline: ClassVar[str]
     targets: ClassVar[Sequence[str]]

@@ -8,13 +8,35 @@ import torch
 from torch import Tensor
 
 from flowalign.backbone.family import (
+    BFL_ATTENTION,
     FINAL_LAYER,
     JOINT_ATTENTION,
     PackedFamily,
     Text,
     by_prompt,
+    in_blocks,
     packed,
 )
+
+# Layers of BFL's own code in ours
+QKV, TEXT_QKV = BFL_ATTENTION["img_attn.qkv"], BFL_ATTENTION["txt_attn.qkv"]
+DOUBLE = BFL_ATTENTION | {
+    "img_mod.lin": ["norm1.linear"], "txt_mod.lin": ["norm1_context.linear"],
+    "img_mlp.0": ["ff.net.0.proj"], "img_mlp.2": ["ff.net.2"],
+    "txt_mlp.0": ["ff_context.net.0.proj"], "txt_mlp.2": ["ff_context.net.2"],
+    # XLabs'
+    "processor.qkv_lora1": QKV, "processor.proj_lora1": ["attn.to_out.0"],
+    "processor.qkv_lora2": TEXT_QKV, "processor.proj_lora2": ["attn.to_add_out"],
+}  # fmt: skip
+SINGLE = {
+    "linear1": [*QKV, "proj_mlp"], "linear2": ["proj_out"], "modulation.lin": ["norm.linear"],
+    "processor.qkv_lora": QKV, "processor.proj_lora": ["proj_out"],
+}  # fmt: skip
+INPUTS = {"img_in": ["x_embedder"], "txt_in": ["context_embedder"]} | {
+    f"{name}_in.{end}_layer": [f"time_text_embed.{embedder}_embedder.linear_{number}"]
+    for name, embedder in (("time", "timestep"), ("guidance", "guidance"), ("vector", "text"))
+    for number, end in ((1, "in"), (2, "out"))
+}
 
 
 class Flux(PackedFamily):
@@ -26,7 +48,12 @@ class Flux(PackedFamily):
     gpu_attention = "_native_flash"
     pipeline = "FluxPipeline"
     targets = JOINT_ATTENTION
-    foreign = FINAL_LAYER
+    foreign = (
+        FINAL_LAYER
+        | INPUTS
+        | in_blocks("double_blocks", "transformer_blocks", DOUBLE)
+        | in_blocks("single_blocks", "single_transformer_blocks", SINGLE)
+    )
     tokenizer = "tokenizer_2"
 
     @property

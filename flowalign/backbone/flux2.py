@@ -5,10 +5,36 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import torch
+from diffusers.pipelines.flux2.pipeline_flux2 import compute_empirical_mu
 from torch import Tensor
 
-from flowalign.backbone.family import FINAL_LAYER, JOINT_ATTENTION, Family, Text, by_prompt
+from flowalign.backbone.family import (
+    BFL_ATTENTION,
+    FINAL_LAYER,
+    JOINT_ATTENTION,
+    Family,
+    Text,
+    by_prompt,
+    in_blocks,
+)
 from flowalign.backbone.flux import Flux
+
+# Layers of BFL's own code in ours
+DOUBLE = BFL_ATTENTION | {
+    "img_mlp.0": ["ff.linear_in"], "img_mlp.2": ["ff.linear_out"],
+    "txt_mlp.0": ["ff_context.linear_in"], "txt_mlp.2": ["ff_context.linear_out"],
+}  # fmt: skip
+SINGLE = {"linear1": ["attn.to_qkv_mlp_proj"], "linear2": ["attn.to_out"]}
+OTHERS = {"img_in": ["x_embedder"], "txt_in": ["context_embedder"]} | {
+    f"{name}_in.{end}_layer": [f"time_guidance_embed.{embedder}_embedder.linear_{number}"]
+    for name, embedder in (("time", "timestep"), ("guidance", "guidance"))
+    for number, end in ((1, "in"), (2, "out"))
+}
+OTHERS |= {
+    f"{name}.lin": [f"{name}.linear"]
+    for name in ("single_stream_modulation", "double_stream_modulation_img",
+                 "double_stream_modulation_txt")
+}  # fmt: skip
 
 
 class Flux2(Family):
@@ -22,11 +48,12 @@ class Flux2(Family):
         *JOINT_ATTENTION,
         "attn.to_qkv_mlp_proj",  # attn.to_out of these blocks is a list in the others
     ]  # fmt: skip
-    foreign = FINAL_LAYER | {
-        f"{name}.lin": [f"{name}.linear"]
-        for name in ("single_stream_modulation", "double_stream_modulation_img",
-                     "double_stream_modulation_txt")
-    }  # fmt: skip
+    foreign = (
+        FINAL_LAYER
+        | OTHERS
+        | in_blocks("double_blocks", "transformer_blocks", DOUBLE)
+        | in_blocks("single_blocks", "single_transformer_blocks", SINGLE)
+    )
     patch = 1
 
     @property
@@ -43,8 +70,6 @@ class Flux2(Family):
 
     def mu(self, tokens: int, steps: int) -> float:
         """FLUX.2's shift depends on the number of steps, too."""
-        from diffusers.pipelines.flux2.pipeline_flux2 import compute_empirical_mu
-
         return compute_empirical_mu(tokens, steps)
 
     def text_shapes(self, length: int) -> dict[str, tuple[int, ...]]:

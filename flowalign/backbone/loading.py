@@ -1,9 +1,8 @@
-"""Which family a pipeline is of, how its files are loaded, and how many tokens its prompts have."""
+"""Which family a pipeline is of, and how its files are loaded."""
 
 from __future__ import annotations
 
 import functools
-import inspect
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,7 +13,6 @@ import torch
 import transformers
 from diffusers import PipelineQuantizationConfig
 from huggingface_hub import hf_hub_download
-from packaging.version import Version
 
 from flowalign.backbone.adapters import Lora
 from flowalign.backbone.family import LENGTH, Family, ModelError, default_length
@@ -23,10 +21,10 @@ from flowalign.backbone.flux2 import Flux2, Flux2Klein
 from flowalign.backbone.qwen_image import QwenImage
 from flowalign.backbone.sana import Sana
 from flowalign.backbone.sd3 import SD3
+from flowalign.backbone.shapes import public
 from flowalign.backbone.tiny import MODEL as TINY
 from flowalign.backbone.tiny import T5_LENGTH
 from flowalign.backbone.z_image import ZImage
-from flowalign.config import ModelConfig
 from flowalign.system import packages
 from flowalign.system.files import expanded
 
@@ -46,7 +44,7 @@ def families() -> Mapping[str, type[Family]]:
 
 def family_of(pipeline: str, name: str | None = None) -> type[Family]:
     """The family of a pipeline's class, or the one of `model.family` instead. Raises ModelError for
-    an unknown class or name, and for an installed diffusers in which the family is not right."""
+    an unknown class or name."""
     known = families()
     if name:
         named = {family.name: family for family in known.values()}
@@ -54,22 +52,14 @@ def family_of(pipeline: str, name: str | None = None) -> type[Family]:
             raise ModelError(
                 f"model.family: got {name!r}; there are {', '.join(named)}. See {PAGE}."
             )
-        family = named[name]
-    elif pipeline in known:
-        family = known[pipeline]
-    else:
+        return named[name]
+    if pipeline not in known:
         raise ModelError(
             f"model.id: its model_index.json names a {pipeline}; flowalign knows "
             f"{', '.join(known)}. {PAGE} says how to add a family; `model.family` takes the "
             "pipeline for one of a known family."
         )
-    installed = diffusers.__version__
-    if Version(installed) < Version(family.since):
-        raise ModelError(
-            f"model.id: {family.pipeline} is not right in diffusers {installed}; update it to "
-            f"{family.since} or newer."
-        )
-    return family
+    return known[pipeline]
 
 
 def resolve(model: str) -> str:
@@ -78,8 +68,10 @@ def resolve(model: str) -> str:
 
 
 def pipeline_name(model: str, **hub: Any) -> str:
-    """The class that model_index.json names, in a folder or on the Hub. hub: arguments of
-    `hf_hub_download`, such as revision. Raises ModelError if it cannot be read."""
+    """The class that model_index.json names, in a folder, of a public model or on the Hub. hub:
+    options of `hf_hub_download`, such as revision. Raises ModelError if it cannot be read."""
+    if model in public() and not Path(model).is_dir():
+        return public()[model].pipeline
     return model_index(model, **hub)["_class_name"]
 
 
@@ -92,12 +84,12 @@ def model_index(model: str, **hub: Any) -> dict[str, Any]:
         content = json.loads(index.read_text())
         return {**content, "_class_name": str(content["_class_name"])}
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise _model_error(model, error) from error
+        raise model_error(model, error) from error
 
 
 def check_packages(model: str, index: Mapping[str, Any]) -> None:
     """ModelError if transformers lacks a package for a part of a pipeline, as for a processor of
-    images. Before anything large is downloaded."""
+    images: diffusers does not name it. Before anything large is downloaded."""
     for part in index.values():
         kind = getattr(transformers, str(part[-1]), None) if isinstance(part, list) else None
         for package in getattr(kind, "_backends", ()):  # of its stand-ins for such classes
@@ -131,7 +123,6 @@ def load_pipeline(
     kind = family_of(name, family)
     check_packages(model, index)
     loader = getattr(diffusers, name, None) or getattr(diffusers, kind.pipeline)
-    key = "dtype" if Version(diffusers.__version__) >= Version("0.40") else "torch_dtype"  # renamed
     four_bits = None
     if quantization == "nf4":
         computed: Any = {"bnb_4bit_compute_dtype": dtype}  # Any: diffusers' type knows no dtypes
@@ -146,10 +137,11 @@ def load_pipeline(
             revision=revision,
             use_safetensors=True,  # else diffusers takes a pickle where a part has no other file
             quantization_config=four_bits,
-            **{key: {"default": dtype, "vae": vae_dtype}, **(parts or {})},
+            dtype={"default": dtype, "vae": vae_dtype},
+            **(parts or {}),
         )
     except (OSError, ValueError) as error:
-        raise _model_error(model, error) from error
+        raise model_error(model, error) from error
     pipe.set_progress_bar_config(disable=True)
     if quantization == "fp8":
         store_in_fp8(pipe.transformer, dtype)
@@ -167,7 +159,8 @@ def store_in_fp8(transformer: Any, dtype: torch.dtype) -> None:
     )
 
 
-def _model_error(model: str, error: Exception) -> ModelError:
+def model_error(model: str, error: Exception) -> ModelError:
+    """What is wrong with model.id, from what reading it raised."""
     folder = Path(resolve(model))
     # the weights of a part: <part>/diffusion_pytorch_model.bin, <part>/pytorch_model.bin
     if "safetensors" in str(error) and (pickles := sorted(folder.glob("*/*pytorch_model*.bin"))):
@@ -184,20 +177,12 @@ def _model_error(model: str, error: Exception) -> ModelError:
     )
 
 
-# Tokens of a prompt ------------------------------------------------------------------------------
-
-
 def text_length(model: str, lora: Lora | None) -> int | None:
     """Tokens of a prompt: as in the LoRA's training if its file says so, else those of the tiny
     model, else None = diffusers' default."""
     if lora and lora.text_length:
         return lora.text_length
     return T5_LENGTH if resolve(model) == str(TINY) else None
-
-
-def prompt_length(model: ModelConfig, family: Family) -> int:
-    """Tokens of a prompt: of a config, else of the tiny model, else of the family."""
-    return model.max_sequence_length or text_length(model.id, None) or family.length
 
 
 def pipeline_class(model: str, length: int | None, **hub: Any) -> type[Any]:
@@ -210,17 +195,8 @@ def pipeline_class(model: str, length: int | None, **hub: Any) -> type[Any]:
     parent = getattr(diffusers, family_of(pipeline_name(model, **hub)).pipeline)
     if length in (None, default_length(parent)):
         return parent
-
-    def with_length(method: Any) -> Any:
-        signature = inspect.signature(method)
-
-        @functools.wraps(method)
-        def wrapper(*args: Any, **kw: Any) -> Any:
-            if LENGTH not in signature.bind_partial(*args, **kw).arguments:
-                kw[LENGTH] = length
-            return method(*args, **kw)
-
-        return wrapper
-
-    methods = {name: with_length(getattr(parent, name)) for name in ("__call__", "encode_prompt")}
+    methods = {
+        name: functools.partialmethod(getattr(parent, name), **{LENGTH: length})
+        for name in ("__call__", "encode_prompt")
+    }
     return type(parent.__name__, (parent,), {**methods, "__doc__": parent.__doc__})

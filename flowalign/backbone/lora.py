@@ -17,6 +17,7 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
 from flowalign.backbone.adapters import AdapterError, Lora, read_lora
+from flowalign.backbone.conversion import taking_lora
 
 
 @contextmanager
@@ -26,7 +27,6 @@ def several_adapters() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="While injecting the PEFT adapters, an incons")
         warnings.filterwarnings("ignore", message="Already found a `peft_config` attribute")
-        warnings.filterwarnings("ignore", message="Adapter .* was active which is now deleted")
         yield
 
 
@@ -48,38 +48,28 @@ def put_lora(core: nn.Module, name: str, source: str | Path | Lora) -> dict[str,
 
 def misfit(core: nn.Module, lora: Lora) -> str | None:
     """What a LoRA adapts, and what a transformer has in its place; None where it fits."""
-    layers = dict(core.named_modules())
+    layers = taking_lora(core)
     for layer, rank in lora.ranks.items():
         down, up = (tuple(lora.weights[f"{layer}.lora_{half}.weight"].shape) for half in "AB")
-        if (shapes := _shapes(layers, layer, rank)) != (down, up):
-            there = f"such a layer with {shapes[0]}, {shapes[1]}" if shapes else "no such layer"
-            return f"adapts {layer} with {down}, {up}, and the model has {there}"
+        if not (there := layers.get(layer)):
+            return f"adapts {layer} with {down}, {up}, and the model has no such layer"
+        base = there.get_base_layer() if isinstance(there, LoraLayer) else there
+        if isinstance(base, nn.Conv2d):
+            expected = (rank, base.in_channels, *base.kernel_size), (base.out_channels, rank, 1, 1)
+        else:
+            expected = (rank, base.in_features), (base.out_features, rank)
+        if expected != (down, up):
+            has = f"such a layer with {expected[0]}, {expected[1]}"
+            return f"adapts {layer} with {down}, {up}, and the model has {has}"
     return None
 
 
 def adapted_layers(core: nn.Module, targets: Sequence[str]) -> list[str]:
-    """Names of the layers that take a LoRA and have one of these names, or one of these ends of a
-    name after a dot. An end may also be that of what takes none, such as a list of layers."""
+    """Names of the linear layers that have one of these names, or one of these ends of a name after
+    a dot. An end may also be that of what takes no LoRA, such as a list of layers."""
     ends = tuple(f".{target}" for target in targets)
-    linear = (n for n, m in core.named_modules() if isinstance(m, nn.Linear | LoraLayer))
+    linear = (n for n, m in taking_lora(core).items() if not isinstance(m, nn.Conv2d))
     return [name for name in linear if f".{name}".endswith(ends)]
-
-
-def _shapes(
-    layers: dict[str, nn.Module], name: str, rank: int
-) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """The shapes of A and B on a layer; None if there is none that a LoRA can adapt."""
-    layer = layers.get(name)
-    if isinstance(layer, LoraLayer):  # it has another adapter already
-        layer = layer.get_base_layer()
-    if {"base_layer", "lora_A", "lora_B"} & set(name.split(".")):
-        return None
-    if isinstance(layer, nn.Conv2d):
-        a = (rank, layer.in_channels, layer.kernel_size[0], layer.kernel_size[1])
-        return a, (layer.out_channels, rank, 1, 1)
-    if isinstance(layer, nn.Linear):
-        return (rank, layer.in_features), (layer.out_features, rank)
-    return None
 
 
 class CastingLinear(nn.Linear):

@@ -7,7 +7,14 @@ from typing import Any
 
 from torch import Tensor
 
-from flowalign.backbone.family import FINAL_LAYER, JOINT_ATTENTION, Family, Text, by_prompt
+from flowalign.backbone.family import (
+    FINAL_LAYER,
+    JOINT_ATTENTION,
+    Family,
+    Text,
+    by_prompt,
+    in_blocks,
+)
 
 # Layers of Stability's own code in ours
 STABILITY = {
@@ -34,10 +41,7 @@ class SD3(Family):
     targets = JOINT_ATTENTION
     tokenizer = "tokenizer_3"
     max_shift = 1.16
-    foreign = FINAL_LAYER | {
-        f"joint_blocks.{{}}.{name}": [f"transformer_blocks.{{}}.{layer}" for layer in layers]
-        for name, layers in STABILITY.items()
-    }
+    foreign = FINAL_LAYER | in_blocks("joint_blocks", "transformer_blocks", STABILITY)
 
     def __init__(self, pipe: Any) -> None:
         super().__init__(pipe)

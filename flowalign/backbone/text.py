@@ -16,8 +16,8 @@ from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
 from flowalign.backbone.family import Family, Text
-from flowalign.backbone.loading import prompt_length
 from flowalign.backbone.placement import Placement, fingerprint
+from flowalign.backbone.structure import ModelSpec
 from flowalign.config import ModelConfig
 from flowalign.system.files import replacing
 
@@ -38,7 +38,7 @@ class TextEncoder:
 
     def __init__(self, family: Family, model: ModelConfig, device: torch.device | str) -> None:
         self.family, self.device = family, torch.device(device)
-        self.max_sequence_length = prompt_length(model, family)
+        self.max_sequence_length = ModelSpec(model, family).length
         encoders, offload = family.encoders, model.offload_text_encoders
         self.placements = [Placement(part, device, offload) for part in encoders]
         self._negative: Text | None = None
@@ -56,7 +56,7 @@ class TextEncoder:
             if self.folder is None:
                 with self._on_device():
                     return self._encode(prompts)
-            self._encode_to_disk(prompt for prompt in prompts if not self._path(prompt).is_file())
+            self._encode_to_disk(prompts)
             batch = stacked([self._read(prompt) for prompt in prompts])
         return {name: part.to(self.device) for name, part in batch.items()}
 
@@ -76,8 +76,7 @@ class TextEncoder:
         """
         if self.folder is not None:
             if not all(self._path(text).is_file() for text in calls[0]):
-                texts = (text for call in calls for text in call)
-                self._encode_to_disk(text for text in texts if not self._path(text).is_file())
+                self._encode_to_disk(text for call in calls for text in call)
         elif tuple(calls[0]) not in self._held:
             self._held.clear()
             count = 0
@@ -110,10 +109,11 @@ class TextEncoder:
         return self.folder / name[:2] / f"{name}.safetensors"  # thousands of texts, 256 folders
 
     def _encode_to_disk(self, prompts: Iterable[str]) -> None:
-        with ExitStack() as stack:
-            for number, prompt in enumerate(dict.fromkeys(prompts)):
-                if number == 0:
-                    stack.enter_context(self._on_device())
+        missing = [text for text in dict.fromkeys(prompts) if not self._path(text).is_file()]
+        if not missing:
+            return
+        with self._on_device():
+            for prompt in missing:
                 # each alone, so that its file does not depend on the batch
                 text = {name: part[0].cpu() for name, part in self._encode([prompt]).items()}
                 with replacing(self._path(prompt)) as part:
@@ -125,6 +125,7 @@ class TextEncoder:
             return load_file(path)
         except (OSError, SafetensorError):
             log.warning("%s is damaged; its text is encoded again.", path)
+        path.unlink(missing_ok=True)
         self._encode_to_disk([prompt])
         return load_file(path)
 

@@ -8,7 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowalign.backbone.family import Family, Text, without_padding
+from flowalign.backbone.family import Family, Text, in_blocks, without_padding
+
+# Layers of the model's own code in ours
+ATTENTION = {
+    "attention.qkv": ["attention.to_q", "attention.to_k", "attention.to_v"],
+    "attention.out": ["attention.to_out.0"],
+}
 
 
 class ZImage(Family):
@@ -19,10 +25,14 @@ class ZImage(Family):
     negative) to the positive velocity, where others add it to the negative one. 1 is no guidance.
     """
 
-    since = "0.39"  # before, the grid of noise levels was another; 0.37 gives NaN for some prompts
     name = "z_image"
     pipeline = "ZImagePipeline"
     targets = ["attention.to_q", "attention.to_k", "attention.to_v", "attention.to_out.0"]
+    foreign = {
+        name: layers
+        for part in ("layers", "context_refiner", "noise_refiner")
+        for name, layers in in_blocks(part, part, ATTENTION).items()
+    }
 
     @classmethod
     def defaults(cls) -> tuple[int, float]:

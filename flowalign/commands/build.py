@@ -21,7 +21,7 @@ from flowalign.teachers.bank import Bank, Member
 from flowalign.training.algorithm import STUDENT, Parts, algorithm_class
 from flowalign.training.data import PromptSampler, spread, subset
 from flowalign.training.loop import Loop
-from flowalign.training.preflight import Inputs, group_problems, parts_problems
+from flowalign.training.preflight import Inputs, reward_problems
 from flowalign.training.report import samples, trackers
 from flowalign.training.report.drift.monitor import Monitor
 from flowalign.training.report.drift.statistics import ImageStatistics
@@ -41,16 +41,12 @@ def wire(
     """Build every part of a run from its config -> the loop, its display, its rewards. inputs: what
     `preflight.check_world` has opened; None = nothing yet."""
     inputs = inputs or Inputs(config.model)
-
     accelerator = processes.start(config)
     set_seed(config.seed)  # for the LoRA's initial A; everything else has its generators
     built = build_rewards(config, accelerator.device)
-    # a reward of the user's may say only now that it is groupwise
-    groupwise = [name for name, reward in built.items() if reward.groupwise]
-    problems = list(group_problems(config, groupwise, accelerator.num_processes))
-    # nor do we know before which parts it sums
-    single = [name for name, reward in built.items() if not reward.weights]
-    if problems := [*problems, *parts_problems(config, single)]:
+    # a reward of the user's may say only now that it is groupwise, and which parts it sums
+    said = {name: (reward.groupwise, bool(reward.weights)) for name, reward in built.items()}
+    if problems := list(reward_problems(config, said, accelerator.num_processes)):
         raise ConfigError(problems)
     set_seed(config.seed)  # again: what built a reward may have drawn or seeded
     backbone = student(config, accelerator.device, inputs)

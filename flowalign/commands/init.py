@@ -16,7 +16,8 @@ from pydantic_core import to_jsonable_python
 
 from flowalign import rewards as reward_registry
 from flowalign.backbone import ModelError, family_of
-from flowalign.backbone.structure import find, model_family
+from flowalign.backbone.loading import pipeline_name
+from flowalign.backbone.structure import find, known
 from flowalign.config import (
     LABELS,
     STAGES,
@@ -35,7 +36,7 @@ from flowalign.config.model import ModelConfig
 from flowalign.config.safe_yaml import dump_yaml
 from flowalign.system.exit import refusing
 from flowalign.system.files import expanded, replacing
-from flowalign.training.preflight import FEW, known_family
+from flowalign.training.preflight import FEW
 from flowalign.training.sources import validation_file
 
 CONFIGS = Path(__file__).parent / "configs"
@@ -110,7 +111,7 @@ def family_folder(model: str) -> Path | None:
     if model == "tiny":
         return CONFIGS / "tiny"
     try:
-        family = model_family(ModelConfig(id=model))
+        family = family_of(pipeline_name(model))
     except ModelError:
         return None
     for file in sorted(CONFIGS.glob("*/eval.yaml")):
@@ -306,8 +307,8 @@ class Draft:
         usual = 3.0 if self.model == "tiny" else self.eval["sampling"]["guidance"]
         steps, scale = card_of(self.model) or (FEW + 1, usual)
         bases = (ModelConfig(id=name) for name in (self.model, self.eval["model"]["id"]))
-        family = next(filter(None, map(known_family, bases)), None)
-        return scale if family and family.guidance == "cfg" and steps > FEW else None
+        spec = next(filter(None, map(known, bases)), None)
+        return scale if spec and spec.family.guidance == "cfg" and steps > FEW else None
 
     def _evaluation(self) -> dict[str, Any]:
         files = _one_each("--prompts", self.prompts, len(self.rewards))

@@ -1,7 +1,7 @@
 """`flowalign sample`: images of prompts, with the settings that the model or the LoRA asks for.
 
 Steps, CFG scale and size come from the first of these that says them: the command line, the run
-that trained the LoRA, the model's card, diffusers' pipeline.
+that trained the LoRA, the model's card, the first card of its family.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import argparse
 import itertools
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,13 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowalign.backbone import DTYPES, Backbone, family_of, load_pipeline, pipeline_name, resolve
+from flowalign.backbone import DTYPES, Backbone, family_of, pipeline_name, resolve
 from flowalign.backbone.adapters import Lora, read_lora
-from flowalign.backbone.family import default_length
-from flowalign.backbone.loading import text_length
 from flowalign.backbone.lora import misfit
-from flowalign.backbone.structure import family_without_text, read_family
-from flowalign.config import ConfigError, ModelConfig, SamplingConfig, TrainingStage, load
+from flowalign.backbone.structure import known, read_family
+from flowalign.config import ConfigError, ModelConfig, SamplingConfig, load
 from flowalign.config.loading import card_of
 from flowalign.system import devices
 from flowalign.system.exit import refusing
@@ -106,26 +103,30 @@ def settle(args: argparse.Namespace, lora: Lora | None) -> Plan:
     """The settings of a command. Raises ValueError for what cannot be sampled, or written, here.
     Nothing is loaded but small config files."""
     model = args.model or (lora and lora.base) or "tiny"
-    if lora and model == "tiny" and misfit(family_without_text("tiny").core, lora):
+    spec = known(ModelConfig(id=model))
+    if lora and model == "tiny" and spec and misfit(spec.family.core, lora):
         raise ValueError(f"--model: {args.lora} names no base, and is not of tiny. Give its base.")
-    run = run_of(lora)
-    steps, guidance = recommended(model)
-    height, width, most = sizes(model)
+    try:  # the run that trained the LoRA leaves its config above the adapter's folder
+        run = load(lora.file.parent.parent / "config.yaml") if lora else None
+    except ConfigError:  # there is none, or it is another program's
+        run = None
     if run:
-        sampling = run.evaluation_sampling
-        steps, guidance = sampling.steps, sampling.guidance
+        steps, guidance = run.evaluation_sampling.steps, run.evaluation_sampling.guidance
         height, width = run.model.image_sizes[0]
+    else:
+        steps, guidance = recommended(model)
+        # not in the cache: the size of most of these models
+        height = width = spec.family.usual if spec else 1024
     if args.size:
         height = width = args.size
-    if most and max(height, width) > most:
-        raise ValueError(
-            f"--size: got {max(height, width)}; {model} has positions for at most {most} pixels."
-        )
+        for problem in spec.family.size_problems(height, width) if spec else ():
+            raise ValueError(f"--size: {problem}")
     device = usable_device(args.device)
     on_gpu, guidance = device.type != "cpu", guidance if args.guidance is None else args.guidance
     config = ModelConfig(
         id=model,
         dtype=args.dtype or ("bfloat16" if on_gpu else "float32"),
+        max_sequence_length=lora and lora.text_length,
         height=height,
         width=width,
         decode_batch=1 if on_gpu else None,  # a float32 VAE needs 2.4 GB for 1024 pixels
@@ -140,14 +141,6 @@ def settle(args: argparse.Namespace, lora: Lora | None) -> Plan:
     return Plan(config, sampling, args.images, device, free_file(args.out))
 
 
-def run_of(lora: Lora | None) -> TrainingStage | None:
-    """The run that trained a LoRA, by the config.yaml that it leaves above its adapter's folder."""
-    try:
-        return load(lora.file.parent.parent / "config.yaml") if lora else None
-    except ConfigError:  # there is none, or it is another program's
-        return None
-
-
 def recommended(model: str) -> tuple[int, float]:
     """(steps, guidance scale) of a model: of its card, else of its pipeline."""
     if resolve(model) == resolve("tiny"):
@@ -155,19 +148,8 @@ def recommended(model: str) -> tuple[int, float]:
     if card := card_of(model):
         return card
     steps, guidance = family_of(pipeline_name(model)).defaults()
-    with suppress(LookupError):  # not on this machine
-        if family_without_text(model).guidance == "none":
-            guidance = 1.0
-    return steps, guidance
-
-
-def sizes(model: str) -> tuple[int, int, int | None]:
-    """(height, width, the largest side) in pixels of a model; the last is None if not known."""
-    try:
-        family = family_without_text(model)
-    except LookupError:  # a Hub id that is not in the cache: the size of most of these models
-        return 1024, 1024, None
-    return family.usual, family.usual, family.largest
+    spec = known(ModelConfig(id=model))
+    return steps, 1.0 if spec and spec.family.guidance == "none" else guidance
 
 
 def usable_device(name: str | None) -> torch.device:
@@ -207,10 +189,7 @@ def draw(prompts: Sequence[str], plan: Plan, lora: Lora | None) -> Tensor:
         file=sys.stderr,
         flush=True,
     )
-    pipe = load_pipeline(model.id, dtype=DTYPES[model.dtype])
-    length = text_length(model.id, lora) or default_length(type(pipe))
-    model = model.model_copy(update={"max_sequence_length": length})
-    backbone = Backbone(pipe, model, plan.device)
+    backbone = Backbone.load(model, plan.device)
     if lora:
         backbone.load_adapter("sampled", lora, frozen=True)
     batch = PromptBatch(list(prompts), ["sample"] * len(prompts), [{} for _ in prompts])

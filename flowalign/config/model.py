@@ -50,8 +50,8 @@ class ModelConfig(Section):
     decode_batch: Many | None = Field(default=None, examples=[4])
     """Images per forward pass of the VAE; null = all that were sampled at once."""
     attention: str | None = Field(default=None, examples=["native", "xformers", "flash"])
-    """A diffusers attention backend; null = its default (SDPA). In 16 bits on a GPU a family may
-    take another (`Family.gpu_attention`)."""
+    """A diffusers attention backend, for models whose layers have a choice; null = its default
+    (SDPA). In 16 bits on a GPU a family may take another (`Family.gpu_attention`)."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: slower, much less memory."""
     compile: bool = False

@@ -15,16 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig
 
 from flowalign import rewards
-from flowalign.backbone import Family, ModelError, adapters
+from flowalign.backbone import adapters
 from flowalign.backbone.adapters import AdapterError, HubError, Lora, read_lora
 from flowalign.backbone.attention import unavailable
-from flowalign.backbone.loading import prompt_length
-from flowalign.backbone.lora import adapted_layers, misfit
-from flowalign.backbone.structure import cut_prompts, family_without_text, mismatches, read_family
-from flowalign.backbone.tiny import PREFERENCE
+from flowalign.backbone.lora import misfit
+from flowalign.backbone.structure import cut_prompts, known, mismatches, read_family
 from flowalign.backbone.tiny.scenes import rendered
 from flowalign.config import ConfigError, LoraConfig, ModelConfig, Stage, TrainingStage, load
 from flowalign.config.loading import card_of
@@ -135,7 +132,7 @@ def _adapters(config: Any, launch: Launch, inputs: Inputs) -> Iterator[str]:
         name = f"{place}.base" if place in config.bases else "model.id"
         reason = f"was trained on {lora.base!r}"
         if lora.base in (None, model.id):
-            reason = misfit(family.core, lora) if (family := known_family(model)) else None
+            reason = misfit(spec.family.core, lora) if (spec := known(model)) else None
         if reason:
             yield (
                 f"{key}: {source!r} is an adapter of another base: it {reason}, and {name} is "
@@ -143,32 +140,19 @@ def _adapters(config: Any, launch: Launch, inputs: Inputs) -> Iterator[str]:
             )
 
 
-def known_family(model: ModelConfig) -> Family | None:
-    """The family of a model whose shapes flowalign has. What is wrong with it, its loader says."""
-    try:
-        return family_without_text(model.id, model.revision, model.family)
-    except (LookupError, ModelError, OSError, ValueError):
-        return None
-
-
 def _model(config: Any, launch: Launch, inputs: Inputs) -> Iterator[str]:
     """Settings that the model does not have: sizes, lengths of prompts, guidance."""
-    model = config.model
-    family = known_family(model) if config.judged and config.samples else None
-    if family is None:
+    spec = known(config.model) if config.judged and config.samples else None
+    if spec is None:
         return
-    for size in model.image_sizes:
-        yield from family.size_problems(*size)
-    yield from family.length_problems(length := prompt_length(model, family))
-    _, lost = cut_prompts(model, ["red"]) or ((), ())
-    if lost:  # a template takes as many tokens of every prompt
-        text = f"{length} tokens, all taken by the template around a prompt. Leave it out, or"
-        yield f"model.max_sequence_length: {text} raise it to {family.longest}."
-    yield from family.dtype_problems(model.id, model.dtype)
+    yield from spec.problems()
+    if cut_prompts(spec.config, ["red"]):  # a template may take as many tokens of every prompt
+        text = f"{spec.length} tokens leave no room for a word. Leave it out, or raise it to"
+        yield f"model.max_sequence_length: {text} {spec.family.longest}."
     for key, scale in config.scales.items():
-        model = config.bases.get(key.removesuffix(".guidance"), config.model)
-        if (family := known_family(model)) and family.guidance == "none" and scale != 1:
-            text = f"{model.id} has no guidance (it was distilled without). Set it to 1."
+        spec = known(config.bases.get(key.removesuffix(".guidance"), config.model))
+        if spec and spec.family.guidance == "none" and scale != 1:
+            text = f"{spec.config.id} has no guidance (it was distilled without). Set it to 1."
             yield f"{key}: {scale:g}, and {text}"
 
 
@@ -176,7 +160,9 @@ def _model(config: Any, launch: Launch, inputs: Inputs) -> Iterator[str]:
 
 
 def _scoring(config: Any, launch: Launch, inputs: Inputs) -> Iterator[str]:
-    """Rewards that cannot be built, or cannot judge the prompts; prompt sets that are not there."""
+    """Rewards that cannot be built, or cannot judge the prompts, or do not fit the number of
+    processes or the advantage; prompt sets that are not there."""
+    said: dict[str, tuple[bool, bool]] = {}  # of themselves, by task
     for judged in config.judged:
         sound = []
         for key, reward in judged.rewards.items():
@@ -193,6 +179,8 @@ def _scoring(config: Any, launch: Launch, inputs: Inputs) -> Iterator[str]:
                 needed = f"reward {reward.name!r} needs {name}, which is not installed."
                 yield f"{where}: {needed} {packages.hint(name)}"
             sound.append(reward)
+            groupwise = rewards.is_groupwise(reward.name, reward.options)
+            said[judged.name] = groupwise, not rewards.has_no_weights(reward.name)
         for key, source in judged.prompts.items():
             try:
                 batch = inputs.prompts(source, judged.name)
@@ -201,53 +189,33 @@ def _scoring(config: Any, launch: Launch, inputs: Inputs) -> Iterator[str]:
             except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
                 where = "" if isinstance(error, PromptError | OSError) else f"{source}, "
                 yield f"{judged.place}.{key}: {where}{_text(error)}"
+    if config.trains:
+        yield from reward_problems(config, said, launch.processes)
 
 
 def _fidelity(config: Any, launch: Launch, inputs: Inputs) -> Iterator[str]:
     """Features that cannot be imported; a folder of reference images that holds none; prompts that
-    are none of the tiny world, where its scenes are the reference; too few images."""
+    are none of the tiny world, where its scenes are the reference."""
     fidelity = getattr(config, "fidelity", None)
     if not fidelity:
         return
-    counts, tiny = {"benchmarks": 0}, fidelity.reference == "tiny"
     if launch.trust and ":" in fidelity.features:
         try:
             rewards.load(fidelity.features, "features")
         except (ValueError, ImportError) as error:
             yield f"fidelity.features: {_text(error)}"
-    for benchmark in config.benchmarks:
-        with suppress(ValueError, KeyError, TypeError, AttributeError, OSError):  # said before
-            rows = inputs.prompts(benchmark.prompts, benchmark.name).metadata
-            counts["benchmarks"] += len(rows[: benchmark.limit]) * benchmark.images
-            if tiny and not _scenes(rows[:: max(1, len(rows) // 16)]):
-                text = f"'tiny' needs prompts of the tiny world, and {benchmark.prompts} has others"
-                yield f"fidelity.reference: {text}. Name a folder of images, or fidelity=null."
     folder = Path(fidelity.reference)
-    if not tiny and not image_files(folder):
+    if fidelity.reference != "tiny" and not image_files(folder):
         seen = f"the folder holds no {', '.join(IMAGES)}" if folder.is_dir() else "no such folder"
         yield f"fidelity.reference: {str(folder)!r}: {seen}. Name a folder of images, or 'tiny'."
-    elif width := _features(fidelity.features):
-        counts |= {} if tiny else {"fidelity.reference": len(image_files(folder))}
-        yield from too_few(counts, width)
-
-
-def _scenes(rows: list[dict[str, Any]]) -> bool:
-    """Whether these metadata describe scenes of the tiny world."""
-    try:
-        rendered(rows, seed=0)
-    except ValueError:
-        return False
-    return True
-
-
-def _features(name: str) -> int | None:
-    """The width of a CLIP or DINOv2 that is on this machine."""
-    folder = PREFERENCE if name == "tiny" else name
-    with suppress(OSError, ValueError):
-        config = AutoConfig.from_pretrained(folder, local_files_only=True)
-        width = "projection_dim" if config.model_type == "clip" else "hidden_size"
-        return getattr(config, width, None)
-    return None
+    for benchmark in config.benchmarks if fidelity.reference == "tiny" else ():
+        with suppress(ValueError, KeyError, TypeError, AttributeError, OSError):  # said before
+            rows = inputs.prompts(benchmark.prompts, benchmark.name).metadata
+            try:
+                rendered(rows[:: max(1, len(rows) // 16)], seed=0)
+            except ValueError:
+                text = f"'tiny' needs prompts of the tiny world, and {benchmark.prompts} has others"
+                yield f"fidelity.reference: {text}. Name a folder of images, or fidelity=null."
 
 
 def enough(width: int) -> int:
@@ -259,7 +227,7 @@ def enough(width: int) -> int:
 def too_few(counts: Mapping[str, int], width: int) -> Iterator[str]:
     """Images that are too few for a distance between so many features, by their key."""
     for key, count in counts.items():
-        if 0 < count < enough(width):  # 0: they could not be read, which was said before
+        if count < enough(width):
             text = f"{count} images are too few for a distance between {width} features. Use at"
             yield f"{key}: {text} least {enough(width)}, better ten times as many, or null."
 
@@ -277,7 +245,7 @@ def _bases(config: Any, launch: Launch, inputs: Inputs) -> Iterator[str]:
     for key, model in config.bases.items():
         try:
             reasons = list(mismatches(config.model, model))
-        except (LookupError, ModelError, OSError, ValueError) as error:
+        except (LookupError, OSError, ValueError) as error:
             reasons = [_text(error)]
         if reasons:
             text = f"{model.id!r} cannot label states of {config.model.id!r}: "
@@ -291,29 +259,19 @@ def _bases(config: Any, launch: Launch, inputs: Inputs) -> Iterator[str]:
 
 
 def _training(config: Any, launch: Launch, inputs: Inputs) -> Iterator[str]:
-    """Settings against determinism, layers that the model does not have, rewards that do not fit
-    the number of processes or the advantage, and a folder that holds another run."""
+    """Settings against determinism, layers that the model does not have, and a folder that holds
+    another run."""
     if not config.trains:
         return
     if config.train.deterministic and config.model.attention not in REPEATABLE:
         text = f"{config.model.attention!r} is not deterministic in its backward pass. Use null"
         yield f"model.attention: {text}, or train.deterministic=false."
     fresh = config.lora.targets if config.lora.init is None else None
-    if fresh and (family := known_family(config.model)):
+    if fresh and (spec := known(config.model)):
         for target in fresh:
-            if not adapted_layers(family.core, [target]):
-                text = f"By default (null) they are {', '.join(family.targets)}."
+            if not spec.adapted([target]):
+                text = f"By default (null) they are {', '.join(spec.family.targets)}."
                 yield f"lora.targets: no layer of {config.model.id} ends with {target!r}. {text}"
-    groupwise, single = [], []
-    for task in config.tasks:
-        if task.reward is None or not launch.trust and rewards.own_code(**task.reward.model_dump()):
-            continue
-        with suppress(ValueError, KeyError, TypeError, ImportError):  # said before
-            name, options = task.reward.name, task.reward.options
-            groupwise += [task.name] * rewards.is_groupwise(name, options)
-            single += [task.name] * rewards.has_no_weights(name)
-    yield from group_problems(config, groupwise, launch.processes)
-    yield from parts_problems(config, single)
     if launch.resume is not None:
         given = {"resume": launch.resume, "any_world": launch.any_world, "pending": launch.pending}
         yield from resuming.problems(config, launch.processes, **given)
@@ -322,11 +280,15 @@ def _training(config: Any, launch: Launch, inputs: Inputs) -> Iterator[str]:
 CHECKS = (_packages, _adapters, _model, _scoring, _fidelity, _bases, _training)
 
 
-def group_problems(config: TrainingStage, tasks: Collection[str], processes: int) -> Iterator[str]:
-    """Images of an optimizer step that the processes cannot share evenly. tasks: those whose reward
-    compares all images of a prompt, which no two processes may share; an algorithm may, too."""
+def reward_problems(
+    config: TrainingStage, said: Mapping[str, tuple[bool, bool]], processes: int
+) -> Iterator[str]:
+    """Images of an optimizer step that the processes cannot share evenly; rewards without parts,
+    where the advantage normalises parts. said: {task: (whether its reward compares all images of
+    a prompt, which no two processes may share, as an algorithm may; whether it has weights)}."""
     rollout, updates = config.rollout, config.optimizer.updates_per_rollout
     prompts = rollout.prompts // updates  # of a step
+    tasks = [task.name for task in config.tasks if said.get(task.name, (False, True))[0]]
     text = unit = ""
     if prompts * rollout.copies % processes:
         text = f"{prompts * rollout.copies} images an optimizer step"
@@ -338,15 +300,9 @@ def group_problems(config: TrainingStage, tasks: Collection[str], processes: int
     if unit:
         text = f"{processes} processes cannot share evenly {text}. Use a multiple of {unit}"
         yield f"rollout.prompts: {text}: rollout.prompts={-(-rollout.prompts // unit) * unit}."
-
-
-def parts_problems(config: TrainingStage, tasks: Collection[str]) -> Iterator[str]:
-    """Rewards without parts, where the advantage normalises parts. tasks: those whose reward has no
-    `weights`."""
-    if config.credited is None or config.credited.advantage != "gdpo":
-        return
-    for index, task in enumerate(config.tasks):
-        if task.reward and task.name in tasks:
+    gdpo = config.credited and config.credited.advantage == "gdpo"
+    for index, task in enumerate(config.tasks if gdpo else ()):
+        if task.reward and not said.get(task.name, (False, True))[1]:
             text = f"'gdpo' normalises parts of a reward, and {task.reward.name!r} is no weighted"
             yield f"tasks.{index}.reward: {text} sum. Use 'weighted', or advantage 'group_std'."
 
@@ -383,34 +339,35 @@ def scale_problems(stages: Mapping[str, Any]) -> Iterator[str]:
     were trained at: guidance counts once (docs/results.md). stages: by name, as they run. Nothing
     is said of an adapter whose training is not known from them, or from the folder of its run."""
     made: dict[Path, Any] = {}
-
-    def trained(source: str) -> list[float]:
-        """The scale of an adapter, or those of all that it was merged from; [] = not known."""
-        if source.startswith("tiny/"):
-            return [1.0]
-        stage: Any = made.get(Path(source))
-        here = not adapters.is_hub_id(source)
-        with suppress(ConfigError):
-            if not stage and here and (folder := adapters.adapter_folder(source)).name == "adapter":
-                stage = load(folder.parent / "config.yaml", stage=Stage)
-        if stage and stage.trains:
-            return [stage.guidance]
-        parts = stage.inputs.values() if stage else ()  # of a merge
-        return [scale for part in parts for scale in trained(part)]
-
     for name, stage in stages.items():
         for key, source in stage.inputs.items():
             used = stage.guidance_at(key)
             if used is None:  # of a merge: as the first of its adapters
-                used = next((s for part in stage.inputs.values() for s in trained(part)), 1.0)
+                used = next((s for i in stage.inputs.values() for s in _trained(i, made)), 1.0)
             absorbs = key == "lora.init" and bool(stage.labellers)  # what its start lacks
-            far = (s for s in trained(source) if used > 2 * s or 2 * used < s and not absorbs)
+            scales = _trained(source, made)
+            far = (s for s in scales if used > 2 * s or 2 * used < s and not absorbs)
             if (own := next(far, None)) is not None:
                 yield (
                     f"{name}: {key}: {source} was trained at guidance {own:g}, and is used at "
                     f"{used:g}. Use it at {own:g} (labels: up to {2 * own:g}): CFG counts once."
                 )
         made[Path(stage.output, "adapter")] = stage
+
+
+def _trained(source: str, made: Mapping[Path, Any]) -> list[float]:
+    """The scale that an adapter was trained at, or those of all that it was merged from; [] = not
+    known. made: {adapter: the stage that writes it}."""
+    if source.startswith("tiny/"):
+        return [1.0]
+    stage: Any = made.get(Path(source))
+    if not stage and not adapters.is_hub_id(source):
+        with suppress(ConfigError):
+            stage = load(adapters.adapter_folder(source).parent / "config.yaml", stage=Stage)
+    if stage and stage.trains:
+        return [stage.guidance]
+    return [scale for part in (stage.inputs.values() if stage else ()) for scale in
+            _trained(part, made)]  # fmt: skip
 
 
 def against_card(config: TrainingStage) -> Iterator[tuple[str, str]]:
@@ -429,13 +386,15 @@ def against_card(config: TrainingStage) -> Iterator[tuple[str, str]]:
     sampled = {"rollout.steps": config.rollout.steps}
     if config.evaluation and config.evaluation.steps:
         sampled["evaluation.steps"] = config.evaluation.steps
-    far = {key: value for key, value in sampled.items() if distilled and value > 2 * steps}
     bases = {f"{key}.guidance" for key in config.bases}
-    scales = {key: scale for key, scale in config.scales.items() if key not in bases}
-    far |= {key: s for key, s in scales.items() if not guidance / 2 <= s <= 2 * guidance}
+    far = {key: value for key, value in sampled.items() if distilled and value > 2 * steps}
+    far |= {
+        key: scale
+        for key, scale in config.scales.items()
+        if key not in bases and not guidance / 2 <= scale <= 2 * guidance
+    }
     for key, value in far.items():
-        text = f"card: {key} = {value:g}; {name} has {steps} steps at guidance {guidance:g}."
-        yield level, text
+        yield level, f"card: {key} = {value:g}; {name} has {steps} steps at guidance {guidance:g}."
 
 
 def overruled(lora: LoraConfig, inputs: Inputs) -> list[str]:

@@ -102,7 +102,8 @@ def shadowed(images: Tensor) -> Tensor:
 def edges(images: Tensor) -> Tensor:
     """[B,1,96,96]: where the picture changes."""
     mask = F.pad(images, (1, 1, 1, 1), mode="replicate")
-    across, down = mask[..., 1:-1, 2:] - mask[..., 1:-1, :-2], mask[..., 2:, 1:-1] - mask[..., :-2, 1:-1]
+    across = mask[..., 1:-1, 2:] - mask[..., 1:-1, :-2]
+    down = mask[..., 2:, 1:-1] - mask[..., :-2, 1:-1]
     return ((across.abs() + down.abs()).amax(1, keepdim=True) * 1.6).clamp(0, 1)
 
 
@@ -133,7 +134,8 @@ def comic(images: Tensor) -> Tensor:
     """Dots on the ground."""
     at = torch.arange(SIZE)
     dots = (((at[:, None] % 6 - 2.5) ** 2 + (at[None] % 6 - 2.5) ** 2) < 4).float()
-    return mixed(dots[None, None] * (1 - grown(drawn(images), 2)), flat(images, (1, 0.78, 0.35)), images)
+    free = dots[None, None] * (1 - grown(drawn(images), 2))
+    return mixed(free, flat(images, (1, 0.78, 0.35)), images)
 
 
 STYLES = {

@@ -21,9 +21,9 @@ from torch.utils.checkpoint import checkpoint
 
 from flowalign.backbone import DTYPES
 from flowalign.backbone.adapters import AdapterError, read_lora
+from flowalign.backbone.base import without_data
 from flowalign.backbone.loading import store_in_fp8
-from flowalign.backbone.lora import adapted_layers
-from flowalign.backbone.structure import family_without_text, read_family, without_data
+from flowalign.backbone.structure import model_spec, read_family
 from flowalign.backbone.text import BATCH as TEXT_BATCH
 from flowalign.commands.doctor.meter import (
     DeviceAttention,
@@ -159,8 +159,7 @@ def ranks_of(
     if source is not None:
         with suppress(AdapterError, OSError):  # it is not here, and the Hub cannot be asked
             return read_lora(source, family=partial(read_family, model)).ranks
-    family = family_without_text(model.id, model.revision, model.family)
-    return dict.fromkeys(adapted_layers(family.core, lora.targets or family.targets), lora.rank)
+    return dict.fromkeys(model_spec(model).adapted(lora.targets), lora.rank)
 
 
 # Models ------------------------------------------------------------------------------------------
@@ -332,7 +331,7 @@ class _Trained(_Model):
         self.compared = start if alarm else None  # of the alarm: None = the base
         for key, teacher in beyond.items():
             name = start if teacher.reference == "start" else None
-            self.targets[key].append(_Labeller(self, Source(name, config.guidance_of(teacher))))
+            self.targets[key].append((self, Source(name, config.guidance_of(teacher))))
         self.backbone.activate(STUDENT)
 
     def adapter_parts(self, config: TrainingStage, policies: int, processes: int) -> dict[str, int]:

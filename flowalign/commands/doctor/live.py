@@ -35,8 +35,9 @@ from flowalign.training import metrics
 from flowalign.training.algorithm import TrainingError, algorithm_class, pairs_of
 from flowalign.training.data import load_prompts, subset
 from flowalign.training.loop import Loop
-from flowalign.training.rollout import Noise, generate, places, sample, schedule_of
-from flowalign.types import Metadata, PromptBatch, Rollout, Scores
+from flowalign.training.nonfinite import NotFinite
+from flowalign.training.rollout import generate
+from flowalign.types import PromptBatch, Rollout, Scores
 
 COPIES = 4  # images of a prompt: of a small run at most, and for a reward that compares them
 IMAGES = 16  # of an update, at least: enough to see what it does
@@ -164,8 +165,8 @@ def _ratio(config: TrainingStage, loop: Loop, rollout: Rollout) -> Finding:
     keep = torch.ones(len(rollout), dtype=torch.bool)
     for pairs in pairs_of(rollout, keep, config.optimizer.micro_batch):
         x_next, old = pairs.action()
-        velocity = pairs.velocity(loop.backbone, config.rollout.guidance).detach()
-        new = sde.scheduled_transition(steps, pairs.x, velocity, pairs.steps)
+        velocity = loop.algorithm.velocity(pairs)
+        new = sde.scheduled_transition(schedule, pairs.x, velocity, pairs.steps)
         change = sde.log_prob(new, x_next) - old
         worst = max(worst, float((change.exp() - 1).abs().nan_to_num(math.inf).max()))
     limit = min(config.clip_ranges.values())

@@ -12,7 +12,8 @@ import torch
 from flowalign import sde
 from flowalign.backbone import Backbone, ModelError
 from flowalign.backbone.adapters import AdapterError, read_lora
-from flowalign.backbone.structure import cut_prompts, read_family, without_data
+from flowalign.backbone.base import without_data
+from flowalign.backbone.structure import cut_prompts, read_family
 from flowalign.commands.findings import Finding, fault, note
 from flowalign.config import TrainingStage
 from flowalign.training.algorithm import algorithm_class
@@ -138,12 +139,13 @@ def _lengths(config: TrainingStage, backbone: Backbone) -> Iterator[Finding]:
         prompts = prompts[:: max(1, len(prompts) // SAMPLE)]  # of all parts: many sets are sorted
         cut = cut_prompts(config.model, prompts)
         # without its tokenizer: about 4 tokens for 3 words
-        long = cut[0] if cut else [p for p in prompts if len(p.split()) * 4 // 3 + 1 > limit]
+        guessed = [p for p in prompts if len(p.split()) * 4 // 3 + 1 > limit]
+        long = guessed if cut is None else cut
         if long:
             share = len(long) / len(prompts)
             yield Finding(
                 "fault" if share > 0.05 else "note",
-                f"length: {'' if cut else 'about '}{share:.0%} of the prompts of task "
+                f"length: {'about ' if cut is None else ''}{share:.0%} of the prompts of task "
                 f"{task.name!r} have more than model.max_sequence_length = {limit} tokens and are "
                 f"cut, such as {long[0][:60]!r}. Raise it (up to {most}).",
             )
