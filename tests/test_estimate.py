@@ -124,12 +124,13 @@ def test_the_peak_of_other_families_is_within_a_tenth_of_the_measured_one(other,
     changes = ["model.max_sequence_length=96", "optimizer.micro_batch=4"]
     if kind == "opd":
         changes.append("student.label_batch=4")  # a batch has one teacher
+    else:  # scores that differ, or no image is trained on
+        changes.append("tasks.0.reward={name: 'fakes:redness'}")
     run = memory.settings(*other, kind, *changes, size=64, prompts=str(prompts))
     row = memory.compared(run, "cpu")
     assert row["resident"][1] == pytest.approx(row["resident"][0], rel=1e-3)
     assert row["PEAK"][1] == pytest.approx(row["PEAK"][0], rel=0.1)
-    # the gradient of the micro-batches before, as large as the student's LoRA, is not predicted
-    assert row["update"][1] == pytest.approx(row["update"][0], rel=0.1)
+    assert row["update"][1] == pytest.approx(row["update"][0], rel=0.05)
     if kind == "opd":
         assert row["labels"][1] == pytest.approx(row["labels"][0], rel=0.05)
 

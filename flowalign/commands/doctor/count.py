@@ -348,8 +348,11 @@ class _Trained(_Model):
             "gradient buckets of DDP": lora if processes > 1 else 0,
         }
 
-    def updated(self, batch: int, config: TrainingStage, compared: Sequence[Compared]) -> Pass:
-        """Both passes of a micro-batch. compared: other velocities that the loss asks for."""
+    def updated(
+        self, batch: int, config: TrainingStage, compared: Sequence[Compared], summed: bool
+    ) -> Pass:
+        """Both passes of a micro-batch. compared: other velocities that the loss asks for. summed:
+        its gradients are added to those of others, which are there already."""
         core, recomputes = self.backbone.core, config.model.gradient_checkpointing
         x, cond = self.inputs(batch)
         velocity = partial(self.backbone.velocity, x, 0.5, cond, guidance=config.guidance)
@@ -364,10 +367,20 @@ class _Trained(_Model):
                 with torch.no_grad(), self.backbone.adapter(other.adapter):
                     target = velocity()
             ((mine - target) ** 2).mean().backward()
-            for parameter in self.student:
+            if not summed:
+                forget()
+
+        def forget() -> None:
+            for parameter in trained:
                 parameter.grad = None
 
-        return self.measured(learn, "update", batch, recomputes, *(c.adapter for c in compared))
+        trained = [parameter for parameter in self.student if parameter.requires_grad]
+        for parameter in trained if summed else ():
+            parameter.grad = torch.zeros_like(parameter)
+        adapters = (other.adapter for other in compared)
+        peak, flops = self.measured(learn, "update", batch, recomputes, summed, *adapters)
+        forget()
+        return Pass(peak + summed * size(trained), flops)
 
     def _checkpoint(self, module: Any, *args: Any) -> Any:
         """Gradient checkpointing, as diffusers calls it."""
@@ -513,9 +526,10 @@ class _Update:
     def _update(self) -> Phase:
         """Both passes of a micro-batch, and the optimizer's step."""
         config, model, compared = self.config, self.model, self.keeps.compared
-        batch = self.pairs // config.optimizer.updates_per_rollout
-        batch = min(config.optimizer.micro_batch, batch)
-        meter, lora = model.updated(batch, config, compared), size(model.student)
+        pairs = self.pairs // config.optimizer.updates_per_rollout
+        batch = min(config.optimizer.micro_batch, pairs)
+        lora = size(model.student)
+        meter = model.updated(batch, config, compared, summed=pairs > batch)
         step = 3 * lora if model.device_type == "cuda" else lora  # gradients, and foreach's copies
         peak = self.stored + max(meter.peak, step)
         each = [model.forward(batch, Source(c.adapter, config.guidance)).flops for c in compared]
