@@ -24,17 +24,17 @@ from pathlib import Path
 LINKED = ("rewards", "teachers", "eval")
 # Lines a room may have. A change that needs more says so here.
 BUDGET = {
-    "backbone": 3304,
-    "commands": 5210,
-    "config": 2166,
+    "backbone": 3072,
+    "commands": 4759,
+    "config": 2189,
     "credit": 244,
     "eval": 2485,
     "flowalign": 64,
     "rewards": 4300,
     "sde": 185,
-    "system": 1171,
+    "system": 1129,
     "teachers": 1053,
-    "training": 5535,
+    "training": 5374,
     "types": 267,
 }
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
@@ -164,7 +164,8 @@ def calls(trees: dict[str, ast.Module]) -> dict[str, set[str]]:
             methods[name.rsplit(".", 1)[1]].append(name)
     graph: dict[str, set[str]] = defaultdict(set)
     for name, (module, node) in table.items():
-        names = {n.name: f"{module}.{n.name}" for n in trees[module].body if hasattr(n, "name")}
+        named = [n for n in trees[module].body if isinstance(n, (*FUNCTIONS, ast.ClassDef))]
+        names = {n.name: f"{module}.{n.name}" for n in named}
         for tree in (trees[module], node):
             for inner in ast.walk(tree):
                 if isinstance(inner, ast.ImportFrom) and inner.module:

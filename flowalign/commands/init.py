@@ -58,7 +58,7 @@ def parser() -> argparse.ArgumentParser:
     """The command line of `init`."""
     about = "Write a config with the keys that matter and their meaning."
     parser = argparse.ArgumentParser("flowalign init", description=about)
-    stages = " ".join(f"{name}: {kind.__doc__}" for name, kind in STAGES.items())
+    stages = " ".join(f"{name}: {_about(kind)}" for name, kind in STAGES.items())
     add = parser.add_argument
     add("--stage", choices=stage_names(), required=True, help=stages)
     add("--model", default="tiny", help="tiny (default), a folder or a Hub id")
