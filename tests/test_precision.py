@@ -14,7 +14,7 @@ from flowalign.backbone import Backbone
 from flowalign.backbone.lora import CastingLinear
 from flowalign.commands import sample
 from flowalign.config import EvalStage, SamplingConfig, load
-from flowalign.eval.evaluation import load_adapters, using
+from flowalign.eval.evaluation import load_adapters
 from flowalign.training.algorithm import STUDENT
 from flowalign.training.rollout import generate
 from flowalign.training.run import processes
@@ -57,9 +57,9 @@ def test_training_and_evaluation_have_the_same_arithmetic(
     assert isinstance(found, EvalStage)
     backbone = Backbone.load(found.model)
     load_adapters(backbone, found)
-    with using(backbone, found, "mine"):
+    with backbone.adapter("eval_mine"):
         assert torch.equal(velocity(backbone), trained)
-    with using(backbone, found, "base"), loop.backbone.base():
+    with backbone.adapter(None), loop.backbone.base():
         assert torch.equal(velocity(backbone), velocity(loop.backbone))
     assert not any(p.requires_grad for p in backbone.core.parameters())
 
