@@ -119,18 +119,8 @@ def test_float16_asks_accelerate_for_a_scaler_and_nothing_for_autocast(
 ) -> None:
     """accelerate has no fp16 on a CPU, and says so itself: the choice is what can be seen here."""
     seen: list[dict[str, Any]] = []
-    monkeypatch.setattr(processes, "Accelerator", lambda **given: seen.append(given) or _Stop())
+    monkeypatch.setattr(processes, "Accelerator", lambda **given: seen.append(given))
     for dtype in ("float32", "bfloat16", "float16"):
-        with pytest.raises(_Stopped):
-            processes.start(fakes.settings(random_model, tmp_path / "run", f"model.dtype={dtype}"))
+        processes.start(fakes.settings(random_model, tmp_path / "run", f"model.dtype={dtype}"))
     assert [given["mixed_precision"] for given in seen] == ["no", "no", "fp16"]
     assert all(not handler.enabled for given in seen for handler in given["kwargs_handlers"])
-
-
-class _Stopped(Exception):
-    pass
-
-
-class _Stop:
-    def __getattr__(self, name: str) -> Any:
-        raise _Stopped
