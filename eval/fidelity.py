@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,10 +27,11 @@ from flowalign.eval.stats import FIDELITY, normal_row
 from flowalign.eval.suite import ImageSet, Judged
 from flowalign.rewards.clip import image_encoder
 from flowalign.system.images import image_files, read_image, stacked
-from flowalign.training.preflight import GROUPS, SCENES, too_few
 from flowalign.types import EvalRow
 
 BATCH = 64  # reference images per forward pass of the features
+GROUPS = 20  # of prompts, each left out once for the jackknife error of a distance
+SCENES = 4  # tiny reference scenes per prompt: they are cheap, and few of them bias the distance
 
 Features = Callable[[Tensor], Tensor]  # images [B,3,H,W] in [0,1] -> [B,D]
 Metric = Callable[[Tensor, Tensor], float]  # features [N,D], reference [M,D] -> how far apart
@@ -124,6 +125,20 @@ class Reference:
         measured = [(r.features, r.rows) for r in judged if r.features is not None]
         prompts = [row["prompt"] for _, rows in measured for row in rows]
         return distance(torch.cat([features for features, _ in measured]), prompts, self.features)
+
+
+def enough(width: int) -> int:
+    """The least number of images for `width` features: a regular covariance takes width + 1 of
+    them, also when one of GROUPS is left out."""
+    return max(GROUPS, math.ceil((width + 1) * GROUPS / (GROUPS - 1)) + 1)
+
+
+def too_few(counts: Mapping[str, int], width: int) -> Iterator[str]:
+    """Images that are too few for a distance between so many features, by their key."""
+    for key, count in counts.items():
+        if count < enough(width):
+            text = f"{count} images are too few for a distance between {width} features. Use at"
+            yield f"{key}: {text} least {enough(width)}, better ten times as many, or null."
 
 
 def load_reference(

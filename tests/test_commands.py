@@ -48,7 +48,8 @@ def test_a_wrong_command_gets_a_suggestion(capsys: pytest.CaptureFixture[str]) -
     "words",
     [
         "train --config c.yaml output=$A/x", "train --config $A/c.yaml",
-        "eval --out=$A/x", "eval --out x --lora a=$A/x", "eval --out x --images a=$A/x",
+        "eval --out=$A/x", "eval --out x --lora a=$A/x",
+        "eval --out x --benchmarks ocr --images a=$A/x",
         "eval compare $A/a.json b.json", "sample cat --out=$A/x.png", "sample cat --model=$A/x",
         "merge a b --out=$A/x", "merge $A/a b --out x", "data fetch geneval --out=$A",
         "data generate ocr --count 4 --out=$A/x.txt", "data check $A/x.txt",

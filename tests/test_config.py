@@ -461,9 +461,6 @@ def test_reference_images_that_are_not_there_are_reported(tmp_path: Path) -> Non
     (found / "notes.txt").write_text("none yet")
     with pytest.raises(ConfigError, match=r"the folder holds no \.png, \.jpg"):
         check_world(parse(data, stage=EvalStage), Launch())
-    (found / "notes.txt").rename(found / "1.PNG")
-    with pytest.raises(ConfigError, match=r"fidelity\.reference: 1 images"):
-        check_world(parse(data, stage=EvalStage), Launch())
     for number in range(70):
         (found / f"{number}.PNG").touch()
     check_world(parse(data, stage=EvalStage), Launch())

@@ -18,13 +18,12 @@ from flowalign.backbone.text import TextEncoder
 from flowalign.commands.evaluate import main
 from flowalign.config import SamplingConfig
 from flowalign.eval import suite
-from flowalign.eval.fidelity import distance, frechet
+from flowalign.eval.fidelity import distance, enough, frechet
 from flowalign.eval.geneval import summarize
 from flowalign.eval.stats import NO_ERROR, average, difference, lost, rows_of
 from flowalign.eval.suite import Benchmark, ImageSet, Judged
 from flowalign.eval.table import details
 from flowalign.system.images import pixels_of
-from flowalign.training.preflight import enough
 from flowalign.types import EvalReport, EvalRow, PromptBatch, Scores
 
 NAN = math.nan

@@ -32,8 +32,6 @@ from flowalign.training.data import PromptError, load_prompts
 from flowalign.training.run import resume as resuming
 from flowalign.types import PromptBatch
 
-GROUPS = 20  # of prompts, each left out once for the jackknife error of a distance
-SCENES = 4  # tiny reference scenes per prompt: they are cheap, and few of them bias the distance
 FEW = 8  # steps, at most, of a model that was distilled to few
 # torch's own attention obeys train.deterministic; the kernels of other packages do not know of it
 REPEATABLE = (None, "native", "_native_math", "_native_flash", "_native_efficient")
@@ -216,20 +214,6 @@ def _fidelity(config: Any, launch: Launch, inputs: Inputs) -> Iterator[str]:
             except ValueError:
                 text = f"'tiny' needs prompts of the tiny world, and {benchmark.prompts} has others"
                 yield f"fidelity.reference: {text}. Name a folder of images, or fidelity=null."
-
-
-def enough(width: int) -> int:
-    """The least number of images for `width` features: a regular covariance takes width + 1 of
-    them, also when one of GROUPS is left out."""
-    return max(GROUPS, math.ceil((width + 1) * GROUPS / (GROUPS - 1)) + 1)
-
-
-def too_few(counts: Mapping[str, int], width: int) -> Iterator[str]:
-    """Images that are too few for a distance between so many features, by their key."""
-    for key, count in counts.items():
-        if count < enough(width):
-            text = f"{count} images are too few for a distance between {width} features. Use at"
-            yield f"{key}: {text} least {enough(width)}, better ten times as many, or null."
 
 
 def _text(error: Exception) -> str:
