@@ -4,6 +4,7 @@
 """
 
 import copy
+import itertools
 import json
 import re
 import shutil
@@ -131,6 +132,17 @@ def test_patterns_are_matched_as_peft_does_and_never_for_long(
         except AdapterError as error:
             assert pattern not in groups and "pattern" in str(error)
         assert time.monotonic() - start < 5
+
+
+def test_all_patterns_of_a_description_share_one_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stranger's may be many, each of them just quick enough."""
+    seconds = itertools.count()  # a second goes by between two looks at the clock
+    monkeypatch.setattr(adapters.time, "monotonic", lambda: float(next(seconds)))
+    monkeypatch.setattr(adapters, "MATCHING_S", 20.0)
+    several = {f"layer_{i}": 7 for i in range(40)}
+    assert adapters.resolve_pattern(["layer_1"], 4, dict([*several.items()][:10])) == {"layer_1": 7}
+    with pytest.raises(ValueError, match="pattern"):
+        adapters.resolve_pattern(["another"], 4, several)
 
 
 @pytest.mark.parametrize(

@@ -121,6 +121,13 @@ def test_a_call_that_hangs_takes_neither_health_nor_the_next_caller_with_it():
         assert ask(url, one("a")).status_code == 200
 
 
+def test_a_body_that_does_not_come_frees_its_place():
+    head = b"POST /score HTTP/1.1\r\nhost: here\r\ncontent-length: 9\r\n\r\n"
+    with served.serving(served.exact, seconds=0.3) as url:
+        assert raw(url, head).startswith(b"HTTP/1.1 504")
+        assert get(url, "health").json()["pending"] == 0
+
+
 def test_a_full_queue_turns_away_and_calls_are_made_one_at_a_time():
     reward, calls = served.Stuck(), []
 

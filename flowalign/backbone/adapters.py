@@ -13,6 +13,7 @@ import json
 import logging
 import re
 import reprlib
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -51,7 +52,7 @@ NAME = re.compile(  # of a layer in diffusers, as far as a name tells
 )
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-MATCHING_S = 1.0  # for a pattern on a name: a stranger's may take for ever
+MATCHING_S = 20.0  # for all patterns of a description: a stranger's may take for ever
 HTTP_ERROR: Any = errors.HfHubHTTPError.__bases__[0]  # of requests or httpx
 
 
@@ -229,11 +230,14 @@ def resolve_pattern(
     """{layer: rank or alpha} as peft resolves its patterns: the first that matches the name of a
     layer or its end. Raises ValueError for what is no pattern, or takes too long."""
     found = dict.fromkeys(layers, default)
-    left = list(found)
+    left, end = list(found), time.monotonic() + MATCHING_S
     for pattern, value in (patterns or {}).items():
         try:
-            compiled = regex.compile(rf"(.*\.)?({pattern})$")
-            hits = [layer for layer in left if compiled.match(layer, timeout=MATCHING_S)]
+            compiled, hits = regex.compile(rf"(.*\.)?({pattern})$"), []
+            for layer in left:
+                if (seconds := end - time.monotonic()) <= 0:  # which regex takes for no limit
+                    raise TimeoutError(f"all patterns took over {MATCHING_S:g} s")
+                hits += [layer] if compiled.match(layer, timeout=seconds) else []
         except (regex.error, TimeoutError, RecursionError) as error:
             why = f"{type(error).__name__}: {shown(str(error), 200)}"
             raise ValueError(f"pattern {shown(pattern)} cannot be matched ({why})") from None

@@ -81,8 +81,9 @@ def layers_of(stored: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
         if not (a.ndim == b.ndim in (2, 4) and len(a) == b.shape[1] and a.numel() and b.numel()):
             shapes = f"{list(a.shape)} and {list(b.shape)}"
             raise ValueError(f"A and B of {shown(layer)} are {shapes}: no update")
-        scale = float(stored[own["alpha"]]) / len(a) if "alpha" in own else 1
-        found[layer] = (a * scale if "alpha" in own else a), b
+        if "alpha" in own:
+            a = a * (float(stored[own["alpha"]]) / len(a))
+        found[layer] = a, b
     return found
 
 

@@ -1,7 +1,7 @@
 """`flowalign sample`: images of prompts, with the settings that the model or the LoRA asks for.
 
 Steps, CFG scale and size come from the first of these that says them: the command line, the run
-that trained the LoRA, the model's card, the first card of its family.
+that trained the LoRA, the model's card, its pipeline in diffusers.
 """
 
 from __future__ import annotations

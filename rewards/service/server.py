@@ -78,7 +78,7 @@ class _Routes:
             raise HTTPException(503, f"{self.pending} requests wait already.", {"retry-after": "1"})
         self.pending += 1
         try:
-            body = await self._read(request)
+            body = await asyncio.wait_for(self._read(request), self.limits.seconds)
             async with self.decoding:
                 rows = await run_in_threadpool(self._decode, body)
             del body  # not kept in memory while the request waits
