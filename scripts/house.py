@@ -24,7 +24,7 @@ from pathlib import Path
 LINKED = ("rewards", "teachers", "eval")
 # Lines a room may have. A change that needs more says so here.
 BUDGET = {
-    "backbone": 3072,
+    "backbone": 3073,
     "commands": 4759,
     "config": 2189,
     "credit": 244,

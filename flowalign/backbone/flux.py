@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -32,11 +33,28 @@ SINGLE = {
     "linear1": [*QKV, "proj_mlp"], "linear2": ["proj_out"], "modulation.lin": ["norm.linear"],
     "processor.qkv_lora": QKV, "processor.proj_lora": ["proj_out"],
 }  # fmt: skip
-INPUTS = {"img_in": ["x_embedder"], "txt_in": ["context_embedder"]} | {
-    f"{name}_in.{end}_layer": [f"time_text_embed.{embedder}_embedder.linear_{number}"]
-    for name, embedder in (("time", "timestep"), ("guidance", "guidance"), ("vector", "text"))
-    for number, end in ((1, "in"), (2, "out"))
-}
+EMBEDDERS = {"time": "timestep", "guidance": "guidance", "vector": "text"}
+
+
+def bfl_names(
+    double: Mapping[str, Sequence[str]],
+    single: Mapping[str, Sequence[str]],
+    embedders: Mapping[str, str],
+    place: str,
+) -> dict[str, list[str]]:
+    """`Family.foreign` of a model by Black Forest Labs. double, single: of its two kinds of blocks.
+    embedders {theirs: ours}: of the conditioning, which lie at `place`."""
+    inputs = {"img_in": ["x_embedder"], "txt_in": ["context_embedder"]} | {
+        f"{theirs}_in.{end}_layer": [f"{place}.{ours}_embedder.linear_{number}"]
+        for theirs, ours in embedders.items()
+        for number, end in ((1, "in"), (2, "out"))
+    }
+    return (
+        FINAL_LAYER
+        | inputs
+        | in_blocks("double_blocks", "transformer_blocks", double)
+        | in_blocks("single_blocks", "single_transformer_blocks", single)
+    )
 
 
 class Flux(PackedFamily):
@@ -48,12 +66,7 @@ class Flux(PackedFamily):
     gpu_attention = "_native_flash"
     pipeline = "FluxPipeline"
     targets = JOINT_ATTENTION
-    foreign = (
-        FINAL_LAYER
-        | INPUTS
-        | in_blocks("double_blocks", "transformer_blocks", DOUBLE)
-        | in_blocks("single_blocks", "single_transformer_blocks", SINGLE)
-    )
+    foreign = bfl_names(DOUBLE, SINGLE, EMBEDDERS, "time_text_embed")
     tokenizer = "tokenizer_2"
 
     @property

@@ -8,16 +8,8 @@ import torch
 from diffusers.pipelines.flux2.pipeline_flux2 import compute_empirical_mu
 from torch import Tensor
 
-from flowalign.backbone.family import (
-    BFL_ATTENTION,
-    FINAL_LAYER,
-    JOINT_ATTENTION,
-    Family,
-    Text,
-    by_prompt,
-    in_blocks,
-)
-from flowalign.backbone.flux import Flux
+from flowalign.backbone.family import BFL_ATTENTION, JOINT_ATTENTION, Family, Text, by_prompt
+from flowalign.backbone.flux import Flux, bfl_names
 
 # Layers of BFL's own code in ours
 DOUBLE = BFL_ATTENTION | {
@@ -25,12 +17,8 @@ DOUBLE = BFL_ATTENTION | {
     "txt_mlp.0": ["ff_context.linear_in"], "txt_mlp.2": ["ff_context.linear_out"],
 }  # fmt: skip
 SINGLE = {"linear1": ["attn.to_qkv_mlp_proj"], "linear2": ["attn.to_out"]}
-OTHERS = {"img_in": ["x_embedder"], "txt_in": ["context_embedder"]} | {
-    f"{name}_in.{end}_layer": [f"time_guidance_embed.{embedder}_embedder.linear_{number}"]
-    for name, embedder in (("time", "timestep"), ("guidance", "guidance"))
-    for number, end in ((1, "in"), (2, "out"))
-}
-OTHERS |= {
+EMBEDDERS = {"time": "timestep", "guidance": "guidance"}
+MODULATIONS = {
     f"{name}.lin": [f"{name}.linear"]
     for name in ("single_stream_modulation", "double_stream_modulation_img",
                  "double_stream_modulation_txt")
@@ -48,12 +36,7 @@ class Flux2(Family):
         *JOINT_ATTENTION,
         "attn.to_qkv_mlp_proj",  # attn.to_out of these blocks is a list in the others
     ]  # fmt: skip
-    foreign = (
-        FINAL_LAYER
-        | OTHERS
-        | in_blocks("double_blocks", "transformer_blocks", DOUBLE)
-        | in_blocks("single_blocks", "single_transformer_blocks", SINGLE)
-    )
+    foreign = MODULATIONS | bfl_names(DOUBLE, SINGLE, EMBEDDERS, "time_guidance_embed")
     patch = 1
 
     @property

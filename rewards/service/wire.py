@@ -78,7 +78,7 @@ class Limits:
     pixels: int = 2048 * 2048  # of an image
     bytes: int = 256 * 2**20  # of the body, and of the decoded images
     queue: int = 16  # requests being read, waiting or being scored; more are answered 503
-    seconds: float = 300.0  # for its body to arrive; then for its scores, waiting included; else 504
+    seconds: float = 300.0  # for the body to arrive; again for the scores, with waiting; then 504
 
 
 def encode_request(
