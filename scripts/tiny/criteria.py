@@ -3,7 +3,7 @@
     python scripts/tiny/criteria.py FOLDER [--lora FOLDER] [--guidance 1 2.5] [--images 16]
 
 For each task of the test prompts: the score of one image (mean over all), of the best of 2, 4, 8
-and 16 images of a prompt, and for shapes the score by tag and relation, and the share of images
+and 16 images of a prompt, and for objects the score by tag and relation, and the share of images
 with a malformed region (one that the detector is less sure of than GenEval's counting threshold).
 """
 
@@ -19,24 +19,25 @@ from diffusers import StableDiffusion3Pipeline
 from torch import Tensor
 
 from flowalign.backbone.tiny import PROMPTS
-from flowalign.backbone.tiny.detector import TinyDetector
 from flowalign.eval.geneval import judge
 from flowalign.rewards import build
 
 CERTAIN = 0.9  # GenEval's threshold for counting
-OCR = {"engine": "rapidocr", "limit_side_len": 64, "limit_type": "max", "rec_width": 96}
+OCR = {"engine": "rapidocr", "limit_type": "max", "rec_width": 96}
 AT_ONCE = 64
 
 
-def sample(pipe: StableDiffusion3Pipeline, texts: list[str], guidance: float, seed: int) -> Tensor:
-    """One image [len(texts),3,64,64] in [0,1] for each text, by ten Euler steps."""
+def sample(
+    pipe: StableDiffusion3Pipeline, texts: list[str], guidance: float, seed: int, length: int
+) -> Tensor:
+    """One image [len(texts),3,H,W] in [0,1] for each text of `length` T5 tokens, by ten Euler
+    steps, of the model's own size."""
     generator, images = torch.Generator().manual_seed(seed), []
     for start in range(0, len(texts), AT_ONCE):
         part = texts[start : start + AT_ONCE]
         (drawn,) = pipe(
-            part, height=64, width=64, num_inference_steps=10, guidance_scale=guidance,
-            max_sequence_length=parts.T5_LENGTH, generator=generator, output_type="pt",
-            return_dict=False,
+            part, num_inference_steps=10, guidance_scale=guidance, max_sequence_length=length,
+            generator=generator, output_type="pt", return_dict=False,
         )  # fmt: skip
         images.append(drawn)
     return torch.cat(images)
@@ -46,6 +47,10 @@ def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("folder", type=Path)
+    parser.add_argument("--files", type=Path, default=PROMPTS, help="folder of the prompt sets")
+    parser.add_argument("--judge", default="tiny", help="the preference model: tiny, or a folder")
+    parser.add_argument("--detector", default="tiny", help="tiny, or module:name")
+    parser.add_argument("--length", type=int, default=parts.T5_LENGTH, help="T5 tokens of a prompt")
     parser.add_argument("--lora", help="folder of an adapter")
     parser.add_argument("--guidance", type=float, nargs="+", default=[1.0])
     parser.add_argument("--images", type=int, default=16)
@@ -63,14 +68,14 @@ def main() -> None:
     print(f"| task | guidance | {' | '.join(f'best of {k}' for k in best)} | besides |")
     print("|---" * (len(best) + 3) + "|")
     for task in args.tasks:
-        lines = (PROMPTS / f"{task}_{args.split}.jsonl").read_text().splitlines()[: args.prompts]
+        lines = (args.files / f"{task}_{args.split}.jsonl").read_text().splitlines()[: args.prompts]
         rows = [json.loads(line) for line in lines for _ in range(args.images)]
         texts = [row["prompt"] for row in rows]
         for guidance in args.guidance:
-            images = sample(pipe, texts, guidance, seed=1)
+            images = sample(pipe, texts, guidance, 1, args.length)
             besides = ""
             if task == "geneval":
-                seen = TinyDetector()(images)
+                seen = build("geneval", detector=args.detector).detector(images)
                 pairs = zip(rows, seen, strict=True)
                 scores = [float(judge(r, s.boxes, s.colors).correct) for r, s in pairs]
                 torn = [
@@ -85,11 +90,11 @@ def main() -> None:
                         kinds.setdefault(kind, []).append(score)
                 besides += "".join(f", {k} {sum(v) / len(v):.2f}" for k, v in sorted(kinds.items()))
             elif task == "ocr":
-                found = build("ocr", **OCR)(images, texts, rows)
+                found = build("ocr", **OCR, limit_side_len=images.shape[-1])(images, texts, rows)
                 scores = found.value.tolist()
                 besides = f"exact {float(found.parts['exact'].mean()):.3f}"
             else:
-                reward = build("pickscore", model="tiny", normalizer=args.normalizer)
+                reward = build("pickscore", model=args.judge, normalizer=args.normalizer)
                 scores = reward(images, texts, rows).value.tolist()
             each = torch.tensor(scores).view(-1, args.images)
             cells = [f"{float(each.unfold(1, k, k).amax(-1).mean()):.3f}" for k in best]
