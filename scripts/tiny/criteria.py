@@ -21,6 +21,7 @@ from torch import Tensor
 from flowalign.backbone.tiny import PROMPTS
 from flowalign.eval.geneval import judge
 from flowalign.rewards import build
+from flowalign.rewards.geneval import GenEval
 
 CERTAIN = 0.9  # GenEval's threshold for counting
 OCR = {"engine": "rapidocr", "limit_type": "max", "rec_width": 96}
@@ -75,7 +76,7 @@ def main() -> None:
             images = sample(pipe, texts, guidance, 1, args.length)
             besides = ""
             if task == "geneval":
-                seen = build("geneval", detector=args.detector).detector(images)
+                seen = GenEval(args.detector).detector(images)
                 pairs = zip(rows, seen, strict=True)
                 scores = [float(judge(r, s.boxes, s.colors).correct) for r, s in pairs]
                 torn = [
