@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -144,13 +144,10 @@ class Draft:
         options: Sequence[str] = (), teachers: Sequence[str] = (), prompts: Sequence[str] = (),
     ) -> None:  # fmt: skip
         self.stage, self.model, self.out, self.like = stage, model, out, _like(stage)
-        given = {"reward": reward, "teachers": teachers, "prompts": prompts}
-        for option, stages in USED.items():
-            if given[option] and self.like not in stages:
-                text = f"not for the stage {stage}; it is for {', '.join(stages)}."
+        for option, given in (("reward", reward), ("teachers", teachers), ("prompts", prompts)):
+            if given and self.like not in USED[option]:
+                text = f"not for the stage {stage}; it is for {', '.join(USED[option])}."
                 raise ValueError(f"--{option}: {text}")
-        if prompts and stage == "eval" and not reward:
-            raise ValueError("--prompts: say what scores them, too: --reward, one for each.")
         if options and len(set(reward)) != 1:
             raise ValueError("--options: they are of one --reward. Write those of others there.")
         family = family_folder(model)
@@ -207,11 +204,9 @@ class Draft:
 
     def _training(self) -> dict[str, Any]:
         """A teacher with a task for each reward, or a student with one for each of its teachers."""
-        if self.like in TEACHERS:
-            return self._teacher(self.like, self.rewards[0]) | self._tasks(
-                list(map(_short, self.rewards))
-            )
-        return self._student(self.like)
+        if self.like not in TEACHERS:
+            return self._student(self.like)
+        return self._teacher(self.like, self.rewards[0]) | self._tasks(map(_short, self.rewards))
 
     def _teacher(self, stage: str, reward: str) -> dict[str, Any]:
         """The shipped teacher of a reward; where the family has none of this stage, the one of SD35
@@ -240,20 +235,22 @@ class Draft:
             like.pop("guidance", None)
         given = {name: like | {"adapter": adapter} for name, adapter in self.adapters.items()}
         data["teachers"] = given or data["teachers"]
-        data |= self._tasks(list(data["teachers"]), scored=stage != "opd")
+        data |= self._tasks(data["teachers"])
         if not any("reward" in task for task in data["tasks"]) and stage == "opd":
             # LoRAs of styles matter at every sigma, rewards mostly at high ones
             data["student"] = data["student"] | {"states": {"select": "random", "count": 1}}
         return data
 
-    def _tasks(self, names: Sequence[str], scored: bool = True) -> dict[str, Any]:
-        """Tasks of these names. What is evaluated: their scores, or without any reward the
-        distances to the teachers. scored: they have rewards."""
+    def _tasks(self, names: Iterable[str]) -> dict[str, Any]:
+        """Tasks of these names. What is evaluated: their scores, or of a student without any reward
+        the distances to its teachers."""
+        names = list(names)
         rewards = _one_each("--reward", self.rewards, len(names))
         prompts = _one_each("--prompts", self.prompts, len(names))
         tasks = list(map(self._task, names, rewards, prompts))
-        scored = scored or any("reward" in task for task in tasks)
-        judged = [task for task in tasks if "reward" in task or not scored]
+        judged = [task for task in tasks if "reward" in task] or (
+            [] if self.like == "sft" else tasks
+        )
         for task in tasks:
             if task not in judged:
                 task.pop("validation", None)
