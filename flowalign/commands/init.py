@@ -170,8 +170,15 @@ class Draft:
 
     def data(self) -> dict[str, Any]:
         """The raw config; ValueError for numbers of files that do not fit."""
-        makers = {"merge": self._merge, "recipe": self._recipe, "eval": self._evaluation}
-        data = makers.get(self.like, self._training)()
+        if self.like in TEACHERS:  # a task for each reward
+            data = self._teacher(self.like, self.rewards[0])
+            data |= self._tasks(map(_short, self.rewards))
+        elif self.like == "merge":
+            shipped = [teacher["adapter"] for teacher in self.student["teachers"].values()]
+            data = _average(list(self.adapters.values()) or shipped) | {"method": "concat"}
+        else:
+            makers = {"recipe": self._recipe, "eval": self._evaluation}
+            data = makers.get(self.like, self._student)()
         model = self.eval["model"] | data.get("model", {}) | {"id": self.model}
         card = card_of(self.model)
         if card and card[0] <= FEW:
@@ -202,12 +209,6 @@ class Draft:
 
     # Stages ------------------------------------------------------------------------------------
 
-    def _training(self) -> dict[str, Any]:
-        """A teacher with a task for each reward, or a student with one for each of its teachers."""
-        if self.like not in TEACHERS:
-            return self._student(self.like)
-        return self._teacher(self.like, self.rewards[0]) | self._tasks(map(_short, self.rewards))
-
     def _teacher(self, stage: str, reward: str) -> dict[str, Any]:
         """The shipped teacher of a reward; where the family has none of this stage, the one of SD35
         with the family's guidance."""
@@ -222,13 +223,10 @@ class Draft:
             data |= {"model": {}, "rollout": data["rollout"] | {"guidance": of["guidance"]}}
         return data
 
-    def _student(self, stage: str) -> dict[str, Any]:
+    def _student(self) -> dict[str, Any]:
         """A student of the teachers that are given, else of the shipped ones, a task for each."""
-        if stage == "sft" and (self.folder / "sft.yaml").is_file():
-            data = self._shipped("sft")
-        else:
-            others = ("student", "anchor") if stage == "sft" else ()
-            data = {key: value for key, value in self.student.items() if key not in others}
+        own = self.like == "sft" and (self.folder / "sft.yaml").is_file()
+        data = self._shipped("sft") if own else dict(self.student)
         like = dict(next(iter(data["teachers"].values())))
         # tuned for those teachers, and such as a recipe trains
         if not self.taught and like.get("guidance") != data["rollout"]["guidance"]:
@@ -236,7 +234,7 @@ class Draft:
         given = {name: like | {"adapter": adapter} for name, adapter in self.adapters.items()}
         data["teachers"] = given or data["teachers"]
         data |= self._tasks(data["teachers"])
-        if not any("reward" in task for task in data["tasks"]) and stage == "opd":
+        if not any("reward" in task for task in data["tasks"]) and self.like != "sft":
             # LoRAs of styles matter at every sigma, rewards mostly at high ones
             data["student"] = data["student"] | {"states": {"select": "random", "count": 1}}
         return data
@@ -257,14 +255,10 @@ class Draft:
         held_out = judged and all("validation" in task for task in judged)
         return {"tasks": tasks} | ({} if held_out else {"evaluation": None})
 
-    def _merge(self) -> dict[str, Any]:
-        shipped = [teacher["adapter"] for teacher in self.student["teachers"].values()]
-        return _average(list(self.adapters.values()) or shipped) | {"method": "concat"}
-
     def _recipe(self) -> dict[str, Any]:
         """A teacher for each reward, if none are given; the merge of the teachers, the student that
         starts from it, and the table."""
-        student: dict[str, Any] = self._student("opd") | {"stage": "opd"}
+        student: dict[str, Any] = self._student() | {"stage": "opd"}
         adapters = {name: teacher["adapter"] for name, teacher in student["teachers"].items()}
         if unscored := [task["name"] for task in student["tasks"] if "reward" not in task]:
             raise ValueError(
