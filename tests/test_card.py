@@ -109,16 +109,9 @@ def test_a_merge_has_a_card_without_scores(
     random_model: str, trained: Path, tmp_path: Path
 ) -> None:
     other = fakes.teachers(random_model, tmp_path)["even"]
-    stage = parse(
-        {
-            "stage": "merge",
-            "output": str(tmp_path / "v1.5"),
-            "model": {"id": random_model},
-            "adapters": [str(trained / "adapter"), other],
-        },
-        stage=MergeStage,
-    )
-    recipe.run(stage, tmp_path, print)
+    raw = {"stage": "merge", "output": str(tmp_path / "v1.5"), "model": {"id": random_model}}
+    raw["adapters"] = [str(trained / "adapter"), other]
+    recipe.run(parse(raw, stage=MergeStage), tmp_path, print)
     card = ModelCard.load(tmp_path / "v1.5" / "adapter" / "README.md")
     assert "with `merge`." in card.text and f"- adapters.1: `{other}`" in card.text
     assert "- merged as: concat of 2 updates" in card.text and "scale 1" in card.text

@@ -86,21 +86,14 @@ def test_a_picture_of_the_words_fulfils_the_metadata_and_others_do_not() -> None
             assert not judge(row, boxes, {name: ["gray"] for name in boxes}).correct
 
 
-def test_every_17_rows_hold_the_mix_and_a_longer_set_begins_with_a_shorter_one() -> None:
-    rows = geneval.generate(340, seed=0)
-    for start in range(0, 340, 17):
-        assert Counter(row["tag"] for row in rows[start : start + 17]) == {
-            "position": 7, "counting": 5, "color_attr": 3, "colors": 1, "two_object": 1,
-        }  # fmt: skip
-    assert geneval.generate(100, seed=0) == rows[:100]
-    assert geneval.generate(100, seed=1) != rows[:100]
-
-
-def test_prompts_repeat_only_when_all_of_a_tag_are_used() -> None:
+def test_every_17_rows_hold_the_mix_and_prompts_repeat_only_when_all_of_a_tag_are_used() -> None:
     rows = geneval.generate(17 * 200, seed=0)
+    for start in range(0, len(rows), 17):
+        assert Counter(row["tag"] for row in rows[start : start + 17]) == geneval.MIX
     counts = {tag: Counter(r["prompt"] for r in rows if r["tag"] == tag) for tag in geneval.MIX}
     assert set(counts["counting"].values()) == {6, 7} and len(counts["counting"]) == 160
     assert all(set(counts[tag].values()) == {1} for tag in geneval.MIX if tag != "counting")
+    assert geneval.generate(100, seed=0) == rows[:100] != geneval.generate(100, seed=1)
 
 
 @pytest.mark.parametrize("tag", ["position", "color_attr", "two_object"])
@@ -239,7 +232,7 @@ def test_a_check_finds_what_is_refused_or_in_another_set(tmp_path: Path, capsys)
     assert main([*words, "--reward", "orc"]) == 2
 
 
-def test_geneval_prompts_from_the_command_line(tmp_path: Path, capsys) -> None:
+def test_sets_from_the_command_line(tmp_path: Path, capsys) -> None:
     out, words = tmp_path / "data" / "train.jsonl", ["data", "generate", "geneval", "--out"]
     assert main([*words, str(out), "--count", "1020"]) == 0
     assert "counting        300, 130 different: all there are" in capsys.readouterr().out
@@ -253,14 +246,11 @@ def test_geneval_prompts_from_the_command_line(tmp_path: Path, capsys) -> None:
     smaller = [*words, str(out), "--count", "17", "--force", "--exclude", str(out)]
     assert main(smaller) == 2  # 1020 rows hold all of counting
     assert "every prompt of the tag counting" in capsys.readouterr().err
-
-
-def test_ocr_prompts_from_the_command_line(tmp_path: Path) -> None:
-    first, second = tmp_path / "a.txt", tmp_path / "b.txt"
-    assert main(["data", "generate", "ocr", "--count", "60", "--out", str(first)]) == 0
-    more = ["--count", "60", "--out", str(second), "--exclude", str(first)]
-    assert main(["data", "generate", "ocr", *more]) == 0
-    texts = [{target_of(p) for p in load_prompts(f, "ocr").prompts} for f in (first, second)]
+    files = [tmp_path / "a.txt", tmp_path / "b.txt"]
+    for file, more in zip(files, ([], ["--exclude", str(files[0])]), strict=True):
+        words = ["data", "generate", "ocr", "--count", "60", "--out", str(file)]
+        assert main([*words, *more]) == 0
+    texts = [{target_of(p) for p in load_prompts(f, "ocr").prompts} for f in files]
     assert texts[0].isdisjoint(texts[1])
 
 
