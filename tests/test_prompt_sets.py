@@ -128,21 +128,13 @@ def test_the_official_prompts_could_all_be_made_and_none_is() -> None:
     assert test.isdisjoint(ours)
 
 
-def test_an_ocr_prompt_has_one_pair_of_quotes_around_a_text_of_the_grammar() -> None:
+def test_an_ocr_prompt_has_one_pair_of_quotes_around_its_text() -> None:
     prompts = ocr.generate(2000, seed=1)
     assert len(set(prompts)) == 2000
     assert ocr.generate(300, seed=1) == prompts[:300] != ocr.generate(300, seed=2)
-    words = {w.lower() for ws in ocr.WORDS.values() for phrase in ws for w in phrase.split()}
-    patterns = " ".join(pattern for ps in ocr.TEXTS.values() for pattern in ps)
-    fixed = re.sub(r"\{\w+\}", " ", patterns).lower().split()
-    letters = set("ABCDEFGHJKLMNPRSTVWXZ")  # {letter}{n} and their like are written together
     for prompt in prompts:
         assert re.fullmatch(r'[A-Z][A-Za-z0-9 ,.-]*"[A-Za-z0-9 ]+"[a-z0-9A-Z ,.-]+\.', prompt)
-        text = target_of(prompt)
-        assert prompt.count(text) >= 1 and text == text.strip() and "  " not in text
-        for word in text.split():
-            code = set(re.sub("[0-9]", "", word)) <= letters
-            assert word.lower() in words or word.lower() in fixed or code, text
+        assert (text := target_of(prompt)) == text.strip() and "  " not in text
 
 
 def test_generated_sets_stay_what_they_were_to_the_byte() -> None:
@@ -198,21 +190,17 @@ def test_marks_of_other_programs_beside_prompts() -> None:
 
 
 def test_a_colour_or_thing_that_the_judge_never_answers_is_refused() -> None:
-    def refused(detector: str | None, **keys: Any) -> str:
+    def checked(detector: str | None, **keys: Any) -> None:
         clause = {"class": "bench", "count": 1, **keys}
         options = {"detector": detector} if detector else {}
-        with pytest.raises(ValueError) as caught:
-            check_prompts("geneval", options, ["a"], [{"include": [clause]}])
-        return str(caught.value)
+        check_prompts("geneval", options, ["a"], [{"include": [clause]}])
 
-    check_prompts(
-        "geneval", {}, ["a"], [{"include": [{"class": "bench", "count": 1, "color": "red"}]}]
-    )
-    for detector in (None, "mask2former"):
-        for word in ("crimson", "grey", "Red"):
-            said = refused(detector, color=word)
-            assert repr(word) in said and "purple" in said
-    assert "orange" in refused("tiny", **{"class": "star"}, color="orange")
+    checked(None, color="red")
+    for word in ("crimson", "grey", "Red"):
+        with pytest.raises(ValueError, match=f"'{word}'.*purple"):
+            checked("mask2former", color=word)
+    with pytest.raises(ValueError, match="orange"):
+        checked("tiny", **{"class": "star"}, color="orange")
 
 
 def test_a_check_finds_what_is_refused_or_in_another_set(tmp_path: Path, capsys) -> None:
