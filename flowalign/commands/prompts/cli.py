@@ -10,8 +10,8 @@ from pathlib import Path
 
 from flowalign import rewards
 from flowalign.commands.prompts import geneval, held_out, ocr
+from flowalign.commands.prompts.fetch import about, write
 from flowalign.commands.prompts.fetch import fetch as fetch_set
-from flowalign.commands.prompts.fetch import write
 from flowalign.commands.prompts.geneval import same_picture
 from flowalign.commands.prompts.held_out import digest
 from flowalign.rewards.ocr import target_of
@@ -77,13 +77,7 @@ def fetch(args: argparse.Namespace) -> int:
 def show(args: argparse.Namespace) -> int:
     """List the official sets: size, licence, source, checksums."""
     for name, source in SOURCES.items():
-        print(f"{name}: {source.prompts}")
-        print(f"    {source.page}\n    licence: {source.licence}")
-        if source.note:
-            print(f"    NOTE: {source.note}")
-        for file in source.files:
-            checksum = f"{file.checksum} ({file.known})" if file.checksum else "no checksum known"
-            print(f"    {file.name}: {checksum}")
+        print(f"{name}: {about(source)}")
     return 0
 
 
