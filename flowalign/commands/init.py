@@ -143,7 +143,11 @@ class Draft:
         self, stage: str, model: str, out: Path, *, reward: Sequence[str] = (),
         options: Sequence[str] = (), teachers: Sequence[str] = (), prompts: Sequence[str] = (),
     ) -> None:  # fmt: skip
-        self.stage, self.model, self.out, self.like = stage, model, out, _like(stage)
+        self.stage, self.model, self.out = stage, model, out
+        # the stage of flowalign that is most like it, where it is a plugin's
+        bases = {name: STAGES[name].__bases__[0] for name in ("nft", "grpo", "opd")}
+        alike = (name for name, base in bases.items() if issubclass(stage_class(stage), base))
+        self.like = stage if stage in STAGES else next(alike, "opd")
         for option, given in (("reward", reward), ("teachers", teachers), ("prompts", prompts)):
             if given and self.like not in USED[option]:
                 text = f"not for the stage {stage}; it is for {', '.join(USED[option])}."
@@ -390,13 +394,6 @@ def _without_cfg(
         start = {"lora": {"init": "stage:guided"}, "rollout": data["rollout"] | without}
         stages[name] = data | start
     return stages
-
-
-def _like(stage: str) -> str:
-    """A stage of flowalign itself: for a plugin's the one that is most like it."""
-    kind, names = stage_class(stage), ("nft", "grpo", "opd")
-    alike = (name for name in names if issubclass(kind, STAGES[name].__bases__[0]))
-    return stage if stage in STAGES else next(alike, "opd")
 
 
 def _average(adapters: list[str]) -> dict[str, Any]:

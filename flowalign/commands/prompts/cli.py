@@ -25,10 +25,13 @@ from flowalign.types import PromptBatch
 
 def generate(args: argparse.Namespace) -> int:
     """Write training and validation prompts of our own, without the official test prompts."""
-    count, out = GENERATED[args.kind]
+    usual, out = GENERATED[args.kind]
+    count = usual if args.count is None else args.count
+    if count < 1:
+        raise ValueError(f"--count: got {count}; want 1 or more.")
     lines_of = {"geneval": _geneval, "ocr": _ocr}[args.kind]
     excluded = [prompt for name in args.exclude for prompt in load_prompts(name, "").prompts]
-    training, validation, summary = lines_of(args.count or count, args, excluded)
+    training, validation, summary = lines_of(count, args, excluded)
     path = expanded(Path(args.out or out))
     validation_path = validation_file(path)
     files = {path: training, validation_path: validation}
