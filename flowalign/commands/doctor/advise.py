@@ -291,24 +291,24 @@ CUTS = (
 def show_total(listed: Sequence[Forecast]) -> None:
     """Print a line for each stage, and their sum."""
     table = Table("stage", "peak GiB", "updates", "s/update", "evaluations", "hours", "GPU-hours")
+    gpus = listed[0].device.gpus
     for f in listed:
         peak = f"{f.estimate.peak / GIB:.1f}" if f.estimate else "-"
         if t := f.times:
-            numbers = [str(t.updates), f"{t.update:.3g}", str(t.evaluations)]
-            table.add_row(f.name, peak, *numbers, shown_hours(t.hours), shown_hours(t.gpu_hours))
+            numbers = [str(f.stage.updates), f"{t.update:.3g}", str(f.stage.evaluations)]
+            table.add_row(f.name, peak, *numbers, *map(shown_hours, (t.hours, t.hours * gpus)))
         else:
             why = "not predicted" if f.stage.samples else "minutes, no GPU"
             table.add_row(f.name, peak, "-", "-", "-", why, "-")
-    timed = [f.times for f in listed if f.times]
     if len(listed) > 1:
         table.add_section()
-        sums = sum(t.hours for t in timed), sum(t.gpu_hours for t in timed)
-        total = [*map(shown_hours, sums)] if timed else ["not predicted", "-"]
+        hours = sum(f.hours for f in listed)
+        total = [*map(shown_hours, (hours, hours * gpus))] if hours else ["not predicted", "-"]
         table.add_row("sum", "", "", "", "", *total)
     console = Console(highlight=False, width=max(100, Console().width))
     console.print(table)
     for source in dict.fromkeys(f.pace.source for f in listed if f.times and f.pace):
-        console.print(f"on {listed[0].device.gpus} x {source}", soft_wrap=True)
+        console.print(f"on {gpus} x {source}", soft_wrap=True)
 
 
 def shown_hours(hours: float) -> str:

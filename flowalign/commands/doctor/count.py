@@ -120,16 +120,15 @@ def predict(
     """
     models, ranks, key = {} if models is None else models, ranks or {}, _model_key(config)
     model: Any = models.get(key)
-    policies, phases = 0, list[Phase]()
+    phases = list[Phase]()
     if isinstance(config, TrainingStage):
         model = models[key] = model or _Trained(config, device_type, ranks)
         update = _Update(config, model, processes, drawn)
-        policies, phases = len(update.keeps.policies), [*update.sampling(), *update.learning()]
+        phases = [*update.sampling(), *update.learning()]
     elif model is None:
         given = (ranks_of(i, LoraConfig(), ranks, config.model) for i in config.inputs.values())
         model = models[key] = _Model(config.model, device_type, given)
-    parts = model.parts(config, policies, processes)
-    parts = {name: count for name, count in parts.items() if count}
+    parts = {name: count for name, count in model.parts(config, processes).items() if count}
     evaluation = _evaluation(config, model, processes) if config.evaluations else None
     return Estimate(
         config, processes, parts, phases, evaluation, model.width, model.host, model.downloads,
@@ -206,8 +205,8 @@ class _Model:
         self.loras = [self.add_frozen(ranks) for ranks in adapters]
         self.sampler = self.loras[0][0] if self.loras else None  # of evaluations; None = the base
 
-    def parts(self, config: Any, policies: int, processes: int) -> dict[str, int]:
-        """Resident bytes by what they are. policies: frozen copies of the student."""
+    def parts(self, config: Any, processes: int) -> dict[str, int]:
+        """Resident bytes by what they are."""
         model = config.model
         text = 0 if model.offload_text_encoders else size_of(*self.encoders)
         return {
@@ -331,11 +330,12 @@ class _Trained(_Model):
             self.targets[key].append((self, Source(name, config.guidance_of(teacher))))
         self.backbone.activate(STUDENT)
 
-    def parts(self, config: TrainingStage, policies: int, processes: int) -> dict[str, int]:
+    def parts(self, config: TrainingStage, processes: int) -> dict[str, int]:
         lora, trained = size(self.student), size(p for p in self.student if p.requires_grad)
         moments = ADAM_8BIT if config.optimizer.name == "adamw8bit" else 1
         taught = sum(teacher.adapter is not None for teacher in config.labellers.values())
-        return super().parts(config, policies, processes) | {
+        policies = len(algorithm_class(config).keeps(config).policies)
+        return super().parts(config, processes) | {
             f"transformers of {len(self.bases)} other bases": sum(self.bases.values()),
             "student's LoRA (float32)": lora,
             "its Adam moments": round(2 * trained * moments),

@@ -40,7 +40,7 @@ def fetch(source: Source, out: str | Path, *, force: bool = False) -> list[Path]
     print(about(source))
     paths: list[Path] = []
     for file in source.files:
-        paths += _fetch(file, source, expanded(Path(out)), paths, force)
+        paths += _fetch(file, expanded(Path(out)), paths, force)
     return paths
 
 
@@ -54,9 +54,7 @@ def about(source: Source) -> str:
     return "\n    ".join(lines)
 
 
-def _fetch(
-    file: File, source: Source, out: Path, others: Sequence[Path], force: bool
-) -> list[Path]:
+def _fetch(file: File, out: Path, others: Sequence[Path], force: bool) -> list[Path]:
     """others: files whose prompts must not be set aside to validate."""
     path, expected = out / file.name, file.checksum
     if expected and not file.validation and path.is_file():
