@@ -53,9 +53,7 @@ def test_the_card_says_base_licence_scores_and_command(trained: Path, random_mod
     data = card.data.to_dict()
     assert data["library_name"] == "diffusers" and data["pipeline_tag"] == "text-to-image"
     assert "base_model" not in data and "license" not in data  # a folder of this machine
-    scores = {r.metric_name: r.metric_value for r in card.data.get("eval_results")}
-    assert scores == {"reward": 0.6, "red": 1.2}  # those of the adapter that was kept
-    assert {r.dataset_type for r in card.data.get("eval_results")} == {"tiny/ocr_test"}
+    # the middle one is of the adapter that was kept
     assert "| red/reward | 0.700 | 0.600 | 0.500 |" in card.text
     assert "    flowalign train --config 'a b.yaml'\n" in card.text
     (written,) = card.text.split("```yaml\n")[1:]
@@ -69,7 +67,7 @@ def test_a_card_claims_no_score_of_another_adapter(run: Path) -> None:
     (run / "adapter" / SCORES).write_text("{}")
     write_card(run, load(run / "config.yaml"), ["flowalign"])
     card = ModelCard.load(run / "adapter" / "README.md")
-    assert not card.data.get("eval_results") and "| red/reward |" not in card.text
+    assert "| red/reward |" not in card.text
 
 
 def test_an_adapter_of_stable_diffusion_has_the_licence_of_its_base(
@@ -109,16 +107,9 @@ def test_a_merge_has_a_card_without_scores(
     random_model: str, trained: Path, tmp_path: Path
 ) -> None:
     other = fakes.teachers(random_model, tmp_path)["even"]
-    stage = parse(
-        {
-            "stage": "merge",
-            "output": str(tmp_path / "v1.5"),
-            "model": {"id": random_model},
-            "adapters": [str(trained / "adapter"), other],
-        },
-        stage=MergeStage,
-    )
-    recipe.run(stage, tmp_path, print)
+    raw = {"stage": "merge", "output": str(tmp_path / "v1.5"), "model": {"id": random_model}}
+    raw["adapters"] = [str(trained / "adapter"), other]
+    recipe.run(parse(raw, stage=MergeStage), tmp_path, print)
     card = ModelCard.load(tmp_path / "v1.5" / "adapter" / "README.md")
     assert "with `merge`." in card.text and f"- adapters.1: `{other}`" in card.text
     assert "- merged as: concat of 2 updates" in card.text and "scale 1" in card.text

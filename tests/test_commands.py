@@ -30,14 +30,6 @@ def script(tmp_path: Path) -> list[str]:
     return [sys.executable, str(path)]
 
 
-def run(command: list[str], folder: Path, *site: Path) -> subprocess.CompletedProcess[str]:
-    paths = os.pathsep.join(map(str, (ROOT, *site)))
-    environment = {**os.environ, "PYTHONPATH": paths}
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
-    assert "Traceback" not in done.stderr, done.stderr
-    return done
-
-
 def test_a_wrong_command_gets_a_suggestion(capsys: pytest.CaptureFixture[str]) -> None:
     for wrong, hint in (("trian", "'train'"), ("push", "hf upload")):
         assert cli.main([wrong]) == 2
@@ -146,8 +138,8 @@ def test_a_reader_that_leaves_ends_a_command_without_a_word(script: list[str], l
             process.stdout.readline()
         process.stdout.close()
         said = process.stderr.read()
-    assert process.returncode == 128 + signal.SIGPIPE and "Traceback" not in said, said
-    assert "exit(" not in said
+    assert process.returncode == 128 + signal.SIGPIPE, said
+    assert "Traceback" not in said and "exit(" not in said, said
 
 
 def test_a_module_in_the_current_folder_comes_before_one_beside_the_config(
@@ -166,7 +158,7 @@ def test_a_module_in_the_current_folder_comes_before_one_beside_the_config(
     rewards.add_config_folder(tmp_path / "config" / "run.yaml")
     assert rewards.load("my_first:at_here") and rewards.load("my_second:at_config")
     assert sys.path[before:] == [str(tmp_path / "here"), str(tmp_path / "config")]
-    with pytest.raises(ValueError, match="'json' has no attribute 'at_here'"):
+    with pytest.raises(ValueError, match="'json' has no"):
         rewards.load("json:at_here")
     for name in ("my_first", "my_second"):
         sys.modules.pop(name)
@@ -183,10 +175,11 @@ def test_a_module_in_the_current_folder_comes_before_one_beside_the_config(
 def test_libraries_say_nothing_on_stderr(
     script: list[str], tmp_path: Path, arguments: list[str]
 ) -> None:
-    done = run([*script, *arguments], tmp_path / "here")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command, folder = [*script, *arguments], tmp_path / "here"
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
     assert done.returncode == 0
-    ours = [line for line in done.stderr.splitlines() if line.startswith("tiny: ")]  # of sample
-    assert done.stderr.splitlines() == ours
+    assert all(line.startswith("tiny: ") for line in done.stderr.splitlines())  # ours, of sample
 
 
 def warning_of(module: str) -> list[str]:

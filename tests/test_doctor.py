@@ -84,6 +84,7 @@ def test_each_fault_is_named(name, kind):
 
 
 def busy(images, prompts, metadata):
+    """Likes noise."""
     return Scores.of(images.std((1, 2, 3)))
 
 
@@ -105,10 +106,8 @@ def test_a_reward_that_calls_another_is_asked_with_prompts_that_the_other_can_sc
 
 
 def test_the_command_prints_the_scores_and_ends_by_its_findings(capsys):
-    assert (
-        main(["doctor", "--reward", "geneval", "--count", "4", "--size", "96", "reward=official"])
-        == 0
-    )
+    words = ["--count", "4", "--size", "96", "reward=official"]
+    assert main(["doctor", "--reward", "geneval", *words]) == 0
     printed = capsys.readouterr().out
     assert "its prompt" in printed and "ms an image" in printed and "MiB of RAM" in printed
     assert main(["doctor", "--reward", "fakes:constant", "--count", "2"]) == 1
@@ -117,5 +116,3 @@ def test_the_command_prints_the_scores_and_ends_by_its_findings(capsys):
     assert "nowhere.txt" in capsys.readouterr().err
     assert main(["doctor", "--reward", "geneval", "detektor=tiny"]) == 2
     assert "'detector'" in capsys.readouterr().err  # the option that was meant
-    assert main(["doctor", "--reward", "geneval", "detector"]) == 2
-    assert "key.path=value" in capsys.readouterr().err

@@ -101,29 +101,12 @@ def test_a_fault_of_the_config_is_named(random_model, tmp_path):
 # Faults of the adapters ------------------------------------------------------------------------
 
 
-def taught(model, folder, **kw):
-    run = fakes.distillation(model, folder / "run", **kw)
-    assert isinstance(run, config.OpdStage)
-    return run
-
-
-def replanted(folder, change):
-    """Rewrite a saved adapter: change(weights, metadata)."""
-    lora = read_lora(folder)
-    change(lora.weights, lora.metadata)
-    write_lora(folder, lora.weights, lora.metadata)
-
-
-def zero(weights, metadata):
-    for key, weight in weights.items():
-        if ".lora_B" in key:
-            weight.zero_()
-
-
-def test_a_fault_of_a_teacher_is_named(random_model, tmp_path):
-    run = taught(random_model, tmp_path)
+def test_a_teacher_that_equals_the_base_is_named(random_model, tmp_path):
+    run = fakes.distillation(random_model, tmp_path / "run")
     assert faults(plan.examine(run)) == []
-    replanted(run.teachers["odd"].adapter, zero)
+    lora = read_lora(run.inputs["teachers.odd"])
+    weights = {key: weight * (".lora_B" not in key) for key, weight in lora.weights.items()}
+    write_lora(run.inputs["teachers.odd"], weights, lora.metadata)
     assert is_one(faults(plan.examine(run)), "teachers.odd", "equals the base")
 
 
@@ -144,7 +127,8 @@ def test_few_bits_and_other_batches_make_a_ratio_that_is_not_one(random_model, t
 @pytest.mark.slow
 def test_an_adapter_that_was_trained_with_dropout_drops_nothing_here(random_model, tmp_path):
     adapter = fakes.teachers(random_model, tmp_path)["odd"]
-    replanted(adapter, lambda weights, metadata: metadata.update(lora_dropout=0.5))
+    lora = read_lora(adapter)
+    write_lora(adapter, lora.weights, {**lora.metadata, "lora_dropout": 0.5})
     run = fakes.settings(random_model, tmp_path / "run", f"lora.init={adapter}")
     assert not any(text.startswith("ratio") for text in faults(live.examine(run)[0]))
 
@@ -188,15 +172,10 @@ def test_a_teacher_that_scores_less_than_the_students_start_is_named(random_mode
 # The command -----------------------------------------------------------------------------------
 
 
-def written(run, folder):
-    path = folder / "config.yaml"
-    path.write_text(config.to_yaml(run))
-    return str(path)
-
-
 @pytest.mark.slow
 def test_the_command_tells_all_and_ends_by_its_findings(random_model, tmp_path, capsys):
-    path = written(fakes.settings(random_model, tmp_path / "run"), tmp_path)
+    path = str(tmp_path / "config.yaml")
+    Path(path).write_text(config.to_yaml(fakes.settings(random_model, tmp_path / "run")))
     assert main(["doctor", "--config", path, "--trust"]) == 0  # its reward is fakes:redness
     printed = capsys.readouterr().out
     for text in ("torch ", "device ", "ratio: ", "peak in update", "on 1 x measured"):

@@ -4,7 +4,6 @@ import itertools
 import json
 import sys
 import time
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -135,18 +134,13 @@ def test_the_peak_of_other_families_is_within_a_tenth_of_the_measured_one(other,
         assert row["labels"][1] == pytest.approx(row["labels"][0], rel=0.05)
 
 
-@pytest.fixture(scope="module")
-def wide(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("wide")
-    return medium.write(folder, layers=6), folder
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("case", ["opd", "opd, checkpointing", "grpo"])
-def test_the_peak_is_within_a_tenth_on_a_gpu(wide, case, dtype):
+def test_the_peak_is_within_a_tenth_on_a_gpu(tmp_path, case, dtype):
     changes = [*memory.CASES[case], f"model.dtype={dtype}"]
-    run = memory.settings(*wide, case.split(",")[0], *changes)
+    model = medium.write(tmp_path, layers=6)
+    run = memory.settings(model, tmp_path, case.split(",")[0], *changes)
     seen, foreseen = memory.compared(run, "cuda")["PEAK"]
     assert foreseen == pytest.approx(seen, rel=0.1)
 
@@ -208,9 +202,10 @@ def test_arithmetic_of_the_prediction(of):
     assert of("ema=null").resident == plain.resident - plain.parts["its moving average"]
     update, half = phase(plain, "update"), phase(of("rollout.guidance=1.0"), "update")
     assert half.flops == pytest.approx(update.flops / 2, rel=0.01)
+    moving = "rollout.window={width: 1, every: 3}"  # costs what its width costs
+    assert of(moving).phases == of("rollout.window=[0, 1]").phases != plain.phases
     saved = phase(of("model.gradient_checkpointing=true"), "update")
     assert saved.bytes < 0.85 * update.bytes and saved.flops > 1.2 * update.flops
-    assert of("model.dtype=bfloat16").resident < 0.6 * plain.resident
     waiting = of("model.offload_text_encoders=true")
     assert waiting.resident == plain.resident - plain.parts["text encoders (float32)"]
     assert waiting.phases[0].bytes > plain.phases[0].bytes
@@ -222,20 +217,11 @@ def test_arithmetic_of_the_prediction(of):
 
 
 @pytest.mark.slow
-def test_a_window_that_moves_costs_what_its_width_costs(of):
-    moving = "rollout.window={width: 2, every: 3}"
-    wide, narrow = of("rollout.window=[0, 3]"), of("rollout.window=[0, 2]")
-    assert of(moving).phases == narrow.phases != wide.phases
-
-
-@pytest.mark.slow
 def test_forward_passes_of_the_stages_on_clean_images(of):
     """An update asks the student with gradient, and others as the config says."""
     given = ["rollout.prompts=4", "rollout.guidance=1.0"]
     plain = of(*given, kind="nft")
     one = phase(plain, "rollout").flops / 3 / 8  # of a forward pass of an image, in 3 steps of 8
-    dpm2 = of(*given, "rollout.solver=dpm2", kind="nft")
-    assert phase(dpm2, "rollout").flops == phase(plain, "rollout").flops
     pairs = 8 * 4
 
     def more(*changes, kind="nft", updates=None):
@@ -286,7 +272,7 @@ def test_advice_leads_to_what_fits(small):
     room = estimate.resident + 0.4 * estimate.worst.bytes
     gib = (room + advise.CONTEXT) / advise.SHARE / advise.GIB
     changes = list(advise.advice(forecast(run, gib), room))
-    peaks = [estimate.peak, *(advise._peak(after)[0] for _, after in changes)]
+    peaks = [estimate.peak, *(after.estimate.peak for _, after in changes)]
     assert peaks == sorted(peaks, reverse=True) and peaks[-1] <= room < peaks[-2]
     parsed = config.parse(run.model_dump(mode="json"), [change for change, _ in changes])
     assert predict(parsed).peak == peaks[-1]  # nothing that was measured before is used
@@ -299,8 +285,7 @@ def test_advice_leads_to_what_fits(small):
 
 @pytest.mark.long
 def test_flux_on_24_gib_is_told_what_fits_in_half_a_minute():
-    """A device that the base alone is too large for: 4 bits first, then the cache; the alarm only
-    where it is what does not fit."""
+    """A device that the base alone is too large for: 4 bits first, then the cache."""
     run = config.load(CONFIGS / "flux" / "teacher_ocr_nft.yaml")
     began, whole = time.process_time(), forecast(run, 24)
     _, *rest = [finding.text.strip() for finding in advise.fits(whole)]
@@ -308,13 +293,6 @@ def test_flux_on_24_gib_is_told_what_fits_in_half_a_minute():
     keys = [text.partition("=")[0] for text in rest if "=" in text]
     assert keys[-2:] == ["model.quantization", "model.text_cache"] and "nf4" in rest[-2]
     assert rest[-1].endswith("fits")
-    phases = [
-        replace(p, bytes=2**40) if p.name == "image drift" else p for p in whole.estimate.phases
-    ]
-    *_, last = advise._changes(
-        replace(whole, estimate=replace(whole.estimate, phases=phases)), 2**34
-    )
-    assert last == "alarm=null"
 
 
 @pytest.mark.parametrize(

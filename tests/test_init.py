@@ -4,8 +4,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-import fake_hub
-import fakes
 import pytest
 import torch
 import yaml
@@ -17,12 +15,9 @@ from flowalign.commands import cli, recipe
 from flowalign.commands.init import CONFIGS, USED
 from flowalign.config import (
     STAGES,
-    EvalStage,
-    OpdStage,
     RecipeStage,
     Section,
     Stage,
-    TrainingStage,
     load,
 )
 from flowalign.config.model import LoraConfig, ModelConfig
@@ -48,23 +43,6 @@ def init(*words: str) -> int:
 def written(*words: str) -> Any:
     assert init(*words, "--out", "own.yaml", "--force") == 0
     return load("own.yaml", stage=Stage)
-
-
-@pytest.mark.usefixtures("clip_extra")
-@pytest.mark.parametrize("model", ["tiny", MEDIUM])
-def test_every_stage_of_a_recipe_is_sound(
-    model: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """With public teachers on the Hub and prompts where the shipped configs expect them."""
-    config = written("--stage", "recipe", "--model", model)
-    assert isinstance(config, RecipeStage)
-    Path("data").mkdir()
-    for name in re.findall(r"data/[\w/]+\.\w+", Path("own.yaml").read_text()):
-        Path(name).write_text(ROW if name.endswith("jsonl") else 'a sign that says "KITE"')
-    with fake_hub.serving() as hub:
-        fake_hub.go_online(fake_hub.with_public_teachers(hub), monkeypatch, tmp_path / "cache")
-        stages = fakes.stages_of(config, tmp_path)
-    assert list(stages) == ["merge", "student", "table"]
 
 
 PROMPTS = {  # each read by another reader
@@ -152,11 +130,11 @@ def test_values_are_those_of_the_model_s_family(
         if stage == "nft":
             parts["seed"] = config.seed
         assert config == shipped.model_copy(update=parts)
-    stages, size = written("--stage", "recipe", "--model", model), shipped.model.image_sizes
-    assert stages.model.image_sizes == size and stages.stages["table"]["sampling"] == (
-        shipped.sampling.model_dump(exclude_unset=True)
-    )
-    assert stages.stages["student"]["rollout"]["guidance"] == guidance
+    recipe = written("--stage", "recipe", "--model", model)
+    assert recipe.model.image_sizes == shipped.model.image_sizes
+    sampling = shipped.sampling.model_dump(exclude_unset=True)
+    assert recipe.stages["table"]["sampling"] == sampling
+    assert recipe.stages["student"]["rollout"]["guidance"] == guidance
 
 
 def load_shipped(folder: str, name: str) -> Any:
@@ -182,44 +160,37 @@ def without_marks(text: str) -> str:
     return " ".join(" ".join(re.findall(r"^[\s#-]*# *(.*)$", text, re.M)).split())
 
 
-@pytest.mark.parametrize("model", ["tiny", MEDIUM])
 @pytest.mark.parametrize("stage", STAGES)
 def test_every_stage_gives_a_config_that_loads_and_explains_its_keys(
-    stage: str, model: str, capsys: Any
+    stage: str, capsys: Any
 ) -> None:
-    words = ["--stage", stage, "--model", model]
-    short = written(*words)
-    assert (short.stage, short.model.id, short.output) == (stage, model, "outputs/own")
-    printed = capsys.readouterr().out
-    assert "own.yaml" in printed and "flowalign doctor --config own.yaml" in printed
+    short = written("--stage", stage)
+    assert (short.stage, short.model.id, short.output) == (stage, "tiny", "outputs/own")
+    assert "flowalign doctor --config own.yaml" in capsys.readouterr().out
     text = Path("own.yaml").read_text()
-    comments = without_marks(text)
     for key in yaml.safe_load(text):
-        assert " ".join((STAGES[stage].model_fields[key].description or "").split()) in comments
-    assert comments.count("`tiny` (ships with the package), a folder, or a Hub id.") == 1
-    assert max(map(len, (x for x in text.splitlines() if "#" in x))) <= 100
-    full = written(*words, "--all")
+        meaning = STAGES[stage].model_fields[key].description or ""
+        assert " ".join(meaning.split()) in without_marks(text)
+    assert without_marks(text).count("`tiny` (ships with the package), a folder, or a Hub id.") == 1
+    full = written("--stage", stage, "--all")
     text = Path("own.yaml").read_text()
-    comments = without_marks(text)
     for key, meaning in every_field(full):
         assert re.search(rf"^[\s#-]*{key}:", text, re.M), key
-        assert meaning in comments, key
+        assert meaning in without_marks(text), key
     if not isinstance(full, RecipeStage):
         assert full == short
         return
-    assert isinstance(short, RecipeStage) and list(full.stages) == list(short.stages)
+    assert list(full.stages) == list(short.stages)
     for name, part in full.stages.items():
         given = {"output": "x", "model": short.model}
         kind = STAGES[part["stage"]]
         assert kind(**part, **given) == kind(**short.stages[name], **given)
         assert "seed" not in part  # the recipe gives it
-    assert full.stages["student"]["lora"] == {"init": "stage:merge"}  # the rest would be ignored
 
 
 def test_own_prompts_and_a_reward() -> None:
     Path("my.txt").write_text('a sign that says "KITE"\n')
     config = written("--stage", "grpo", "--reward", "ocr", "--prompts", "my.txt")
-    assert isinstance(config, TrainingStage)
     (task,) = config.tasks
     assert (task.name, task.prompts, task.validation) == ("ocr", "my.txt", None)
     assert config.evaluation is None and task.reward and task.reward.options
@@ -227,50 +198,39 @@ def test_own_prompts_and_a_reward() -> None:
     config = written("--stage", "grpo", "--reward", "ocr", "--prompts", "my.txt")
     assert config.tasks[0].validation == "my_val.txt" and config.evaluation
     table = written("--stage", "eval", "--reward", "ocr", "--prompts", "my.txt")
-    assert isinstance(table, EvalStage) and table.fidelity is None  # needs tiny prompts
+    assert table.fidelity is None  # needs tiny prompts
 
 
 def test_own_teachers() -> None:
     config = written("--stage", "opd", "--teachers", "ocr=runs/a/adapter", "photo=me/b")
-    assert isinstance(config, OpdStage)
-    assert {name: t.adapter for name, t in config.teachers.items()} == {
-        "ocr": "runs/a/adapter",
-        "photo": "me/b",
-    }
+    adapters = {name: teacher.adapter for name, teacher in config.teachers.items()}
+    assert adapters == {"ocr": "runs/a/adapter", "photo": "me/b"}
     assert config.routing == {"ocr": "ocr", "photo": "photo"}
     config = written("--stage", "merge", "--teachers", "tiny/ocr", "tiny/geneval")
     assert config.adapters == ["tiny/ocr", "tiny/geneval"] and config.weights == [0.5, 0.5]
     config = written("--stage", "eval", "--teachers", "runs/a/adapter", "x=runs/b/adapter")
-    assert isinstance(config, EvalStage)
     assert config.models == {"base": None, "a": "runs/a/adapter", "x": "runs/b/adapter"}
     assert config.compare == {"x": ["a"]}  # the last one, besides the base
 
 
 def test_loras_without_rewards_are_measured_by_their_distance() -> None:
     for name in ("ink", "ink_val", "dots", "dots_val"):
-        Path(f"{name}.txt").write_text("a star\n")
+        Path(f"{name}.txt").write_text('a sign that says "KITE"\n')
     words = ["--stage", "opd", "--loras", "loras/ink.safetensors", "me/dots"]
-    config = written(*words, "--prompts", "ink.txt", "dots.txt")
-    assert isinstance(config, OpdStage)
+    words += ["--prompts", "ink.txt", "dots.txt"]
+    config = written(*words)
     adapters = {name: teacher.adapter for name, teacher in config.teachers.items()}
     assert adapters == {"ink": "loras/ink.safetensors", "dots": "me/dots"}
+    assert config.mixtures == {}  # at the student's scale, not that of the shipped teachers
     assert [task.validation for task in config.tasks] == ["ink_val.txt", "dots_val.txt"]
     assert config.evaluates and not any(task.reward for task in config.tasks)
     assert config.student.states.select == "random"  # styles matter at low noise, too
+    both = written(*words, "--reward", "ocr", "none")
+    assert [task.reward and task.reward.name for task in both.tasks] == ["ocr", None]
+    assert [task.validation for task in both.tasks] == ["ink_val.txt", None]
+    assert both.evaluates and both.student.states.select == "high_noise"
     Path("ink_val.txt").unlink()
-    assert not written(*words, "--prompts", "ink.txt", "dots.txt", "--force").evaluates
-
-
-def test_a_task_without_a_reward_stands_beside_one_with() -> None:
-    for name in ("signs", "signs_val", "brand", "brand_val"):
-        Path(f"{name}.txt").write_text('a sign that says "KITE"\n')
-    words = ["--stage", "opd", "--loras", "text=runs/text/adapter", "brand=me/brand"]
-    words += ["--prompts", "signs.txt", "brand.txt", "--reward", "ocr", "none"]
-    config = written(*words)
-    assert isinstance(config, OpdStage)
-    assert [task.reward and task.reward.name for task in config.tasks] == ["ocr", None]
-    assert [task.validation for task in config.tasks] == ["signs_val.txt", None]
-    assert config.evaluates and config.student.states.select == "high_noise"
+    assert not written(*words).evaluates
 
 
 @pytest.mark.parametrize(
@@ -292,12 +252,11 @@ def test_a_recipe_of_rewards_trains_a_teacher_for_each(
     assert taught["stage"] == blind["stage"] == "nft" and blind["evaluation"] is None
     assert [task["prompts"] for task in taught["tasks"] + blind["tasks"]] == ["a.txt", "b.txt"]
     student, table = config.stages["student"], config.stages["table"]
-    assert {k: t["adapter"] for k, t in student["teachers"].items()} == {
-        "ocr": "stage:teacher_ocr", "clipscore": "stage:teacher_clipscore"
-    }  # fmt: skip
-    assert config.stages["merge"]["adapters"] == [f"stage:{name}" for name in names[:2]]
+    adapters = {"ocr": "stage:teacher_ocr", "clipscore": "stage:teacher_clipscore"}
+    assert {key: teacher["adapter"] for key, teacher in student["teachers"].items()} == adapters
+    assert config.stages["merge"]["adapters"] == [*adapters.values()]
     cfg = {"base_cfg"} if model in ("tiny", MEDIUM) else set()
-    assert set(table["models"]) == {"base", "ocr", "clipscore", "merge", "student", *first, *cfg}
+    assert set(table["models"]) == {"base", *adapters, "merge", "student", *first, *cfg}
     stages, _ = recipe._read_stages(config, Path())
     assert list(scale_problems(stages)) == []  # a guidance that is an input stays as it is
     if model != MODELS[0]:
@@ -321,17 +280,15 @@ def test_a_recipe_of_a_base_with_cfg_counts_it_once(
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     rewards = ["ocr", "pickscore"][:count]
     config = written("--stage", "recipe", "--model", model, "--reward", *rewards)
-    stages, _ = recipe._read_stages(config, Path())
+    stages: dict[str, Any] = recipe._read_stages(config, Path())[0]
     student, table = stages["student"], stages["table"]
-    assert isinstance(student, OpdStage) and isinstance(table, EvalStage)
     start = "tiny/guided"  # it ships
     if model != "tiny":
         guided, start = stages["guided"], "outputs/own/guided/adapter"
-        assert isinstance(guided, OpdStage) and guided.guidance == 1 and guided.lora.init is None
+        assert guided.guidance == 1 and guided.lora.init is None
         assert [(t.adapter, t.guidance) for t in guided.teachers.values()] == [(None, scale)]
-        said = without_marks(Path("own.yaml").read_text())
-        assert f"the base's CFG of {scale:g} " in said
-    taught: list[Any] = [stages[f"teacher_{name}"] for name in rewards]
+        assert f"CFG of {scale:g} " in without_marks(Path("own.yaml").read_text())
+    taught = [stages[f"teacher_{name}"] for name in rewards]
     assert [(t.stage, t.guidance, t.lora.init) for t in taught] == [("nft", 1, start)] * count
     assert {teacher.guidance for teacher in student.teachers.values()} == {1.5}
     last = "merge" if count == 2 else "teacher_ocr"
@@ -341,14 +298,13 @@ def test_a_recipe_of_a_base_with_cfg_counts_it_once(
     assert scales["base_cfg"] == scale and list(scale_problems(stages)) == []
 
 
-@pytest.mark.parametrize("model, of", [("tiny", "tiny/ocr_test"), (MEDIUM, "data/ocr_test.txt")])
-def test_the_table_of_a_recipe_is_of_test_prompts(model: str, of: str) -> None:
-    words = ["--stage", "recipe", "--model", model, "--teachers", "ocr=me/a", "--reward", "ocr"]
+def test_the_table_of_a_recipe_is_of_test_prompts() -> None:
+    words = ["--stage", "recipe", "--teachers", "ocr=me/a", "--reward", "ocr"]
     config = written(*words)
     assert list(config.stages) == ["student", "table"]  # one teacher: nothing is merged
-    table, tasks = config.stages["table"]["benchmarks"], config.stages["student"]["tasks"]
-    assert [(part["name"], part["prompts"]) for part in table] == [("ocr", of)]
-    assert not {task[key] for task in tasks for key in ("prompts", "validation")} & {of}
+    (mark,), (task,) = (config.stages["table"]["benchmarks"], config.stages["student"]["tasks"])
+    assert (mark["name"], mark["prompts"]) == ("ocr", "tiny/ocr_test")
+    assert "tiny/ocr_test" not in (task["prompts"], task["validation"])
 
 
 @pytest.mark.parametrize(
@@ -393,18 +349,11 @@ def test_a_file_that_is_there_stays() -> None:
     Path("grpo.yaml").write_text("mine")
     assert init("--stage", "grpo") == 2
     assert Path("grpo.yaml").read_text() == "mine"
-    assert init("--stage", "grpo", "--force") == 0
-    assert load("grpo.yaml").stage == "grpo"
 
 
-@pytest.mark.parametrize("stage", ["grpo", "awm", "opd", "eval"])
+@pytest.mark.parametrize("stage", ["grpo", "opd", "eval"])
 @pytest.mark.parametrize(
-    ("model", "steps"),
-    [
-        ("Tongyi-MAI/Z-Image-Turbo", 8),
-        ("black-forest-labs/FLUX.1-schnell", 4),
-        (f"{LARGE}-turbo", 4),
-    ],
+    ("model", "steps"), [("Tongyi-MAI/Z-Image-Turbo", 8), (f"{LARGE}-turbo", 4)]
 )
 def test_a_distilled_model_has_the_steps_and_the_guidance_of_its_card(
     model: str, steps: int, stage: str
@@ -417,11 +366,3 @@ def test_a_distilled_model_has_the_steps_and_the_guidance_of_its_card(
     assert set(config.scales.values()) <= {1.0}
     if stage == "grpo":
         assert config.rollout.window is None or config.rollout.trained[-1] < steps
-
-
-def test_a_lora_of_one_s_own_is_learnt_as_it_is() -> None:
-    """At the student's scale, and not at the one that was tuned for the shipped teachers."""
-    Path("signs.txt").write_text('a sign that says "CUP"\n')
-    words = ("--stage", "opd", "--loras", "one=tiny/ocr", "two=tiny/preference")
-    config = written(*words, "--prompts", "signs.txt", "signs.txt")
-    assert config.mixtures == {}

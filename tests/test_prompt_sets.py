@@ -86,21 +86,14 @@ def test_a_picture_of_the_words_fulfils_the_metadata_and_others_do_not() -> None
             assert not judge(row, boxes, {name: ["gray"] for name in boxes}).correct
 
 
-def test_every_17_rows_hold_the_mix_and_a_longer_set_begins_with_a_shorter_one() -> None:
-    rows = geneval.generate(340, seed=0)
-    for start in range(0, 340, 17):
-        assert Counter(row["tag"] for row in rows[start : start + 17]) == {
-            "position": 7, "counting": 5, "color_attr": 3, "colors": 1, "two_object": 1,
-        }  # fmt: skip
-    assert geneval.generate(100, seed=0) == rows[:100]
-    assert geneval.generate(100, seed=1) != rows[:100]
-
-
-def test_prompts_repeat_only_when_all_of_a_tag_are_used() -> None:
+def test_every_17_rows_hold_the_mix_and_prompts_repeat_only_when_all_of_a_tag_are_used() -> None:
     rows = geneval.generate(17 * 200, seed=0)
+    for start in range(0, len(rows), 17):
+        assert Counter(row["tag"] for row in rows[start : start + 17]) == geneval.MIX
     counts = {tag: Counter(r["prompt"] for r in rows if r["tag"] == tag) for tag in geneval.MIX}
     assert set(counts["counting"].values()) == {6, 7} and len(counts["counting"]) == 160
     assert all(set(counts[tag].values()) == {1} for tag in geneval.MIX if tag != "counting")
+    assert geneval.generate(100, seed=0) == rows[:100] != geneval.generate(100, seed=1)
 
 
 @pytest.mark.parametrize("tag", ["position", "color_attr", "two_object"])
@@ -135,21 +128,13 @@ def test_the_official_prompts_could_all_be_made_and_none_is() -> None:
     assert test.isdisjoint(ours)
 
 
-def test_an_ocr_prompt_has_one_pair_of_quotes_around_a_text_of_the_grammar() -> None:
+def test_an_ocr_prompt_has_one_pair_of_quotes_around_its_text() -> None:
     prompts = ocr.generate(2000, seed=1)
     assert len(set(prompts)) == 2000
     assert ocr.generate(300, seed=1) == prompts[:300] != ocr.generate(300, seed=2)
-    words = {w.lower() for ws in ocr.WORDS.values() for phrase in ws for w in phrase.split()}
-    patterns = " ".join(pattern for ps in ocr.TEXTS.values() for pattern in ps)
-    fixed = re.sub(r"\{\w+\}", " ", patterns).lower().split()
-    letters = set("ABCDEFGHJKLMNPRSTVWXZ")  # {letter}{n} and their like are written together
     for prompt in prompts:
         assert re.fullmatch(r'[A-Z][A-Za-z0-9 ,.-]*"[A-Za-z0-9 ]+"[a-z0-9A-Z ,.-]+\.', prompt)
-        text = target_of(prompt)
-        assert prompt.count(text) >= 1 and text == text.strip() and "  " not in text
-        for word in text.split():
-            code = set(re.sub("[0-9]", "", word)) <= letters
-            assert word.lower() in words or word.lower() in fixed or code, text
+        assert (text := target_of(prompt)) == text.strip() and "  " not in text
 
 
 def test_generated_sets_stay_what_they_were_to_the_byte() -> None:
@@ -182,8 +167,6 @@ def test_held_out_texts_do_not_come_in_any_case(monkeypatch: pytest.MonkeyPatch)
     short = {digest(str(n)) for n in range(100)} | {digest(w) for w in ("Go", "Hi", "On", "Up")}
     with pytest.raises(ValueError, match="no text of 2 characters is left"):
         ocr.generate(5000, seed=0, held_out=short)
-    with pytest.raises(ValueError, match="1 or more"):
-        ocr.generate(-1, seed=0)
 
 
 FOREIGN = [
@@ -205,21 +188,17 @@ def test_marks_of_other_programs_beside_prompts() -> None:
 
 
 def test_a_colour_or_thing_that_the_judge_never_answers_is_refused() -> None:
-    def refused(detector: str | None, **keys: Any) -> str:
+    def checked(detector: str | None, **keys: Any) -> None:
         clause = {"class": "bench", "count": 1, **keys}
         options = {"detector": detector} if detector else {}
-        with pytest.raises(ValueError) as caught:
-            check_prompts("geneval", options, ["a"], [{"include": [clause]}])
-        return str(caught.value)
+        check_prompts("geneval", options, ["a"], [{"include": [clause]}])
 
-    check_prompts(
-        "geneval", {}, ["a"], [{"include": [{"class": "bench", "count": 1, "color": "red"}]}]
-    )
-    for detector in (None, "mask2former"):
-        for word in ("crimson", "grey", "Red"):
-            said = refused(detector, color=word)
-            assert repr(word) in said and "purple" in said
-    assert "orange" in refused("tiny", **{"class": "star"}, color="orange")
+    checked(None, color="red")
+    for word in ("crimson", "grey", "Red"):
+        with pytest.raises(ValueError, match=f"'{word}'.*purple"):
+            checked("mask2former", color=word)
+    with pytest.raises(ValueError, match="orange"):
+        checked("tiny", **{"class": "star"}, color="orange")
 
 
 def test_a_check_finds_what_is_refused_or_in_another_set(tmp_path: Path, capsys) -> None:
@@ -239,7 +218,7 @@ def test_a_check_finds_what_is_refused_or_in_another_set(tmp_path: Path, capsys)
     assert main([*words, "--reward", "orc"]) == 2
 
 
-def test_geneval_prompts_from_the_command_line(tmp_path: Path, capsys) -> None:
+def test_sets_from_the_command_line(tmp_path: Path, capsys) -> None:
     out, words = tmp_path / "data" / "train.jsonl", ["data", "generate", "geneval", "--out"]
     assert main([*words, str(out), "--count", "1020"]) == 0
     assert "counting        300, 130 different: all there are" in capsys.readouterr().out
@@ -250,17 +229,15 @@ def test_geneval_prompts_from_the_command_line(tmp_path: Path, capsys) -> None:
     assert loaded.metadata == [{k: row[k] for k in row if k != "prompt"} for row in rows]
     assert main([*words, str(out), "--count", "1020"]) == 0  # the same again
     assert main([*words, str(out), "--count", "17"]) == 2
+    assert main([*words, str(out), "--count", "0"]) == 2
     smaller = [*words, str(out), "--count", "17", "--force", "--exclude", str(out)]
     assert main(smaller) == 2  # 1020 rows hold all of counting
     assert "every prompt of the tag counting" in capsys.readouterr().err
-
-
-def test_ocr_prompts_from_the_command_line(tmp_path: Path) -> None:
-    first, second = tmp_path / "a.txt", tmp_path / "b.txt"
-    assert main(["data", "generate", "ocr", "--count", "60", "--out", str(first)]) == 0
-    more = ["--count", "60", "--out", str(second), "--exclude", str(first)]
-    assert main(["data", "generate", "ocr", *more]) == 0
-    texts = [{target_of(p) for p in load_prompts(f, "ocr").prompts} for f in (first, second)]
+    files = [tmp_path / "a.txt", tmp_path / "b.txt"]
+    for file, more in zip(files, ([], ["--exclude", str(files[0])]), strict=True):
+        words = ["data", "generate", "ocr", "--count", "60", "--out", str(file)]
+        assert main([*words, *more]) == 0
+    texts = [{target_of(p) for p in load_prompts(f, "ocr").prompts} for f in files]
     assert texts[0].isdisjoint(texts[1])
 
 

@@ -57,8 +57,6 @@ def test_a_reward_is_called_with_pil_images_and_without_metadata() -> None:
     torch.testing.assert_close(alone, expected[:1], rtol=0, atol=1e-2)
     ocr: Any = OCR(FakeEngine("CAT"))
     assert ocr(pictures()[0], 'a "cat"').value.tolist() == [1.0]
-    with pytest.raises(ValueError, match="sizes"):
-        clip([*pictures(), Image.new("RGB", (4, 4))], [*PROMPTS, "d"])
 
 
 def test_metadata_stand_beside_the_prompt() -> None:

@@ -1,6 +1,6 @@
 """The model card of an adapter: base and licence, how to load it, scores, config.
 
-The text is card.md.j2, the YAML above it huggingface_hub's ModelCardData with the held-out scores.
+The text is card.md.j2, the YAML above it huggingface_hub's ModelCardData.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import EvalResult, ModelCard, ModelCardData
+from huggingface_hub import ModelCard, ModelCardData
 
 from flowalign import __version__, rewards
 from flowalign.backbone.adapters import is_hub_id, read_lora
@@ -47,10 +47,12 @@ def write_card(folder: Path, config: Stage, argv: Sequence[str]) -> None:
     log; a merge has none. argv: its command, program first; that of another program, such as a
     notebook's kernel, is not told."""
     base, adapter = config.model.id, read_lora(folder / "adapter")
-    title, scores, scored = "Scores", "(none: a merge takes none)", []
+    title, scores = "Scores", "(none: a merge takes none)"
     if isinstance(config, TrainingStage):
         title = "Scores on held-out prompts while training"
-        scores, scored = _scores(folder, config)
+        rows, chosen = results.evaluations(folder), results.kept(folder)
+        scores = f"(none were taken{' of this adapter' if rows else ''})"
+        scores = score_table(rows, chosen.row) if chosen else scores
     fields: dict[str, Any] = licence(base)
     if is_hub_id(base):  # the Hub would link a folder's name to somebody else's model
         fields |= {"base_model": base, "base_model_relation": "adapter"}
@@ -65,7 +67,6 @@ def write_card(folder: Path, config: Stage, argv: Sequence[str]) -> None:
             pipeline_tag="text-to-image",
             tags=["lora", "text-to-image", "flow-matching", "flowalign"],
             model_name=folder.name,
-            eval_results=scored or None,
         ),
         template_path=str(Path(__file__).with_name("card.md.j2")),
         name=escaped(folder.name),
@@ -97,26 +98,6 @@ def _public(text: str, folder: Path) -> str:
     text = "the model card leaves out what holds something like a token or a password"
     log.warning("%s: %s. Rewards can read theirs from the environment.", folder, text)
     return "(left out: it holds something like a token or a password)"
-
-
-def _scores(folder: Path, config: TrainingStage) -> tuple[str, list[EvalResult]]:
-    """The held-out scores of a run: as Markdown, and those of its adapter for the Hub."""
-    rows, chosen = results.evaluations(folder), results.kept(folder)
-    if chosen is None:
-        return f"(none were taken{' of this adapter' if rows else ''})", []
-    text = score_table(rows, chosen.row)
-    sets = {task.name: task.validation or task.prompts for task in config.tasks}
-    sets |= {benchmark.name: benchmark.prompts for benchmark in config.watched}
-    scored = []
-    for key, value in chosen.row.items():
-        name, _, metric = key.removeprefix(metrics.EVAL).rpartition("/")
-        if key.startswith(metrics.EVAL) and name in sets:
-            # the name of a file, not its path on this machine
-            source = sets[name] if sets[name].startswith("tiny/") else Path(sets[name]).name
-            result = EvalResult("text-to-image", source, name, metric, round(value, 6))
-            result.metric_name = metric
-            scored.append(result)
-    return text, scored
 
 
 def score_table(rows: Sequence[Mapping[str, Any]], own: Mapping[str, Any]) -> str:

@@ -9,7 +9,6 @@ killed.
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import re
 import sys
@@ -140,6 +139,7 @@ def show(argv: Sequence[str]) -> int:
     parser.add_argument("--model", default="tiny", help="tiny (default), a folder or a Hub id")
     model = parser.parse_args(argv).model
     from flowalign import rewards
+    from flowalign.commands.card import judge
     from flowalign.commands.init import SD35, family_folder
     from flowalign.training.data import PromptError, load_prompts
 
@@ -154,19 +154,14 @@ def show(argv: Sequence[str]) -> int:
             number = str(len(load_prompts(benchmark["prompts"], "")))
         except (PromptError, OSError):
             number = "run " + (" or ".join(commands(benchmark["prompts"])) or "missing")
-        judges, licences, sizes = [], [], {}
-        for reward in benchmark.get("rewards", {"": benchmark.get("reward")}).values():
-            name, options = reward["name"], reward.get("options", {})
-            judges.append(" ".join([name, *(f"{key}={value}" for key, value in options.items())]))
-            judge = rewards.declared(name, imports=False)
-            files = judge.files(**options)
-            sizes |= {name: math.nan} if files is None else files
-            licences += [judge.licence, judge.choices.get(judge.chosen(**options), "")]
-        total = sum(sizes.values())
-        download = "?" if math.isnan(total) else f"{total:.2g} GB" if sizes else "-"
-        terms = "; ".join(dict.fromkeys(filter(None, licences))) or "see its page"
-        about = [number, str(benchmark.get("images", 1)), ", ".join(judges), download, terms]
-        rows.append([benchmark["name"], benchmark["prompts"], *about])
-    heads = ["benchmark", "prompts", "number", "images a prompt", "judge", "download", "licence"]
+        raw = benchmark.get("rewards") or {"reward": benchmark["reward"]}
+        judges = [(reward["name"], reward.get("options", {})) for reward in raw.values()]
+        files = [rewards.declared(name, imports=False).files(**o) for name, o in judges]
+        sizes = {file: size for part in files for file, size in (part or {}).items()}
+        total = f"{sum(sizes.values()):.2g} GB" if sizes else "-"
+        about = [number, str(benchmark.get("images", 1)), "; ".join(judge(*one) for one in judges)]
+        download = "?" if None in files else total
+        rows.append([benchmark["name"], benchmark["prompts"], *about, download])
+    heads = ["benchmark", "prompts", "number", "images a prompt", "judge", "download"]
     print("\n".join(table(heads, rows)))
     return 0

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -143,14 +143,15 @@ class Draft:
         self, stage: str, model: str, out: Path, *, reward: Sequence[str] = (),
         options: Sequence[str] = (), teachers: Sequence[str] = (), prompts: Sequence[str] = (),
     ) -> None:  # fmt: skip
-        self.stage, self.model, self.out, self.like = stage, model, out, _like(stage)
-        given = {"reward": reward, "teachers": teachers, "prompts": prompts}
-        for option, stages in USED.items():
-            if given[option] and self.like not in stages:
-                text = f"not for the stage {stage}; it is for {', '.join(stages)}."
+        self.stage, self.model, self.out = stage, model, out
+        # the stage of flowalign that is most like it, where it is a plugin's
+        bases = {name: STAGES[name].__bases__[0] for name in ("nft", "grpo", "opd")}
+        alike = (name for name, base in bases.items() if issubclass(stage_class(stage), base))
+        self.like = stage if stage in STAGES else next(alike, "opd")
+        for option, given in (("reward", reward), ("teachers", teachers), ("prompts", prompts)):
+            if given and self.like not in USED[option]:
+                text = f"not for the stage {stage}; it is for {', '.join(USED[option])}."
                 raise ValueError(f"--{option}: {text}")
-        if prompts and stage == "eval" and not reward:
-            raise ValueError("--prompts: say what scores them, too: --reward, one for each.")
         if options and len(set(reward)) != 1:
             raise ValueError("--options: they are of one --reward. Write those of others there.")
         family = family_folder(model)
@@ -173,8 +174,15 @@ class Draft:
 
     def data(self) -> dict[str, Any]:
         """The raw config; ValueError for numbers of files that do not fit."""
-        makers = {"merge": self._merge, "recipe": self._recipe, "eval": self._evaluation}
-        data = makers.get(self.like, self._training)()
+        if self.like in TEACHERS:  # a task for each reward
+            data = self._teacher(self.like, self.rewards[0])
+            data |= self._tasks(map(_short, self.rewards))
+        elif self.like == "merge":
+            shipped = [teacher["adapter"] for teacher in self.student["teachers"].values()]
+            data = _average(list(self.adapters.values()) or shipped) | {"method": "concat"}
+        else:
+            makers = {"recipe": self._recipe, "eval": self._evaluation}
+            data = makers.get(self.like, self._student)()
         model = self.eval["model"] | data.get("model", {}) | {"id": self.model}
         card = card_of(self.model)
         if card and card[0] <= FEW:
@@ -205,14 +213,6 @@ class Draft:
 
     # Stages ------------------------------------------------------------------------------------
 
-    def _training(self) -> dict[str, Any]:
-        """A teacher with a task for each reward, or a student with one for each of its teachers."""
-        if self.like in TEACHERS:
-            return self._teacher(self.like, self.rewards[0]) | self._tasks(
-                list(map(_short, self.rewards))
-            )
-        return self._student(self.like)
-
     def _teacher(self, stage: str, reward: str) -> dict[str, Any]:
         """The shipped teacher of a reward; where the family has none of this stage, the one of SD35
         with the family's guidance."""
@@ -227,47 +227,42 @@ class Draft:
             data |= {"model": {}, "rollout": data["rollout"] | {"guidance": of["guidance"]}}
         return data
 
-    def _student(self, stage: str) -> dict[str, Any]:
+    def _student(self) -> dict[str, Any]:
         """A student of the teachers that are given, else of the shipped ones, a task for each."""
-        if stage == "sft" and (self.folder / "sft.yaml").is_file():
-            data = self._shipped("sft")
-        else:
-            others = ("student", "anchor") if stage == "sft" else ()
-            data = {key: value for key, value in self.student.items() if key not in others}
+        own = self.like == "sft" and (self.folder / "sft.yaml").is_file()
+        data = self._shipped("sft") if own else dict(self.student)
         like = dict(next(iter(data["teachers"].values())))
         # tuned for those teachers, and such as a recipe trains
         if not self.taught and like.get("guidance") != data["rollout"]["guidance"]:
             like.pop("guidance", None)
         given = {name: like | {"adapter": adapter} for name, adapter in self.adapters.items()}
         data["teachers"] = given or data["teachers"]
-        data |= self._tasks(list(data["teachers"]), scored=stage != "opd")
-        if not any("reward" in task for task in data["tasks"]) and stage == "opd":
+        data |= self._tasks(data["teachers"])
+        if not any("reward" in task for task in data["tasks"]) and self.like != "sft":
             # LoRAs of styles matter at every sigma, rewards mostly at high ones
             data["student"] = data["student"] | {"states": {"select": "random", "count": 1}}
         return data
 
-    def _tasks(self, names: Sequence[str], scored: bool = True) -> dict[str, Any]:
-        """Tasks of these names. What is evaluated: their scores, or without any reward the
-        distances to the teachers. scored: they have rewards."""
+    def _tasks(self, names: Iterable[str]) -> dict[str, Any]:
+        """Tasks of these names. What is evaluated: their scores, or of a student without any reward
+        the distances to its teachers."""
+        names = list(names)
         rewards = _one_each("--reward", self.rewards, len(names))
         prompts = _one_each("--prompts", self.prompts, len(names))
         tasks = list(map(self._task, names, rewards, prompts))
-        scored = scored or any("reward" in task for task in tasks)
-        judged = [task for task in tasks if "reward" in task or not scored]
+        judged = [task for task in tasks if "reward" in task] or (
+            [] if self.like == "sft" else tasks
+        )
         for task in tasks:
             if task not in judged:
                 task.pop("validation", None)
         held_out = judged and all("validation" in task for task in judged)
         return {"tasks": tasks} | ({} if held_out else {"evaluation": None})
 
-    def _merge(self) -> dict[str, Any]:
-        shipped = [teacher["adapter"] for teacher in self.student["teachers"].values()]
-        return _average(list(self.adapters.values()) or shipped) | {"method": "concat"}
-
     def _recipe(self) -> dict[str, Any]:
         """A teacher for each reward, if none are given; the merge of the teachers, the student that
         starts from it, and the table."""
-        student: dict[str, Any] = self._student("opd") | {"stage": "opd"}
+        student: dict[str, Any] = self._student() | {"stage": "opd"}
         adapters = {name: teacher["adapter"] for name, teacher in student["teachers"].items()}
         if unscored := [task["name"] for task in student["tasks"] if "reward" not in task]:
             raise ValueError(
@@ -399,13 +394,6 @@ def _without_cfg(
         start = {"lora": {"init": "stage:guided"}, "rollout": data["rollout"] | without}
         stages[name] = data | start
     return stages
-
-
-def _like(stage: str) -> str:
-    """A stage of flowalign itself: for a plugin's the one that is most like it."""
-    kind, names = stage_class(stage), ("nft", "grpo", "opd")
-    alike = (name for name in names if issubclass(kind, STAGES[name].__bases__[0]))
-    return stage if stage in STAGES else next(alike, "opd")
 
 
 def _average(adapters: list[str]) -> dict[str, Any]:

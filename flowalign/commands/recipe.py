@@ -11,7 +11,7 @@ import logging
 import os
 import shutil
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -95,7 +95,7 @@ def _run_stage(stage: Any, head: str, main: bool, train: Callable[[Any], object]
     """Run a stage unless it is finished. head: what names it in the output of the main process."""
     damage = damage_of(stage)
     if damage is None:
-        if changed := _stale(stage, {}):  # by a damaged stage that ran again
+        if changed := _stale(stage):  # by an earlier stage that ran again
             raise ConfigError(changed)
         if main:
             print(f"{head}: finished before", flush=True)
@@ -212,17 +212,15 @@ def _problems(
     config: Any, stages: Mapping[str, Stage], problems: Sequence[str], launch: Launch
 ) -> list[str]:
     """These problems, and whatever else keeps the stages from running."""
-    problems, pending = list(problems), list[str]()
+    problems, names = list(problems), list(config.stages if config.is_recipe else stages)
     damages = {name: damage_of(stage) for name, stage in stages.items()}
-    for name in config.stages if config.is_recipe else stages:
-        folder, place = Path(config.output), ""
-        if config.is_recipe:
-            folder, place = folder / name, f"stages.{name}."
-        if name in stages:
-            resume = None if damages[name] is None else True
-            start = replace(launch, resume=resume, pending=tuple(pending))
-            problems += [f"{place}{text}" for text in world_problems(stages[name], start)]
-        pending.append(str(folder / "adapter"))  # of a wrong stage, too, which is blamed once
+    for name, stage in stages.items():
+        place = f"stages.{name}." if config.is_recipe else ""
+        # of wrong stages, too, which are blamed once
+        pending = [str(Path(config.output) / n / "adapter") for n in names[: names.index(name)]]
+        resume = None if damages[name] is None else True
+        start = replace(launch, resume=resume, pending=pending)
+        problems += [f"{place}{text}" for text in world_problems(stage, start)]
     dtypes = {n: s.model.dtype for n, s in stages.items() if s.trains}
     if len({dtype == "float16" for dtype in dtypes.values()}) > 1:
         # accelerate scales the loss, as float16 needs, in all of a process or not at all
@@ -232,9 +230,9 @@ def _problems(
     # Only a sound recipe is compared with what ran before.
     if problems:
         return problems
-    adapters = {str(Path(stage.output) / "adapter"): damages[n] for n, stage in stages.items()}
     done = [stage for name, stage in stages.items() if damages[name] is None]
-    return [text for stage in done for text in _stale(stage, adapters)]
+    again = [s.output for name, s in stages.items() if damages[name] is not None]
+    return [text for stage in done for text in _stale(stage, again)]
 
 
 def damage_of(stage: Stage) -> str | None:
@@ -249,20 +247,18 @@ def damage_of(stage: Stage) -> str | None:
     return "; ".join(changed_rewards(stage, done)) or None
 
 
-def _stale(stage: Stage, damages: Mapping[str, str | None]) -> list[str]:
-    """What of a finished stage is not as the recipe asks for now. damages: `damage_of` the stage
-    of each adapter, where it may not be sound; what was read of a damaged one is compared when that
-    one has been run again."""
+def _stale(stage: Stage, again: Collection[str] = ()) -> list[str]:
+    """What of a finished stage is not as the recipe asks for now. again: the folders of stages that
+    run first; what was read of them is compared after that."""
     done = manifest.read_manifest(stage.output, file=DONE).about
-    again = f"Delete {stage.output} to run it again, or choose another `output`."
+    remedy = f"Delete {stage.output} to run it again, or choose another `output`."
     now, then = stage.model_dump(mode="json"), done["config"]
     changed = sorted(key for key in now.keys() | then if now.get(key) != then.get(key))
     if changed:
-        return [f"{stage.output}: finished with another {', '.join(changed)}. {again}"]
+        return [f"{stage.output}: finished with another {', '.join(changed)}. {remedy}"]
     for key, source in stage.inputs.items():
-        if damages.get(source):
+        if str(Path(source).parent) in again:
             continue
-        unready = damages.get(source) == ""
-        if unready or file_digest(source) != done["inputs"].get(source):
-            return [f"{stage.output}: finished with another {key} ({source}). {again}"]
+        if file_digest(source) != done["inputs"].get(source):
+            return [f"{stage.output}: finished with another {key} ({source}). {remedy}"]
     return []

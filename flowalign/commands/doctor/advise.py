@@ -8,14 +8,13 @@ is learnt, as far as that was measured (CUTS): on the tiny model alone. Reasons 
 from __future__ import annotations
 
 import json
-import math
 import os
 import shlex
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,7 +25,7 @@ from rich.table import Table
 
 from flowalign import rewards
 from flowalign.backbone.structure import local_folder
-from flowalign.commands.doctor.count import Estimate, Ranks, evaluated_images, predict, ranks_of
+from flowalign.commands.doctor.count import Ranks, evaluated_images, predict, ranks_of
 from flowalign.commands.doctor.pace import DEFAULT_GPU, GPUS, Gpu, Pace, Times, present_gpu, times
 from flowalign.commands.findings import Finding, fault, note, ok, show
 from flowalign.config import ADAPTER, ConfigError, ModelConfig, Stage, parse
@@ -34,7 +33,6 @@ from flowalign.config import ADAPTER, ConfigError, ModelConfig, Stage, parse
 GB, GIB = 10**9, 2**30
 SHARE = 0.92  # of a device's memory that tensors can use; the rest is lost between blocks
 CONTEXT = 0.6 * GIB  # of CUDA, cuDNN and cuBLAS
-CHANGES = 12  # that are tried
 LONG = 100  # hours above which a run is noted
 
 
@@ -58,17 +56,16 @@ class Forecast:
     kind: str = "cuda"  # type of the device
     ranks: Mapping[str, Ranks] = field(default_factory=dict)  # as for `predict`
     models: dict[str, Any] = field(default_factory=dict)  # as for `predict`
-    estimate: Estimate | None = None
+    estimate: Any = None
     unknown: str = ""  # why there is no estimate
     pace: Pace | None = None  # None: no rate is known, or `timed` was not called
-    times: Times | None = None  # at that pace
 
     def predicted(self) -> Forecast:
-        """With the estimate of its stage, and with times if there is a pace. Raises LookupError
-        where the shapes of the model are not known."""
+        """With the estimate of its stage. Raises LookupError where the shapes of the model are not
+        known."""
         given: dict[str, Any] = {"processes": self.device.gpus, "ranks": self.ranks}
         estimate = predict(self.stage, device_type=self.kind, models=self.models, **given)
-        return replace(self, estimate=estimate, times=self.pace and times(estimate, self.pace))
+        return replace(self, estimate=estimate)
 
     def after(self, *changes: str) -> Forecast:
         """After these changes of the config, at the same pace."""
@@ -86,16 +83,18 @@ class Forecast:
         return present_gpu() if torch.cuda.is_available() else GPUS[DEFAULT_GPU]
 
     def timed(self, measured: Pace | None = None) -> Forecast:
-        """With times: by the rate that is asked for, measured here, or in the table."""
-        pace, gpu, tflops = None, self.gpu, self.device.tflops
-        if tflops:
-            pace = Pace.constant(tflops * 1e12, f"{tflops:g} TFLOP/s, --tflops")
-        elif measured and not self.device.gpu:
-            pace = measured
-        elif gpu and self.estimate:
-            pace = Pace.of_gpu(gpu, self.estimate)
-        took = times(self.estimate, pace) if self.estimate and pace else None
-        return replace(self, pace=pace, times=took)
+        """With a pace: the one that is asked for, measured here, or of the table."""
+        if tflops := self.device.tflops:
+            return replace(self, pace=Pace.constant(tflops * 1e12, f"{tflops:g} TFLOP/s, --tflops"))
+        if measured and not self.device.gpu:
+            return replace(self, pace=measured)
+        gpu = self.estimate and self.gpu
+        return replace(self, pace=Pace.of_gpu(gpu, self.estimate) if gpu else None)
+
+    @cached_property
+    def times(self) -> Times | None:
+        """At its pace."""
+        return times(self.estimate, self.pace) if self.estimate and self.pace else None
 
     @property
     def hours(self) -> float:
@@ -207,48 +206,37 @@ def fits(forecast: Forecast) -> Iterator[Finding]:
         size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     else:
         size = torch.cuda.get_device_properties(0).total_memory
-    limit = usable(size, forecast.kind)
-    peak, phase = _peak(forecast)
-    text = f"{peak / GIB:.3g} GiB in {phase}; {gpu.title if gpu and assumed else 'the device'} has "
+    limit, now = usable(size, forecast.kind), forecast.estimate
+    text = f"{now.peak / GIB:.3g} GiB in {now.worst.name}; "
+    text += f"{gpu.title if gpu and assumed else 'the device'} has "
     text += f"{size / GIB:.3g} GiB, of which tensors can use {limit / GIB:.3g}"
-    if peak <= limit:
+    if now.peak <= limit:
         yield ok(f"memory: at most {text}")
         return
     yield (note if assumed else fault)(f"memory: does not fit: {text}. Changes:")
     for change, after in advice(forecast, limit):
-        peak, phase = _peak(after)
-        end = "fits" if peak <= limit else f"still too much, in {phase}"
-        yield note(f"  {change}: {peak / GIB:.3g} GiB, {end}")
-    if peak > limit:
+        now = after.estimate
+        end = "fits" if now.peak <= limit else f"still too much, in {now.worst.name}"
+        yield note(f"  {change}: {now.peak / GIB:.3g} GiB, {end}")
+    if now.peak > limit:
         yield note("  no other setting helps; use a larger device, or a smaller lora.rank.")
-
-
-def _peak(forecast: Forecast) -> tuple[int, str]:
-    """Peak bytes, and the phase that has them."""
-    assert forecast.estimate
-    return forecast.estimate.peak, forecast.estimate.worst.name
 
 
 def advice(forecast: Forecast, limit: float) -> Iterator[tuple[str, Forecast]]:
     """(a change that helps, the forecast after it and all before), until `limit` bytes suffice."""
-    for _ in range(CHANGES):
-        peak, _ = _peak(forecast)
-        if peak <= limit:
+    while (peak := forecast.estimate.peak) > limit:
+        tried = ((change, forecast.after(change)) for change in _changes(forecast, limit))
+        helpful = next((pair for pair in tried if pair[1].estimate.peak < peak), None)
+        if helpful is None:
             return
-        for change in _changes(forecast, limit):
-            after = forecast.after(change)
-            if _peak(after)[0] < peak:
-                break
-        else:
-            return
-        yield change, (forecast := after)
+        yield helpful
+        _, forecast = helpful
 
 
 def _changes(forecast: Forecast, limit: float) -> Iterator[str]:
     """What can be changed now, the cheapest first: the worst phase, then what is resident, then
     what a run can do without."""
     model, estimate = forecast.stage.model, forecast.estimate
-    assert estimate
     worst = estimate.worst
     sizes = {key: size for key, size in worst.sizes.items() if size > 1}
     share = (limit - estimate.resident) / worst.bytes  # of the phase's memory that is available
@@ -303,24 +291,24 @@ CUTS = (
 def show_total(listed: Sequence[Forecast]) -> None:
     """Print a line for each stage, and their sum."""
     table = Table("stage", "peak GiB", "updates", "s/update", "evaluations", "hours", "GPU-hours")
+    gpus = listed[0].device.gpus
     for f in listed:
         peak = f"{f.estimate.peak / GIB:.1f}" if f.estimate else "-"
         if t := f.times:
-            numbers = [str(t.updates), f"{t.update:.3g}", str(t.evaluations)]
-            table.add_row(f.name, peak, *numbers, shown_hours(t.hours), shown_hours(t.gpu_hours))
+            numbers = [str(f.stage.updates), f"{t.update:.3g}", str(f.stage.evaluations)]
+            table.add_row(f.name, peak, *numbers, *map(shown_hours, (t.hours, t.hours * gpus)))
         else:
             why = "not predicted" if f.stage.samples else "minutes, no GPU"
             table.add_row(f.name, peak, "-", "-", "-", why, "-")
-    timed = [f.times for f in listed if f.times]
     if len(listed) > 1:
         table.add_section()
-        sums = sum(t.hours for t in timed), sum(t.gpu_hours for t in timed)
-        total = [*map(shown_hours, sums)] if timed else ["not predicted", "-"]
+        hours = sum(f.hours for f in listed)
+        total = [*map(shown_hours, (hours, hours * gpus))] if hours else ["not predicted", "-"]
         table.add_row("sum", "", "", "", "", *total)
     console = Console(highlight=False, width=max(100, Console().width))
     console.print(table)
     for source in dict.fromkeys(f.pace.source for f in listed if f.times and f.pace):
-        console.print(f"on {listed[0].device.gpus} x {source}", soft_wrap=True)
+        console.print(f"on {gpus} x {source}", soft_wrap=True)
 
 
 def shown_hours(hours: float) -> str:
@@ -331,14 +319,12 @@ def shown_hours(hours: float) -> str:
 def within(config: Any, listed: Sequence[Forecast], limit: float | None) -> bool:
     """Print the hours of all stages, and cuts if they exceed `limit`; False for a fault."""
     total = sum(forecast.hours for forecast in listed)
-    text = f"time: {shown_hours(total)} h"
+    text = f"time: {total:.2f} h"
     if limit is None:
         show([note(f"{text}. --hours 24 proposes a smaller run")] if total > LONG else [])
     elif not any(forecast.times for forecast in listed):
         show([fault("time: --hours needs a rate, not known here: add --gpu or --tflops")])
     else:
-        if total > limit >= float(shown_hours(total)):  # rounded down
-            text = f"time: {math.ceil(10 * total) / 10:g} h"
         show([(ok if total <= limit else fault)(f"{text} of {limit:g}")])
         if total > limit:
             print(_proposed(config, listed, limit))
@@ -347,41 +333,35 @@ def within(config: Any, listed: Sequence[Forecast], limit: float | None) -> bool
 
 def _proposed(config: Any, listed: Sequence[Forecast], limit: float) -> str:
     """The arguments of `flowalign train` after which all stages take at most so many hours, as far
-    as CUTS go, which are printed. Short stages leave their share to longer ones."""
-    timed = sorted((f for f in listed if f.times), key=lambda forecast: forecast.hours)
-    least = [min([f.hours, *(after.hours for after, *_ in _cut(f, 0))]) for f in timed]
-    rest, lines = limit, []
-    for number, forecast in enumerate(timed):
-        share = min(rest / (len(timed) - number), rest - sum(least[number + 1 :]))
-        after, keys = forecast, {}
-        for after, cut, texts in _cut(forecast, share):
-            head = f"  {forecast.name}: {' '.join(texts)}: {shown_hours(after.hours)} h"
-            show([note(f"{head}. {cut.why}")])
-            keys |= {text.partition("=")[0]: text for text in texts}  # a later value replaces
-        rest, words = rest - after.hours, list(keys.values())
-        if config.is_recipe and words:  # `set` comes after everything else
-            words = [*config.stages[forecast.name].get("set", []), *words]
-            words = [f"stages.{forecast.name}.set={json.dumps(words)}"]
-        lines += words
-    if rest < 0:
-        show([note(f"  {shown_hours(limit - rest)} h are the least: use a larger GPU")])
-    return shlex.join(lines)
-
-
-def _cut(forecast: Forecast, limit: float) -> Iterator[tuple[Forecast, Cut, list[str]]]:
-    """(the forecast after a cut, the cut, its changes), until a stage takes at most `limit` hours.
-    The last cut goes no further than it must."""
-    for cut in CUTS:
-        if forecast.hours <= limit:
-            return
+    as CUTS go, which are printed. The longest stage that can be cut is cut next, in the order of
+    CUTS, and no further than needed."""
+    now = {forecast.name: forecast for forecast in listed if forecast.times}
+    left = {name: iter(CUTS) for name in now}
+    changes: dict[str, dict[str, str]] = {name: {} for name in now}  # {stage: {key: key=value}}
+    while (over := sum(f.hours for f in now.values()) - limit) > 0 and left:
+        name = max(left, key=lambda name: now[name].hours)
+        forecast, cut = now[name], next(left[name], None)
+        if cut is None:
+            del left[name]
+            continue
         with suppress(ConfigError, LookupError):  # another key needs more; there is no value
-            choices, now, index = _choices(cut, forecast), forecast, 0
-            if now.after(*choices[0]).hours <= limit:
-                index = bisect_right(choices, limit, key=lambda c: now.after(*c).hours) - 1  # noqa: B023
-            after = now.after(*choices[index])
-            if after.hours < now.hours:
-                forecast = after
-                yield forecast, cut, choices[index]
+            choices, enough = _choices(cut, forecast), forecast.hours - over
+            index = bisect_right(choices, enough, key=lambda c: forecast.after(*c).hours)  # noqa: B023
+            texts = choices[max(index - 1, 0)]
+            after = forecast.after(*texts)
+            if after.hours < forecast.hours:
+                took = f"{' '.join(texts)}: {shown_hours(after.hours)} h. {cut.why}"
+                show([note(f"  {name}: {took}")])
+                now[name] = after
+                changes[name] |= {text.partition("=")[0]: text for text in texts}
+    if over > 0:
+        show([note(f"  {limit + over:.2f} h are the least: use a larger GPU")])
+    words = {name: list(keys.values()) for name, keys in changes.items() if keys}
+    if config.is_recipe:  # `set` comes after everything else
+        given = {name: config.stages[name].get("set", []) for name in words}
+        whole = {name: json.dumps([*given[name], *texts]) for name, texts in words.items()}
+        return shlex.join(f"stages.{name}.set={texts}" for name, texts in whole.items())
+    return shlex.join(text for texts in words.values() for text in texts)
 
 
 def _choices(cut: Cut, forecast: Forecast) -> list[list[str]]:

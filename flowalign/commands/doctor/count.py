@@ -120,16 +120,15 @@ def predict(
     """
     models, ranks, key = {} if models is None else models, ranks or {}, _model_key(config)
     model: Any = models.get(key)
-    policies, phases = 0, list[Phase]()
+    phases = list[Phase]()
     if isinstance(config, TrainingStage):
         model = models[key] = model or _Trained(config, device_type, ranks)
         update = _Update(config, model, processes, drawn)
-        policies, phases = len(update.keeps.policies), [*update.sampling(), *update.learning()]
+        phases = [*update.sampling(), *update.learning()]
     elif model is None:
         given = (ranks_of(i, LoraConfig(), ranks, config.model) for i in config.inputs.values())
         model = models[key] = _Model(config.model, device_type, given)
-    parts = model.base_parts(config.model) | model.adapter_parts(config, policies, processes)
-    parts = {name: count for name, count in parts.items() if count}
+    parts = {name: count for name, count in model.parts(config, processes).items() if count}
     evaluation = _evaluation(config, model, processes) if config.evaluations else None
     return Estimate(
         config, processes, parts, phases, evaluation, model.width, model.host, model.downloads,
@@ -206,19 +205,16 @@ class _Model:
         self.loras = [self.add_frozen(ranks) for ranks in adapters]
         self.sampler = self.loras[0][0] if self.loras else None  # of evaluations; None = the base
 
-    def base_parts(self, config: ModelConfig) -> dict[str, int]:
-        """Resident bytes of the base by what they are."""
-        text = 0 if config.offload_text_encoders else size_of(*self.encoders)
+    def parts(self, config: Any, processes: int) -> dict[str, int]:
+        """Resident bytes by what they are."""
+        model = config.model
+        text = 0 if model.offload_text_encoders else size_of(*self.encoders)
         return {
-            f"transformer ({config.quantization or config.dtype})": self.transformer(config),
-            f"VAE ({config.vae_dtype})": size_of(self.backbone.pipe.vae),
-            f"text encoders ({config.dtype})": text,
+            f"transformer ({model.quantization or model.dtype})": self.transformer(model),
+            f"VAE ({model.vae_dtype})": size_of(self.backbone.pipe.vae),
+            f"text encoders ({model.dtype})": text,
+            f"LoRAs of {len(self.loras)} models": sum(size(w) for _, w in self.loras),
         }
-
-    def adapter_parts(self, config: Any, policies: int, processes: int) -> dict[str, int]:
-        """Resident bytes of all but the base by what they are. policies: frozen copies of the
-        student."""
-        return {f"LoRAs of {len(self.loras)} models": sum(size(w) for _, w in self.loras)}
 
     def transformer(self, config: ModelConfig) -> int:
         """Bytes of the transformer as it is stored, without adapters."""
@@ -334,11 +330,12 @@ class _Trained(_Model):
             self.targets[key].append((self, Source(name, config.guidance_of(teacher))))
         self.backbone.activate(STUDENT)
 
-    def adapter_parts(self, config: TrainingStage, policies: int, processes: int) -> dict[str, int]:
+    def parts(self, config: TrainingStage, processes: int) -> dict[str, int]:
         lora, trained = size(self.student), size(p for p in self.student if p.requires_grad)
         moments = ADAM_8BIT if config.optimizer.name == "adamw8bit" else 1
         taught = sum(teacher.adapter is not None for teacher in config.labellers.values())
-        return {
+        policies = len(algorithm_class(config).keeps(config).policies)
+        return super().parts(config, processes) | {
             f"transformers of {len(self.bases)} other bases": sum(self.bases.values()),
             "student's LoRA (float32)": lora,
             "its Adam moments": round(2 * trained * moments),
@@ -356,10 +353,16 @@ class _Trained(_Model):
         core, recomputes = self.backbone.core, config.model.gradient_checkpointing
         x, cond = self.inputs(batch)
         velocity = partial(self.backbone.velocity, x, 0.5, cond, guidance=config.guidance)
+
+        def on_device(module: Any, *args: Any) -> Any:
+            # the modes of `measure` do not reach into the backward pass, where this runs again
+            with DeviceAttention(self.device_type):
+                return module(*args)
+
+        core.disable_gradient_checkpointing()
         if recomputes:
-            core.enable_gradient_checkpointing(self._checkpoint)
-        else:
-            core.disable_gradient_checkpointing()
+            again = partial(checkpoint, use_reentrant=False)
+            core.enable_gradient_checkpointing(lambda *call: again(on_device, *call))
 
         def learn() -> None:
             mine, target = velocity(), x
@@ -381,16 +384,6 @@ class _Trained(_Model):
         peak, flops = self.measured(learn, "update", batch, recomputes, summed, *adapters)
         forget()
         return Pass(peak + summed * size(trained), flops)
-
-    def _checkpoint(self, module: Any, *args: Any) -> Any:
-        """Gradient checkpointing, as diffusers calls it."""
-
-        def run(*inputs: Any) -> Any:
-            # the modes of `measure` do not reach into the backward pass, where this runs again
-            with DeviceAttention(self.device_type):
-                return module(*inputs)
-
-        return checkpoint(run, *args, use_reentrant=False)
 
 
 def _model_key(config: Stage) -> str:

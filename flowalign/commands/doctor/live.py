@@ -55,12 +55,10 @@ def examine(config: Stage) -> tuple[list[Finding], Pace | None]:
     for judged in config.judged:
         if judged.place.startswith("evaluation.watch"):
             continue
-        costs = [
-            _reward(judged.name, reward.name, reward.options, findings)
-            for reward in judged.rewards.values()
-        ]
-        if costs and None not in costs:
-            judging[judged.name] = sum(cost for cost in costs if cost is not None)
+        rewards = judged.rewards.values()
+        cost = sum(_reward(judged.name, r.name, r.options, findings) for r in rewards)
+        if rewards and math.isfinite(cost):
+            judging[judged.name] = cost
     try:
         if isinstance(config, TrainingStage):
             with tempfile.TemporaryDirectory() as folder:
@@ -73,18 +71,18 @@ def examine(config: Stage) -> tuple[list[Finding], Pace | None]:
     return findings, pace
 
 
-def _reward(task: str, name: str, options: dict[str, Any], findings: list[Finding]) -> float | None:
+def _reward(task: str, name: str, options: dict[str, Any], findings: list[Finding]) -> float:
     """Add the faults that `flowalign doctor --reward` finds, or one line that says "ok". Returns
-    its seconds for an image, None if it was not asked."""
+    its seconds for an image, NaN if it was not asked."""
     title = f"reward {name!r} of task {task!r}"
     try:
         found, cost = diagnose(name, options, count=4, size=None)
     except UnsuitedError as error:
         findings.append(note(f"{title}: {error}"))
-        return None
+        return math.nan
     except (ValueError, ImportError, OSError) as error:
         findings.append(fault(f"{title}: {error}"))
-        return None
+        return math.nan
     faults = [fault(f"{title}: {f.text}") for f in found if f.level == "fault"]
     findings += faults or [ok(f"{title}: sound; {1000 * cost:.1f} ms an image")]
     return cost
@@ -113,8 +111,14 @@ def _train(
         before = loop.algorithm.velocity(two)
     loop.run()
     with torch.no_grad():
-        gap = (loop.algorithm.velocity(two) - before).norm() / before.norm()
-    findings.append(_moved(float(gap)))
+        gap = float((loop.algorithm.velocity(two) - before).norm() / before.norm())
+    text = f"update: the first updates change the velocity by {gap:.2%}"
+    if gap == 0:
+        findings.append(note(f"{text}. Is it the warm-up, or are all rewards equal?"))
+    elif gap < 0.5:
+        findings.append(ok(text))
+    else:  # or NaN
+        findings.append(fault(f"{text}. Lower optimizer.lr, or use optimizer.warmup."))
     return _pace(small, Path(folder), loop.backbone.device.type, judging)
 
 
@@ -196,11 +200,10 @@ def _worth(
             continue
         prompts = subset(load_prompts(task.validation, task.name), count)
         (source,) = bank.sources([task.name])
-
         settings = SamplingConfig(guidance=config.guidance, seed=config.seed, **keys)
         start = _scores(backbone, prompts, settings, reward)
+        settings = settings.model_copy(update={"guidance": source.guidance})
         with backbone.adapter(source.adapter):
-            settings = settings.model_copy(update={"guidance": source.guidance})
             taught = _scores(backbone, prompts, settings, reward)
         both = torch.stack([start, taught])[:, start.isfinite() & taught.isfinite()]
         if both.shape[1] < FEW:
@@ -227,19 +230,6 @@ def _scores(
     scores = score(reward, images, prompts.prompts, prompts.metadata)
     value = scores.parts.get(reward.headline or "", scores.value)
     return value.float().cpu().where(scores.valid.cpu(), torch.nan)
-
-
-def _moved(gap: float) -> Finding:
-    """gap: relative change of the velocity."""
-    if gap == 0:
-        text = "change nothing. Is it the warm-up, or are all rewards equal?"
-        return note(f"update: the first updates {text}")
-    if gap < 0.5:
-        return ok(f"update: the first updates change the velocity by {gap:.2%}")
-    return fault(  # also where it is NaN
-        f"update: the first updates change the velocity by {gap:.0%}. Lower optimizer.lr, or use "
-        "optimizer.warmup."
-    )
 
 
 # Rewards -----------------------------------------------------------------------------------------
@@ -284,7 +274,11 @@ def diagnose(
     began = time.perf_counter()
     answers = {kind: ask(images, rows) for kind, images in probes.items()}
     cost = (time.perf_counter() - began) / (len(probes) * len(rows))
-    speed = f"{1000 * cost:.1f} ms an image in batches of {len(rows)}; {_memory()} in all"
+    unit = 1 if sys.platform == "darwin" else 1024  # getrusage counts bytes there, else KiB
+    memory = f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**20:.0f} MiB of RAM"
+    if torch.cuda.is_available():
+        memory += f" and {torch.cuda.max_memory_allocated() / 2**20:.0f} MiB of the GPU"
+    speed = f"{1000 * cost:.1f} ms an image in batches of {len(rows)}; {memory} in all"
     findings = [ok(speed), *_answers(answers)]
     first = answers["its prompt"]
     ways = {"asked again": [rows], "in reverse order": [rows[::-1]]}
@@ -330,15 +324,6 @@ def _scenes(batch: PromptBatch, size: int | None) -> Tensor:
         shape = (size, size)
         scenes = torch.nn.functional.interpolate(scenes, shape, mode="bicubic").clamp(0, 1)
     return scenes
-
-
-def _memory() -> str:
-    """Peak MiB so far: of this process, and of the GPU where there is one."""
-    unit = 1 if sys.platform == "darwin" else 1024  # getrusage counts bytes there, else KiB
-    text = f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**20:.0f} MiB of RAM"
-    if torch.cuda.is_available():
-        text += f" and {torch.cuda.max_memory_allocated() / 2**20:.0f} MiB of the GPU"
-    return text
 
 
 def _answers(answers: Mapping[str, Scores]) -> Iterator[Finding]:

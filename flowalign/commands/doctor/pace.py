@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import NamedTuple
 
 import torch
 
@@ -97,9 +97,9 @@ class Pace:
     judging: Mapping[str, float] = field(default_factory=dict)
 
     @classmethod
-    def constant(cls, rate: float, source: str, **measured: Any) -> Pace:
+    def constant(cls, rate: float, source: str) -> Pace:
         """The same rate, in FLOP/s, in all phases."""
-        return cls(dict.fromkeys([*KINDS, "rewards"], rate), source, **measured)
+        return cls(dict.fromkeys([*KINDS, "rewards"], rate), source)
 
     @classmethod
     def of_gpu(cls, gpu: Gpu, estimate: Estimate) -> Pace:
@@ -111,31 +111,18 @@ class Pace:
         return cls(rates, f"{gpu.title}, {low} to {high} TFLOP/s sustained")
 
 
-@dataclass(frozen=True)
-class Times:
-    """Seconds of one process, and counts. unknown: rewards whose cost is not in them."""
+class Times(NamedTuple):
+    """How long a process takes. unknown: rewards whose cost is not in it."""
 
     seconds: Mapping[str, float]  # of an update: {phase, or "rewards" (waiting for them): seconds}
-    evaluation: float  # of one evaluation, with its rewards
-    updates: int
-    evaluations: int
-    processes: int
+    evaluation: float  # seconds of one evaluation, with its rewards
+    hours: float  # of the stage, wall time
     unknown: tuple[str, ...]
 
     @property
     def update(self) -> float:
         """Seconds of an update."""
         return sum(self.seconds.values())
-
-    @property
-    def hours(self) -> float:
-        """Of the stage, wall time."""
-        return (self.updates * self.update + self.evaluations * self.evaluation) / 3600
-
-    @property
-    def gpu_hours(self) -> float:
-        """Of all processes together."""
-        return self.hours * self.processes
 
 
 def times(estimate: Estimate, pace: Pace) -> Times:
@@ -180,6 +167,5 @@ def times(estimate: Estimate, pace: Pace) -> Times:
         sampling = estimate.evaluation.flops / pace.rates["sampling"]
         batch = config.evaluation_sampling.batch_size
         evaluation = sampling + waiting(evaluated_images(config), sampling, batch)
-    return Times(
-        seconds, evaluation, config.updates, config.evaluations, estimate.processes, tuple(unknown)
-    )
+    total = config.updates * sum(seconds.values()) + config.evaluations * evaluation
+    return Times(seconds, evaluation, total / 3600, tuple(unknown))

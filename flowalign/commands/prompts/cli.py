@@ -6,12 +6,14 @@ import argparse
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from operator import itemgetter
 from pathlib import Path
+from typing import Any
 
 from flowalign import rewards
 from flowalign.commands.prompts import geneval, held_out, ocr
+from flowalign.commands.prompts.fetch import about, write
 from flowalign.commands.prompts.fetch import fetch as fetch_set
-from flowalign.commands.prompts.fetch import write
 from flowalign.commands.prompts.geneval import same_picture
 from flowalign.commands.prompts.held_out import digest
 from flowalign.rewards.ocr import target_of
@@ -25,45 +27,36 @@ from flowalign.types import PromptBatch
 
 def generate(args: argparse.Namespace) -> int:
     """Write training and validation prompts of our own, without the official test prompts."""
-    count, out = GENERATED[args.kind]
-    lines_of = {"geneval": _geneval, "ocr": _ocr}[args.kind]
+    usual, out = GENERATED[args.kind]
+    count = usual if args.count is None else args.count
+    if count < 1:
+        raise ValueError(f"--count: got {count}; want 1 or more.")
     excluded = [prompt for name in args.exclude for prompt in load_prompts(name, "").prompts]
-    training, validation, summary = lines_of(args.count or count, args, excluded)
+    if args.kind == "ocr":  # a text is held out, in whatever scene
+        module, avoided, unique, noun = ocr, set(held_out.OCR), target_of, "texts"
+        excluded += [target_of(prompt) for prompt in excluded if prompt.count('"') >= 2]
+    else:
+        module, avoided, unique, noun = geneval, set(held_out.GENEVAL), itemgetter("prompt"), "ones"
+    avoided |= set(map(digest, excluded))
+    validation: list[Any] = module.validation(args.seed, avoided)
+    avoided |= set(map(digest, map(unique, validation)))
+    rows: list[Any] = module.generate(count, args.seed, avoided)
     path = expanded(Path(args.out or out))
-    validation_path = validation_file(path)
-    files = {path: training, validation_path: validation}
-    contents = {file: "".join(f"{x}\n" for x in lines).encode() for file, lines in files.items()}
-    write(contents, args.force)
-    print(f"{summary}\n{path}\n{validation_path}: {len(validation)} others to validate with")
+    files = {path: rows, validation_file(path): validation}
+    write({file: b"".join(map(_line, lines)) for file, lines in files.items()}, args.force)
+    print(f"{len(rows)} prompts, {len(set(map(unique, rows)))} different {noun}")
+    tags = [row["tag"] for row in rows] if args.kind == "geneval" else []
+    for tag, number in Counter(tags).most_common():
+        different = len({row["prompt"] for row in rows if row["tag"] == tag})
+        repeated = "" if different == number else ": all there are, repeated evenly"
+        print(f"  {tag:12} {number:6}, {different} different{repeated}")
+    print(f"{path}\n{validation_file(path)}: {len(validation)} others to validate with")
     return 0
 
 
-Sets = tuple[list[str], list[str], str]  # lines of the training and the validation set, a summary
-
-
-def _geneval(count: int, args: argparse.Namespace, excluded: Sequence[str]) -> Sets:
-    avoided = held_out.GENEVAL.union(map(digest, excluded))
-    validation = geneval.validation(args.seed, avoided)
-    avoided |= {digest(row["prompt"]) for row in validation}
-    rows = geneval.generate(count, args.seed, avoided)
-    tags = Counter(row["tag"] for row in rows)
-    different = Counter(tag for tag, _ in {(row["tag"], row["prompt"]) for row in rows})
-    summary = [f"{len(rows)} prompts, {sum(different.values())} different"]
-    for tag, number in tags.most_common():
-        repeated = "" if different[tag] == number else ": all there are, repeated evenly"
-        summary.append(f"  {tag:12} {number:6}, {different[tag]} different{repeated}")
-    return [json.dumps(r) for r in rows], [json.dumps(r) for r in validation], "\n".join(summary)
-
-
-def _ocr(count: int, args: argparse.Namespace, excluded: Sequence[str]) -> Sets:
-    texts = [target_of(prompt) for prompt in excluded if prompt.count('"') >= 2]
-    avoided = held_out.OCR.union(map(digest, [*excluded, *texts]))
-    validation = ocr.validation(args.seed, avoided)
-    avoided |= {digest(target_of(prompt)) for prompt in validation}
-    prompts = ocr.generate(count, args.seed, avoided)
-    different = len(set(map(target_of, prompts)))
-    summary = f"{len(prompts)} prompts, all different, with {different} different texts"
-    return prompts, validation, summary
+def _line(row: str | Mapping[str, Any]) -> bytes:
+    """Of a file of prompts."""
+    return f"{row if isinstance(row, str) else json.dumps(row)}\n".encode()
 
 
 def fetch(args: argparse.Namespace) -> int:
@@ -77,13 +70,7 @@ def fetch(args: argparse.Namespace) -> int:
 def show(args: argparse.Namespace) -> int:
     """List the official sets: size, licence, source, checksums."""
     for name, source in SOURCES.items():
-        print(f"{name}: {source.prompts}")
-        print(f"    {source.page}\n    licence: {source.licence}")
-        if source.note:
-            print(f"    NOTE: {source.note}")
-        for file in source.files:
-            checksum = f"{file.checksum} ({file.known})" if file.checksum else "no checksum known"
-            print(f"    {file.name}: {checksum}")
+        print(f"{name}: {about(source)}")
     return 0
 
 

@@ -37,24 +37,29 @@ def fetch(source: Source, out: str | Path, *, force: bool = False) -> list[Path]
     force: replace a file that differs. Raises FetchError if an address does not answer, breaks off,
     leads away from https, sends no prompts or the wrong ones, and as `write`.
     """
-    print(f"{source.prompts}\nsource:  {source.page}\nlicence: {source.licence}")
-    if source.note:
-        print(f"NOTE:    {source.note}")
+    print(about(source))
     paths: list[Path] = []
     for file in source.files:
-        paths += _fetch(file, source, expanded(Path(out)), paths, force)
+        paths += _fetch(file, expanded(Path(out)), paths, force)
     return paths
 
 
-def _fetch(
-    file: File, source: Source, out: Path, others: Sequence[Path], force: bool
-) -> list[Path]:
+def about(source: Source) -> str:
+    """What there is to know of a set: size, licence, where it is from, and checksums."""
+    lines = [source.prompts, f"source:  {source.page}", f"licence: {source.licence}"]
+    lines += [f"NOTE:    {source.note}"] if source.note else []
+    for file in source.files:
+        known = f"{file.checksum} ({file.known})" if file.checksum else "no checksum known"
+        lines += [f"{file.name}: {file.url}", f"  {known}"]
+    return "\n    ".join(lines)
+
+
+def _fetch(file: File, out: Path, others: Sequence[Path], force: bool) -> list[Path]:
     """others: files whose prompts must not be set aside to validate."""
     path, expected = out / file.name, file.checksum
-    print(f"{file.name}: {file.url}\n  checksum {expected or '-'} ({file.known or 'none known'})")
     if expected and not file.validation and path.is_file():
         if _checksum(path.read_bytes(), expected) == expected:
-            print(f"  {path}: there already, and the checksum holds")
+            print(f"{path}: there already, and the checksum holds")
             return [path]
     content = _download(file.url)
     if file.unique:
@@ -74,7 +79,7 @@ def _fetch(
     write(parts, force)
     verdict = "its checksum holds" if expected else f"NOT VERIFIED: {checksum}"
     for path, count in counts.items():
-        print(f"  {count} prompts in {path} ({verdict})")
+        print(f"{count} prompts in {path} ({verdict})")
     return paths
 
 

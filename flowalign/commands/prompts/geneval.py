@@ -52,10 +52,6 @@ def article(words: str) -> str:
     return f"{'an' if words[0] in 'aeiou' else 'a'} {words}"
 
 
-def plural(name: str) -> str:
-    return f"{name}es" if name.endswith("s") else f"{name}s"
-
-
 def same_picture(prompt: str) -> list[str]:
     """A prompt, and if it has two objects also the prompt that names them in the other order."""
     match = re.fullmatch(f"a photo of (.+) (and|{'|'.join(MIRRORED)}) (.+)", prompt)
@@ -72,8 +68,6 @@ def generate(count: int, seed: int, held_out: Collection[str] = GENEVAL) -> list
     held_out: digests of prompts that must not appear, whichever object comes first in them.
     Raises ValueError where a tag has no prompt that is not held out.
     """
-    if count < 1:
-        raise ValueError(f"{count} prompts were asked for; give a count of 1 or more.")
     streams = {tag: _stream(tag, seed, held_out) for tag in MIX}
     return [next(streams[tag])[0] for tag in islice(_slots(seed), count)]
 
@@ -148,11 +142,12 @@ def _two_object(a: int, b: int) -> Row:
 
 def _counting(number: int, a: int) -> Row:
     count, word = list(COUNTS.items())[number]
+    plural = f"{NAMES[a]}es" if NAMES[a].endswith("s") else f"{NAMES[a]}s"
     return {
         "tag": "counting",
         "include": [_thing(NAMES[a], count)],
         "exclude": [_thing(NAMES[a], count + 1)],
-        "prompt": f"a photo of {word} {plural(NAMES[a])}",
+        "prompt": f"a photo of {word} {plural}",
     }
 
 
