@@ -79,8 +79,8 @@ def _evaluate(config: EvalStage, accelerator: Accelerator) -> None:
     with phase("loading the models"):
         model, device = config.model if config.adapters else None, accelerator.device
         sets = build_sets(config.scored, "benchmarks", device, model, config.given)
-        if not model and (size := sets[0].prompts.size):  # no model says the size of the images
-            update = {"height": size[0], "width": size[1], "sizes": None}
+        if not model and (size := sets[0].size):  # no model says the size of the images
+            update = {"height": size[0], "width": size[1]}
             config = config.model_copy(update={"model": config.model.model_copy(update=update)})
         reference = load_reference(config, sets, device)
         if model:

@@ -159,7 +159,7 @@ def load_reference(
             metadata = [row for images in sets for row in images.prompts.metadata]
             batches = rendered(metadata, config.sampling.seed, SCENES).split(BATCH)
         else:
-            batches = _pictures(Path(source), *config.model.image_sizes[0])
+            batches = _pictures(Path(source), *config.model.size)
         features = torch.cat([extract(batch.to(device)).float().cpu() for batch in batches])
     except ValueError as error:
         raise ConfigError([f"fidelity.reference: {error}"]) from error

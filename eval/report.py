@@ -139,8 +139,8 @@ def conditions(config: EvalStage, results: Results, versions: Mapping[str, str])
         text += f" ({distinct} distinct)" if distinct < len(prompts) else ""
         counts.append(text + (f" with {copies} images each" if copies > 1 else ""))
     sentences = [
-        f"Images of {m.id} ({m.dtype}, {m.listed_sizes}) for {', '.join(counts)}: {s.steps} Euler "
-        f"steps, guidance {s.guidance:g}{''.join(own)}, seed {s.seed}; scored at 8 bits a channel."
+        f"Images of {m.id} ({m.dtype}, {m.height}x{m.width}) for {', '.join(counts)}: {s.steps} "
+        f"Euler steps, guidance {s.guidance:g}{''.join(own)}, seed {s.seed}; scored at 8 bits a channel."
     ]
     for name, given in config.given.items():
         said = ", ".join(f"{k} {v}" for k, v in config.settings_of(name).items() if v is not None)

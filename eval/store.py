@@ -45,8 +45,9 @@ if TYPE_CHECKING:
 Key = tuple[int, int]  # an image: index of its prompt in the set, number of the copy
 ImageRow = dict[str, Any]  # the scores of an image by one judge
 SETTINGS = "settings.json"
-# keys of `model` that change an image, besides its size
-MODEL_KEYS = {"id", "revision", "dtype", "vae_dtype", "quantization", "max_sequence_length"}
+MODEL_KEYS = {  # of `model`, that change an image
+    "id", "revision", "dtype", "vae_dtype", "quantization", "max_sequence_length", "height", "width"
+}  # fmt: skip
 
 
 class StoreError(ValueError):
@@ -173,9 +174,8 @@ def open_stores(
     base = config.model.model_dump(include=MODEL_KEYS) | {"weights": weights}
     stores = {}
     for model, images in product(config.models, sets):
-        height, width = images.prompts.size or config.model.image_sizes[0]
         content = {
-            "model": base | {"height": height, "width": width},
+            "model": base,
             "adapter": adapters.get(model),
             "sampling": config.sampling_of(model).model_dump(exclude={"batch_size"}),
         }

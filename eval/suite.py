@@ -25,6 +25,7 @@ from torch import Tensor
 from flowalign import rewards
 from flowalign.backbone import Backbone
 from flowalign.config import BenchmarkConfig, ConfigError, ModelConfig, SamplingConfig
+from flowalign.config.section import Size
 from flowalign.config.stages.evaluation import GivenImages
 from flowalign.eval.images import ImagesError, assign, check_images, find_images
 from flowalign.eval.layouts import LAYOUTS
@@ -78,6 +79,7 @@ class ImageSet:
     judges: tuple[Benchmark, ...] = ()
     layout: str | None = None  # a key of LAYOUTS: the images are also written in that layout
     files: Mapping[str, Mapping[Key, Path]] = field(default_factory=dict)  # by model: there already
+    size: Size | None = None  # of the images, where a model or their files say it
 
     @staticmethod
     def of(benchmark: Benchmark) -> ImageSet:
@@ -95,7 +97,7 @@ def image_sets(
     wrong: images that are missing, too many, broken or of several sizes, and prompts that a layout
     cannot hold.
 
-    config_key: of the list. model: whose sizes the images have; None = those of `given`, {model:
+    config_key: of the list. model: whose size the images have; None = that of `given`, {model:
     images that another program made}.
     """
     problems, sets, by_prompt = [], [], {}
@@ -104,9 +106,9 @@ def image_sets(
             by_prompt[name] = find_images(source.images)
         except ImagesError as error:
             problems.append(f"models.{name}: {error}")
-    common = model.image_sizes[0] if model else None
+    size = model.size if model else None
     for index, config in enumerate(configs):
-        prompts, size, files = load_prompts(config.prompts, config.name), config.size or common, {}
+        prompts, files = load_prompts(config.prompts, config.name), {}
         place, limit = f"{config_key}.{index}", config.limit
         for name, images in by_prompt.items():
             try:
@@ -114,19 +116,18 @@ def image_sets(
                 size = check_images(files[name].values(), size)
             except ImagesError as error:
                 problems.append(f"models.{name}: {config.name}: {error}")
-        common = common or size
         tags = [str(row.get("tag")) for row in prompts.metadata]
         few, many = len({*tags[:limit]}), len({*tags})
         if few < many:
             count = f"the first {limit} of {len(tags)} prompts have {few} of {many} tags"
             log.warning("%s.limit: %s.", place, count)
-        prompts = replace(prompts.select(range(len(prompts))[:limit]), size=size)
+        prompts = prompts.select(range(len(prompts))[:limit])
         try:
             if config.layout and size:
                 LAYOUTS[config.layout].check(prompts, (config.images, *size))
         except ValueError as error:
             problems.append(f"{place}.layout: {error}")
-        sets.append(ImageSet(config.name, prompts, config.images, (), config.layout, files))
+        sets.append(ImageSet(config.name, prompts, config.images, (), config.layout, files, size))
     return sets, problems
 
 

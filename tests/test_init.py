@@ -152,8 +152,8 @@ def test_values_are_those_of_the_model_s_family(
         if stage == "nft":
             parts["seed"] = config.seed
         assert config == shipped.model_copy(update=parts)
-    stages, size = written("--stage", "recipe", "--model", model), shipped.model.image_sizes
-    assert stages.model.image_sizes == size and stages.stages["table"]["sampling"] == (
+    stages, size = written("--stage", "recipe", "--model", model), shipped.model.size
+    assert stages.model.size == size and stages.stages["table"]["sampling"] == (
         shipped.sampling.model_dump(exclude_unset=True)
     )
     assert stages.stages["student"]["rollout"]["guidance"] == guidance

@@ -82,7 +82,7 @@ def test_the_rollout_stops_at_the_last_trained_state(
 def test_the_states_are_those_of_the_whole_rollout(random_model: str, tmp_path: Path) -> None:
     loop, _, labels = labelled(random_model, tmp_path / "run")
     one = dataclasses.replace(loop.algorithm.plan(0), chosen=(2,))
-    loop.algorithm.plan = lambda update, size: one  # pyright: ignore[reportAttributeAccessIssue]
+    loop.algorithm.plan = lambda update: one  # pyright: ignore[reportAttributeAccessIssue]
     assert torch.equal(loop.rollout(0).states[:, 0], labels.rollout.states[:, 2])
 
 

@@ -74,12 +74,7 @@ class Backbone:
         spec = ModelSpec(model, self.family)
         for problem in spec.problems():
             raise ModelError(problem)
-        self.sizes, self.latent_shapes = model.image_sizes, spec.latent_shapes
-
-    @property
-    def latent_shape(self) -> tuple[int, int, int]:
-        """C, h, w of the first size."""
-        return self.latent_shapes[0]
+        self.latent_shape = spec.latent_shape
 
     @classmethod
     def load(
@@ -130,18 +125,14 @@ class Backbone:
 
     # Sampling ----------------------------------------------------------------------------------
 
-    def latent_shape_of(self, size: tuple[int, int] | None) -> tuple[int, int, int]:
-        """C, h, w of images of a size (height, width) in pixels; None = the first size."""
-        return self.latent_shapes[self.sizes.index(size) if size else 0]
+    def sigmas(self, num_steps: int) -> Tensor:
+        """The schedule [T+1] of the pipeline's own scheduler, with all its settings. Raises
+        ModelError for a scheduler that steps otherwise than a rollout does."""
+        return self.family.sigmas(num_steps, self.family.tokens(self.latent_shape))
 
-    def sigmas(self, num_steps: int, size: tuple[int, int] | None = None) -> Tensor:
-        """The schedule [T+1] of the pipeline's own scheduler, with all its settings, for images of
-        a size. Raises ModelError for a scheduler that steps otherwise than a rollout does."""
-        return self.family.sigmas(num_steps, self.family.tokens(self.latent_shape_of(size)))
-
-    def shift(self, num_steps: int, size: tuple[int, int] | None = None) -> float:
+    def shift(self, num_steps: int) -> float:
         """The shift of that schedule: sigma = shift u / (1 + (shift - 1) u) of an even grid u."""
-        return self.family.shift(self.family.tokens(self.latent_shape_of(size)), num_steps)
+        return self.family.shift(self.family.tokens(self.latent_shape), num_steps)
 
     @torch.no_grad()
     def encode(self, prompts: Sequence[str], copies: int = 1) -> Conditioning:

@@ -47,19 +47,18 @@ class ModelSpec:
         return config.max_sequence_length or text_length(config.id, None) or self.family.length
 
     @property
-    def latent_shapes(self) -> list[tuple[int, int, int]]:
-        """C, h, w of each size of images."""
-        channels, factor = self.family.channels, self.family.factor
-        return [(channels, h // factor, w // factor) for h, w in self.config.image_sizes]
+    def latent_shape(self) -> tuple[int, int, int]:
+        """C, h, w of a latent."""
+        (height, width), factor = self.config.size, self.family.factor
+        return self.family.channels, height // factor, width // factor
 
     def adapted(self, targets: Sequence[str] | None = None) -> list[str]:
         """The layers that a LoRA of these targets adapts; None = the family's."""
         return adapted_layers(self.family.core, targets or self.family.targets)
 
     def problems(self) -> Iterator[str]:
-        """Sizes, a length of prompts, a dtype and an attention that the model does not have."""
-        for size in self.config.image_sizes:
-            yield from self.family.size_problems(*size)
+        """A size, a length of prompts, a dtype and an attention that the model does not have."""
+        yield from self.family.size_problems(*self.config.size)
         yield from self.family.length_problems(self.length)
         yield from self.family.dtype_problems(self.config.id, self.config.dtype)
         if self.config.attention and not has_backends(self.family.core):
@@ -115,7 +114,7 @@ def _interface(spec: ModelSpec) -> dict[str, Any]:
     """What a transformer shares with all others that can label its states, by the config files: the
     weights of encoders and VAE are not compared."""
     family = spec.family
-    found: dict[str, Any] = {"family": family.name, "latent": spec.latent_shapes}
+    found: dict[str, Any] = {"family": family.name, "latent": spec.latent_shape}
     found["text"] = family.text_shapes(spec.length)
     parts = ((n, part) for n, part in family.pipe.components.items() if part is not None)
     for name, part in parts:

@@ -14,7 +14,6 @@ from flowalign.config.section import (
     Location,
     Many,
     NotNegative,
-    Pair,
     Positive,
     Seconds,
     Section,
@@ -80,8 +79,6 @@ class BenchmarkConfig(Section):
     first tags. A larger limit later reuses the images that are there."""
     images: Count = 1
     """Images per prompt, each with its own noise. The official GenEval has 4."""
-    size: Pair | None = Field(default=None, examples=[[512, 768]])
-    """[height, width] of its images, one of the model's sizes; null = the first."""
     reward: RewardConfig | None = None
     """Scores its images. The score has the name of the benchmark."""
     rewards: dict[FileName, RewardConfig] = Field(

@@ -136,7 +136,7 @@ class Loop:
         return sample(
             self.backbone,
             batch,
-            self.algorithm.plan(update, batch.size),
+            self.algorithm.plan(update),
             guidance=settings.guidance,
             noise=Noise((self.config.seed, update), settings.shared_noise),
             places=places,

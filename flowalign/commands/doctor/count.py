@@ -114,9 +114,8 @@ def predict(
     ranks: {folder: {layer: rank}} of adapters that an earlier stage of a recipe will write. drawn:
     the updates whose drawn states are averaged; None = the first DRAWS. models: those of earlier
     calls with the same device and ranks, whose passes are not measured again; filled here. Raises
-    LookupError where the shapes of model.id are not known. Of several sizes the largest counts,
-    for all images. Not included: torch.compile, and the memory of rewards, of kernels (cuDNN, GEMM
-    workspaces) and of the device's context.
+    LookupError where the shapes of model.id are not known. Not included: torch.compile, and the
+    memory of rewards, of kernels (cuDNN, GEMM workspaces) and of the device's context.
     """
     models, ranks, key = {} if models is None else models, ranks or {}, _model_key(config)
     model: Any = models.get(key)
@@ -196,11 +195,9 @@ class _Model:
         self.host = size_of(*modules)
         files = [SIXTEEN * sum(p.numel() for p in part.parameters()) for part in modules]
         self.file, self.downloads = files[0], {config.id: sum(files)}  # bytes; transformer, all
-        sizes = [height * width for height, width in config.image_sizes]
-        largest = sizes.index(max(sizes))
-        self.latent_shape = self.backbone.latent_shapes[largest]
+        self.latent_shape = self.backbone.latent_shape
         self.latent = rounded(4 * math.prod(self.latent_shape))  # bytes, float32
-        self.pixels = 4 * 3 * sizes[largest]  # bytes of an image, float32
+        self.pixels = 4 * 3 * config.height * config.width  # bytes of an image, float32
         self.frozen: dict[frozenset[tuple[str, int]], Adapter] = {}  # by ranks of layers
         self.passes: dict[tuple[Any, ...], Pass] = {}
         self.loras = [self.add_frozen(ranks) for ranks in adapters]

@@ -183,8 +183,6 @@ class EvalStage(Stage):
 
     def problems(self) -> Iterator[str]:
         """Names that tables and files cannot hold or tell apart; models that are not there."""
-        sizes = {f"benchmarks.{i}": benchmark.size for i, benchmark in enumerate(self.benchmarks)}
-        yield from self.model.size_problems(sizes)
         yield from same_names([("models", name) for name in self.models])
         columns = [{b.name, *b.judges} for b in self.scored]
         columns += [{"average"}, {"fidelity"}]  # of every table

@@ -233,6 +233,3 @@ class TrainingStage(Job):
         yield from same_names(
             names + [("evaluation.watch", n) for b in self.watched for n in b.judges]
         )
-        sizes = {f"tasks.{index}": task.size for index, task in enumerate(self.tasks)}
-        sizes |= {f"evaluation.watch.{i}": b.size for i, b in enumerate(self.watched)}
-        yield from self.model.size_problems(sizes)
