@@ -149,7 +149,6 @@ def load_reference(
     if config.fidelity is None:
         return None
     source, name = config.fidelity.reference, config.fidelity.features
-    sets = [images for images in sets if images.judges]
     try:
         extract: Features = image_encoder(name, device)[1]
     except (ImportError, ValueError, OSError) as error:

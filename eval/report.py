@@ -1,7 +1,7 @@
 """The files of an evaluation: results.json, table.md, report.html, grid.png, manifest.json.
 
-Where nothing was judged, only results.json. The page is the template `templates/report.html.j2`,
-without other files and without a network; this module computes what it shows.
+The page is the template `templates/report.html.j2`, without other files and without a network; this
+module computes what it shows.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from torch import Tensor
 from flowalign.config import EvalStage, to_yaml
 from flowalign.eval.compare import VERSION
 from flowalign.eval.fidelity import GROUPS
-from flowalign.eval.stats import AVERAGE, FIDELITY, FIELDS, part_of, shown
+from flowalign.eval.stats import AVERAGE, FIDELITY, FIELDS, part_of
 from flowalign.eval.suite import Benchmark, environment
 from flowalign.eval.table import (
     Results,
     Table,
-    breakdowns,
     compared,
     details,
     markdown,
+    metric_rows,
     tables,
 )
 from flowalign.rewards import describe
@@ -51,33 +51,33 @@ from flowalign.types import EvalRow
 
 def write_files(config: EvalStage, results: Results) -> str:
     """Write all files into config.output; returns the tables as Markdown, without the details."""
-    folder, versions = Path(config.output), environment()
-    content, texts = document(config, results, versions), {}
-    short, drawn = "No benchmark has a reward: images only.\n", []
-    if results.benchmarks:
-        on = f"{(n := len(results.judged))} model{'s' * (n > 1)} on {config.model.id}"
-        title = on if config.adapters else ", ".join(config.given)
-        title = config.report.title or f"flowalign eval: {title}"
-        equal = {name: text for name, a in config.adapters.items() if (text := unlearnt(a))}
-        said = [f"{name}: {text}." for name, text in equal.items()]
-        sentences = [*said, *conditions(config, results, versions)]
-        scores = tables(results, config.compare)
-        content |= {"remarks": said, "tables": [table.plain() for table in scores]}
-        heads = [f"{escaped(text, length=1000)}\n" for text in said]
-        short = "\n".join([*heads, *map(markdown, scores)])
-        tallies = [f"- {escaped(said)}\n" for *_, said in compared(results, config.compare)]
-        changed = f"\nWhat changed:\n\n{''.join(tallies)}" if tallies else ""
-        long, measured = details(results.rows), escaped(" ".join(sentences), length=10_000)
-        texts["table.md"] = f"{short}\nEvery metric:\n\n{long}{changed}\n{measured}\n"
-        about = {"title": title, "conditions": sentences, "config": to_yaml(config)}
-        texts["report.html"] = render(results, scores, config.compare, **about)
-        if config.report.images:
-            drawn.append("grid.png")
-            legend = f"{results.shared.capitalize()} in every row; below each image its score."
-            listed = blocks(results, dict.fromkeys(equal, "kept: update 0"))
-            comparison(folder / "grid.png", [*listed], title=f"{title}. {legend}")
-    # JSON has no NaN
-    texts["results.json"] = json.dumps(to_json(content), allow_nan=False, indent=1)
+    folder, versions, drawn = Path(config.output), environment(), []
+    on = f"{(n := len(results.judged))} model{'s' * (n > 1)} on {config.model.id}"
+    title = on if config.adapters else ", ".join(config.given)
+    title = config.report.title or f"flowalign eval: {title}"
+    equal = {name: text for name, a in config.adapters.items() if (text := unlearnt(a))}
+    said = [f"{name}: {text}." for name, text in equal.items()]
+    sentences = [*said, *conditions(config, results, versions)]
+    scores = tables(results, config.compare)
+    heads = [f"{escaped(text, length=1000)}\n" for text in said]
+    short = "\n".join([*heads, *map(markdown, scores)])
+    tallies = [f"- {escaped(said)}\n" for *_, said in compared(results, config.compare)]
+    changed = f"\nWhat changed:\n\n{''.join(tallies)}" if tallies else ""
+    long, measured = details(results.rows), escaped(" ".join(sentences), length=10_000)
+    about = {"title": title, "conditions": sentences, "config": to_yaml(config)}
+    if config.report.images:
+        drawn.append("grid.png")
+        legend = f"{results.shared.capitalize()} in every row; below each image its score."
+        listed = blocks(results, dict.fromkeys(equal, "kept: update 0"))
+        comparison(folder / "grid.png", [*listed], title=f"{title}. {legend}")
+    content = document(config, results, versions)
+    content |= {"remarks": said, "tables": [table.plain() for table in scores]}
+    texts = {
+        "table.md": f"{short}\nEvery metric:\n\n{long}{changed}\n{measured}\n",
+        "report.html": render(results, scores, config.compare, **about),
+        # JSON has no NaN
+        "results.json": json.dumps(to_json(content), allow_nan=False, indent=1),
+    }
     for name, text in texts.items():
         with replacing(folder / name) as part:
             part.write_text(text, encoding="utf-8")
@@ -140,7 +140,8 @@ def conditions(config: EvalStage, results: Results, versions: Mapping[str, str])
         counts.append(text + (f" with {copies} images each" if copies > 1 else ""))
     sentences = [
         f"Images of {m.id} ({m.dtype}, {m.height}x{m.width}) for {', '.join(counts)}: {s.steps} "
-        f"Euler steps, guidance {s.guidance:g}{''.join(own)}, seed {s.seed}; scored at 8 bits a channel."
+        f"Euler steps, guidance {s.guidance:g}{''.join(own)}, seed {s.seed}; "
+        "scored at 8 bits a channel."
     ]
     for name, given in config.given.items():
         said = ", ".join(f"{k} {v}" for k, v in config.settings_of(name).items() if v is not None)
@@ -152,22 +153,11 @@ def conditions(config: EvalStage, results: Results, versions: Mapping[str, str])
             "average: the unweighted mean of the benchmarks; its error is over prompts, also where "
             "benchmarks share images or prompts."
         )
-    for benchmark in config.benchmarks:
-        if benchmark.layout:
-            sentences.append(
-                f"The images of {benchmark.name} are also in the official layout of "
-                f"{benchmark.layout}: layouts/MODEL/{benchmark.name}."
-            )
     if f:
         sentences.append(
             f"fidelity: Fréchet distance, lower is better, between the {f.features!r} features of "
             f"all images of a model and of the reference {f.reference!r}; its error is a "
             f"jackknife over up to {GROUPS} groups of prompts."
-        )
-    if d := config.diversity:
-        sentences.append(
-            f"diversity: the mean of 1 - cosine of the {d.features!r} features of the images of a "
-            "prompt, and their Vendi score, which is 1 to the number of images; not averaged."
         )
     listed = ", ".join(f"{name} {version}" for name, version in versions.items())
     return [*sentences, f"Measured with {listed}."]
@@ -204,17 +194,6 @@ def blocks(results: Results, marks: Mapping[str, str]) -> Iterator[Block]:
 
 
 EXTREMES = 6  # prompts that a model won, and that it lost, with their images
-
-
-class Bar(NamedTuple):
-    """A number as a bar: its end and the ends of its error, in percent of the axis."""
-
-    model: str
-    text: str
-    n: int
-    end: float
-    low: float
-    high: float
 
 
 class Cell(NamedTuple):
@@ -261,11 +240,7 @@ def render(
         shared=results.shared,
         tables=tables,
         models=list(results.judged),
-        charts={
-            f"{benchmark.name}, {title}": chart
-            for benchmark in results.benchmarks
-            for title, chart in bars(results, benchmark).items()
-        },
+        metrics=page.table(metric_rows(results.rows)),
         changes=changes(results, compare, grids) if any(pictured.values()) else [],
         grids=grids if any(pictured.values()) else {},
         pictured=pictured,
@@ -275,24 +250,6 @@ def render(
         longest=LONGEST,
         drifts=results.drifts,
     )
-
-
-def bars(results: Results, benchmark: Benchmark) -> dict[str, dict[str, list[Bar]]]:
-    """{by what: {metric: one bar per model}}: the benchmark's `breakdowns`."""
-    listed = [
-        (model, title, row)
-        for model, numbers in results.rows.items()
-        for title, rows in breakdowns(benchmark, numbers).items()
-        for row in rows
-    ]
-    axis = max([1.0, *(row.mean for *_, row in listed if row.n)])  # shares end at 1
-    charts: dict[str, dict[str, list[Bar]]] = {}
-    for model, title, row in listed:
-        mean, error = (0.0 if math.isnan(x) else x / axis * 100 for x in (row.mean, row.stderr))
-        low, high = max(0.0, mean - error), min(100.0, mean + error)
-        bar = Bar(model, shown(row, 3), row.n, max(0.0, mean), low, max(low, high))
-        charts.setdefault(title, {}).setdefault(row.metric, []).append(bar)
-    return charts
 
 
 def lines(results: Results, benchmark: Benchmark) -> list[Line]:

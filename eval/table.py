@@ -6,7 +6,6 @@ Every file of an evaluation (table.md, report.html, results.json) takes its numb
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -126,17 +125,6 @@ def compared(
         yield model, other, benchmark, gaps, f"{model} − {other}, {benchmark.name}: {said}"
 
 
-def breakdowns(benchmark: Benchmark, rows: Sequence[EvalRow]) -> dict[str, list[EvalRow]]:
-    """{by what: rows}: the benchmark's number by tag and as its reward says, of a model's rows."""
-    rows = [row for row in rows if row.benchmark == benchmark.name]
-    metrics = [row.metric for row in rows]
-    end = metrics.index("overall") if "overall" in metrics else len(rows)  # the tags follow it
-    listed = {"by tag": rows[end + 1 :]}
-    for title, pattern in as_reward(benchmark.reward).breakdowns.items():
-        listed[title] = [row for row in rows[:end] if re.fullmatch(pattern, row.metric)]
-    return {title: chosen for title, chosen in listed.items() if chosen}
-
-
 @dataclass(frozen=True)
 class Table:
     """Numbers by row and column, as they are printed."""
@@ -247,17 +235,23 @@ def markdown(table: Table) -> str:
     return "\n".join([escaped(table.caption), "", *escape.table(heads, rows), *below]) + "\n"
 
 
-def details(rows: Mapping[str, Sequence[EvalRow]]) -> str:
-    """{model: rows} as Markdown: one line per benchmark and metric, one column per model."""
-    lines = []
+def metric_rows(rows: Mapping[str, Sequence[EvalRow]]) -> list[list[str]]:
+    """{model: rows} as texts: one line per benchmark and metric, one column per model; heads
+    first."""
+    lines = [["benchmark", "metric", "n", *rows]]
     by_metric: dict[tuple[str, str], dict[str, EvalRow]] = {}
     for model, numbers in rows.items():
         for row in numbers:
             by_metric.setdefault((row.benchmark, row.metric), {})[model] = row
     for (benchmark, metric), numbers in by_metric.items():
         cells = [f"{shown(row, 3)} {between(row, 3)}".strip() for row in map(numbers.get, rows)]
-        lines.append([escaped(benchmark), escaped(metric), counts(numbers.values()), *cells])
-    heads = ["benchmark", "metric", "n", *map(escaped, rows)]
+        lines.append([benchmark, metric, counts(numbers.values()), *cells])
+    return lines
+
+
+def details(rows: Mapping[str, Sequence[EvalRow]]) -> str:
+    """`metric_rows` as Markdown."""
+    heads, *lines = ([escaped(cell) for cell in line] for line in metric_rows(rows))
     return "\n".join(escape.table(heads, lines)) + "\n"
 
 

@@ -60,7 +60,6 @@ class DPG(AskedReward):
 
     name, source = "dpg", "dpg_bench"
     choices = {**AskedReward.choices, "mplug": "MIT (its code)"}
-    breakdowns = {"by category": "(?!reward$)[^-]+"}
     questions = staticmethod(questions)
 
     def __init__(

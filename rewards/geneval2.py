@@ -177,7 +177,6 @@ class GenEval2(AskedReward):
     name = source = "geneval2"
     licence = "its prompts: CC BY-NC 4.0"
     headline = "gm"
-    breakdowns = {"GM by number of atoms": r"atoms_\d+", "AM by skill": "|".join(sorted(SKILLS))}
     questions = staticmethod(questions)
 
     def __init__(

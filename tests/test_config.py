@@ -128,8 +128,7 @@ PATHS = [  # (a config, a key that holds a path there)
     (raw(evaluation={"watch": [MARK | {"name": "w"}]}), "evaluation.watch.0.prompts"),
     *((raw(stage="opd", teachers=TEACHERS), f"teachers.ocr.{key}") for key in ("adapter", "base")),
     *((raw_eval(), key) for key in ("output", "models.a", "models.a.images", "benchmarks.0.prompts",
-                                    "fidelity.reference", "fidelity.features",
-                                    "diversity.features")),
+                                    "fidelity.reference", "fidelity.features")),
     ({"stage": "merge", "output": "x", "model": TINY, "adapters": ["a", "b"]}, "adapters.1"),
 ]  # fmt: skip
 
@@ -186,7 +185,6 @@ def test_a_wrong_value_is_explained(sections: dict[str, Any], said: list[str]) -
     assert all(part in problem for part in said), problem
 
 
-WATCHED = {"name": "x", "prompts": "b.txt", "reward": {"name": "ocr"}, "layout": "geneval"}
 STUDENT = {"stage": "opd", "teachers": {"ocr": {"adapter": "tiny/ocr"}}}
 COMPILED = {"id": "tiny", "height": 64, "width": 64, "dtype": "bfloat16", "compile": True}
 NO_VALIDATION = {key: value for key, value in TASK.items() if key != "validation"}
@@ -219,7 +217,6 @@ NO_VALIDATION = {key: value for key, value in TASK.items() if key != "validation
         ("tasks", {"evaluation": {"watch": [MARK]}}),
         ("tasks.0.teacher", {"tasks": [{**TASK, "teacher": "a"}]}),
         ("rollout.window", {"stage": "nft", "rollout": {"kind": "ode", "window": [0, 2]}}),
-        ("evaluation.watch.0.layout", {"evaluation": {"watch": [WATCHED]}}),
         ("model.compile", {"model": COMPILED}),
     ],
 )

@@ -440,7 +440,7 @@ FOLDERS = {  # the page whose table says what a command leaves -> where the scri
     "docs/evaluation.md": "outputs/tiny/eval",
 }
 
-OPTIONAL = ("layouts/", "warnings.jsonl")  # of some benchmarks; where a run warned
+OPTIONAL = ("warnings.jsonl",)  # where a run warned
 
 
 def files_in_tables(page: str) -> list[str]:

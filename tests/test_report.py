@@ -15,7 +15,6 @@ from flowalign.eval.fidelity import Distance
 from flowalign.eval.stats import NO_ERROR
 from flowalign.eval.suite import Benchmark, Judged
 from flowalign.eval.table import Results, Table, markdown, tables
-from flowalign.rewards import RewardBase
 from flowalign.training.report.pictures import png
 from flowalign.types import EvalRow, PromptBatch
 
@@ -141,37 +140,6 @@ def test_a_table_as_markdown():
     assert "| new | 0.500 ± 0.100 |" in markdown(Table("", every, {"ocr": 3}))
     gain = {"new − base": {"ocr": EvalRow("", "", 0.662, 0.1, 7)}}
     assert "| +0.66 ± 0.10 |" in markdown(Table("", gain, {"ocr": 2}, signed=True))
-
-
-class Split(RewardBase):
-    """A reward of a user's whose parts are shown by what they stand for."""
-
-    breakdowns = {"by size": r"size_\d+", "by shape": "round|square"}
-    headline = "whole"
-
-
-def rows_of_one(reward: RewardBase, rows: list[dict]) -> Results:
-    prompts = [row["prompt"] for row in rows]
-    batch = PromptBatch(prompts, ["x"] * len(rows), [row["metadata"] for row in rows])
-    listed = [{"index": i, "copy": 0, **row} for i, row in enumerate(rows)]
-    return Results([Benchmark("x", batch, reward)], {"m": {"x": Judged(listed, [])}}, {})
-
-
-def test_parts_are_shown_by_what_the_reward_says():
-    """Also where a tag has the name of a part."""
-    scores = [{"whole": 0.5, "size_10": 0.5, "round": 0.4, "square": 1.0, "other": 1.0},
-              {"whole": 0.6, "size_03": 0.6, "round": 0.8}]  # fmt: skip
-    rows = [
-        {"prompt": p, "metadata": {"tag": "round"}, "value": 0.0} | s
-        for p, s in zip("ab", scores, strict=True)
-    ]
-    results = rows_of_one(Split(), rows)
-    charts = report.bars(results, results.benchmarks[0])
-    assert {title: [*chart] for title, chart in charts.items()} == {
-        "by tag": ["round"], "by size": ["size_03", "size_10"], "by shape": ["round", "square"]
-    }  # fmt: skip
-    (bar,) = charts["by shape"]["round"]
-    assert bar.text.startswith("0.600") and bar.n == 2
 
 
 class Blank:

@@ -303,12 +303,12 @@ def test_a_reward_says_what_differs_from_the_defaults(registry):
     @register("duck")
     class Duck(Brightness):
         groupwise, headline, weights = True, "half", "not a sum of parts"
-        columns, breakdowns = ("half",), {"by half": "half"}
+        columns = ("half",)
 
     quiet, duck = build_on(None, "quiet", {}), build_on(None, "duck", {})
     assert (quiet.groupwise, quiet.headline, quiet.weights) == (False, None, None)
     assert (duck.groupwise, duck.headline, duck.weights) == (True, "half", None)
-    assert (duck.columns, duck.breakdowns) == (("half",), {"by half": "half"})
+    assert duck.columns == ("half",)
     assert is_groupwise("duck", {}) and not is_groupwise("quiet", {})
     assert declared("quiet").image_cost() == Cost(2.0) and declared("duck").image_cost() is None
     assert declared("quiet").image_cost(model="other") is None

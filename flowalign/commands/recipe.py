@@ -148,7 +148,7 @@ def examine(config: Any, home: Path, launch: Launch = HERE) -> tuple[dict[str, S
     problems = world_problems(config, launch)
     if not config.trains and config.given and not problems:
         model = config.model if config.adapters else None
-        _, problems = image_sets(config.scored, "benchmarks", model, config.given)
+        _, problems = image_sets(config.benchmarks, "benchmarks", model, config.given)
     return stages, problems
 
 

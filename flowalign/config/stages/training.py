@@ -223,10 +223,6 @@ class TrainingStage(Job):
                 yield f"tasks.{index}.teacher: {text}, or use stage 'opd' or 'sft'."
         if self.alarm and self.alarm.reference == "start" and not self.lora.init:
             yield "alarm.reference: 'start' is the base. Use 'base', or give lora.init."
-        for index, benchmark in enumerate(self.watched):
-            if benchmark.layout:
-                text = f"{benchmark.layout!r}, but a run keeps no images. Use it in stage 'eval'."
-                yield f"evaluation.watch.{index}.layout: {text}"
         if self.watched and not self.evaluates:
             yield "evaluation.watch: no task has `validation` and `reward`: nothing is evaluated."
         names = [("tasks", task.name) for task in self.tasks]
