@@ -175,7 +175,7 @@ def run(
         first, judged = images.judges[0], results[0]  # which says what its images are worth
         pictured = [judged.rows[i * images.copies] for i in judged.pictured(images.copies)]
         examples.extend(
-            Example(first.name, row["prompt"], row.get(part_of(first), math.nan), picture)
+            Example(row["prompt"], row.get(part_of(first), math.nan), picture)
             for row, picture in zip(pictured, judged.pictures[:: images.copies], strict=True)
         )
     return EvalReport(rows, reasons, examples)

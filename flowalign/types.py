@@ -215,7 +215,6 @@ class Example:
     """An image of an evaluation. score: the benchmark's number for it, NaN = invalid, None = it has
     no reward."""
 
-    benchmark: str
     prompt: str
     score: float | None
     picture: bytes  # a PNG file

@@ -444,25 +444,6 @@ def test_what_an_evaluation_lacks_is_reported_at_once(tmp_path: Path) -> None:
     check_world(parse(alone, stage=EvalStage), Launch(3))
 
 
-def test_reference_images_that_are_not_there_are_reported(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text(f"{SIGN}\n" * 70)  # as many as fidelity needs
-    found = tmp_path / "clean"
-    marks = [{**MARK, "prompts": str(tmp_path / "a.txt")}]
-    data = raw_eval(benchmarks=marks, fidelity={"reference": str(found)})
-    with pytest.raises(ConfigError, match="fidelity.reference: .*no such folder. Name a folder"):
-        check_world(parse(data, stage=EvalStage), Launch())
-    tiny = raw_eval(benchmarks=marks, fidelity={"reference": "tiny"})
-    with pytest.raises(ConfigError, match="fidelity.reference: 'tiny'"):
-        check_world(parse(tiny, stage=EvalStage), Launch())
-    found.mkdir()
-    (found / "notes.txt").write_text("none yet")
-    with pytest.raises(ConfigError, match=r"the folder holds no \.png, \.jpg"):
-        check_world(parse(data, stage=EvalStage), Launch())
-    for number in range(70):
-        (found / f"{number}.PNG").touch()
-    check_world(parse(data, stage=EvalStage), Launch())
-
-
 def test_four_bits_are_refused_where_they_cannot_be_had(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -185,18 +185,6 @@ def test_bad_images_are_refused_in_a_sentence_before_a_judge_is_built(
 
 
 @pytest.mark.usefixtures("never")
-def test_prompts_that_their_judge_cannot_score_are_refused(tmp_path: Path, capsys):
-    """Of objects that the tiny world's detector does not know."""
-    lines = (json.dumps({**row, "include": [{"class": "dog", "count": 1}]}) for row in ROWS)
-    (tmp_path / "dogs.jsonl").write_text("\n".join(lines))
-    reward = {"name": "geneval", "options": {"detector": "tiny"}}
-    mark = {"images": 2, "reward": reward, "prompts": str(tmp_path / "dogs.jsonl")}
-    assert main(["--config", str(config(tmp_path, geneval(tmp_path / "theirs"), mark))]) == 2
-    assert "benchmarks.0.prompts: " in capsys.readouterr().err
-    assert not list((tmp_path / "out").glob("*.*"))
-
-
-@pytest.mark.usefixtures("never")
 def test_more_prompts_than_the_benchmark_has_are_left_alone_and_a_limit_takes_the_first(
     tmp_path, caplog
 ):

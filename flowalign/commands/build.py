@@ -181,7 +181,7 @@ def evaluator(parts: Parts, benchmarks: Sequence[Benchmark], inputs: Inputs) -> 
             some = prompts.select(shown)
             images = generate(parts.backbone, some, settings, shown)
             for prompt, image in zip(some.prompts, images, strict=True):
-                yield Example(task.name, prompt, None, png(image))
+                yield Example(prompt, None, png(image))
 
     return evaluate
 

@@ -23,7 +23,6 @@ from flowalign.system import files
 from flowalign.system.signals import Clock
 from flowalign.training import preflight
 from flowalign.training.algorithm import TrainingError
-from flowalign.training.data import marks
 from flowalign.training.preflight import Launch, against_card, check_world, overruled, span
 from flowalign.training.report import page, results
 from flowalign.training.report.progress import OnMetrics
@@ -96,9 +95,6 @@ def train(
             log.warning("%s. Leave it out, or start without lora.init.", text)
     for _, text in against_card(config) if main else ():
         log.warning("a finding of preflight: %s", text)
-    for (source, _), batch in inputs.prompt_sets.items() if main else ():
-        for text in marks(batch.prompts):
-            log.warning("%s: %s", source, text)
     unscored = [task.name for task in config.tasks if not task.evaluated]
     if main and config.evaluation and unscored and not config.unrewarded:
         last = "" if config.evaluates else "; the adapter of the last update is kept"
@@ -150,7 +146,5 @@ def finish(config: TrainingStage) -> None:
     folder = Path(config.output)
     if warning := results.untrained(config):
         log.warning("%s", warning)
-    if results.kept(folder) is None:  # of an earlier adapter, before `evaluation=null`
-        (folder / "before_after.png").unlink(missing_ok=True)
     write_card(folder, config, sys.argv)
     page.write(folder, config)

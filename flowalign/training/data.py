@@ -7,7 +7,7 @@ import io
 import json
 import random
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from functools import lru_cache
 from itertools import islice
@@ -22,12 +22,6 @@ from flowalign.types import PromptBatch
 
 Row = tuple[str, dict[str, Any]]  # a prompt, its metadata
 QUESTION = ("proposition_id", "dependency", "tuple", "question_natural_language")
-MARKS = {  # what other programs do not take for words of a prompt
-    "begin as a comment": r"^#",
-    "have options, as of kohya or Midjourney": r"\s--[a-z]+\b",
-    "have weights or tags, as of A1111 or ComfyUI": r"\([^()]*[^\d\s():]:[\d.]+\)|<\w+:[^<>]+>",
-    "have wildcards": r"__\w+__|\{[^{}|]*\|[^{}]*\}",
-}
 
 
 class PromptError(ValueError):
@@ -57,13 +51,6 @@ def load_prompts(source: str | Path, task: str) -> PromptBatch:
         raise PromptError(f"{path} holds no prompts. Write one a line.")
     prompts, metadata = map(list, zip(*rows, strict=True))
     return PromptBatch(prompts, [task] * len(prompts), metadata)
-
-
-def marks(prompts: Sequence[str]) -> Iterator[str]:
-    """What of MARKS some prompts have, which a model would read as words."""
-    for what, form in MARKS.items():
-        if found := [prompt for prompt in prompts if re.search(form, prompt)]:
-            yield f"{len(found)} prompts {what}, which a model reads as words, such as {found[0]!r}"
 
 
 def subset(prompts: PromptBatch, count: int) -> PromptBatch:
