@@ -115,7 +115,7 @@ def _evaluate(config: EvalStage, accelerator: Accelerator) -> None:
         panels = drift_panels(config, backbone, sets, judged)
         seeds = {config.settings_of(model)["seed"] for model in config.models}
         alike = f"same prompts{' and noise' * (len(seeds) == 1 and None not in seeds)}"
-        print(write_files(config, Results(benchmarks, judged, distances, panels, alike, stores)))
+        print(write_files(config, Results(benchmarks, judged, distances, panels, alike)))
         warn_of_drift(config, panels)
 
 

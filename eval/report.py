@@ -8,13 +8,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
-from itertools import groupby, islice
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
-
-from torch import Tensor
 
 from flowalign.config import EvalStage, to_yaml
 from flowalign.eval.compare import VERSION
@@ -24,16 +21,17 @@ from flowalign.eval.suite import Benchmark, environment
 from flowalign.eval.table import (
     Results,
     Table,
-    compared,
     details,
     markdown,
     metric_rows,
     tables,
+    tallies,
 )
 from flowalign.rewards import describe
 from flowalign.system import manifest
 from flowalign.system.escape import escaped
 from flowalign.system.files import replacing, to_json
+from flowalign.system.images import pixels_of
 from flowalign.training.data import spread, spread_text
 from flowalign.training.report import page
 from flowalign.training.report.pictures import (
@@ -61,8 +59,8 @@ def write_files(config: EvalStage, results: Results) -> str:
     scores = tables(results, config.compare)
     heads = [f"{escaped(text, length=1000)}\n" for text in said]
     short = "\n".join([*heads, *map(markdown, scores)])
-    tallies = [f"- {escaped(said)}\n" for *_, said in compared(results, config.compare)]
-    changed = f"\nWhat changed:\n\n{''.join(tallies)}" if tallies else ""
+    changed = "".join(f"- {escaped(text)}\n" for text in tallies(results, config.compare))
+    changed = f"\nWhat changed:\n\n{changed}" if changed else ""
     long, measured = details(results.rows), escaped(" ".join(sentences), length=10_000)
     about = {"title": title, "conditions": sentences, "config": to_yaml(config)}
     if config.report.images:
@@ -180,9 +178,7 @@ def blocks(results: Results, marks: Mapping[str, str]) -> Iterator[Block]:
             captions = ["\n".join(score_text(s[i * copies]) for s in scores) for i in indices]
             numbers = results.scores(model)
             notes = [f"{judge.name} {score_text(numbers[judge.name].mean)}" for judge in judges]
-            images = [
-                image for i in indices if (image := results.image(model, first, i, 0)) is not None
-            ]
+            images = [pixels_of(results.picture(model, first, i, 0)) for i in indices]
             note = "\n".join([*notes, *filter(None, [marks.get(model)])])
             rows.append(Row(images, captions, model, note))
         title = f"{name}: {spread_text(indices, len(first.prompts))}"
@@ -193,14 +189,11 @@ def blocks(results: Results, marks: Mapping[str, str]) -> Iterator[Block]:
 # report.html --------------------------------------------------------------------------------------
 
 
-EXTREMES = 6  # prompts that a model won, and that it lost, with their images
-
-
 class Cell(NamedTuple):
     """An image with its score."""
 
     name: str
-    image: Callable[[], Tensor | None]  # [3,H,W]; None = it was not kept
+    picture: bytes  # a PNG file; empty where the report shows none
     score: str
     level: float | None  # 0 = the benchmark's lowest score, 100 = its highest, None = no score
     hint: str  # every part of the score
@@ -229,10 +222,10 @@ def render(
 
     def source(cell: Cell) -> str:
         """The image as a data URI; "" where the page has it already."""
-        if cell.name in there or (image := cell.image()) is None:
+        if cell.name in there:
             return ""
         there.add(cell.name)
-        return f"data:image/webp;base64,{webp(image)}"
+        return f"data:image/webp;base64,{webp(pixels_of(cell.picture))}"
 
     return page.render(
         "report.html.j2",
@@ -241,7 +234,7 @@ def render(
         tables=tables,
         models=list(results.judged),
         metrics=page.table(metric_rows(results.rows)),
-        changes=changes(results, compare, grids) if any(pictured.values()) else [],
+        changes=list(tallies(results, compare)),
         grids=grids if any(pictured.values()) else {},
         pictured=pictured,
         rule=lambda rows, lines: spread_text(rows, len(lines)),
@@ -259,6 +252,7 @@ def lines(results: Results, benchmark: Benchmark) -> list[Line]:
     scores = [row.get(part, math.nan) for rows in judged.values() for row in rows]
     finite = list(filter(math.isfinite, scores))
     low, high = min(finite, default=0.0), max(finite, default=0.0)
+    pictured = results.pictured(benchmark)
 
     def cell(model: str, number: int) -> Cell:
         row = judged[model][number]
@@ -268,9 +262,10 @@ def lines(results: Results, benchmark: Benchmark) -> list[Line]:
             level = 100 * (score - low) / (high - low)
         elif level and verdict == 0:  # all scores are equal: only a verdict says that they are bad
             level = 0.0
+        place = divmod(number, copies)  # prompt, copy
         return Cell(
             f"{benchmark.image_set}/{model}/{number}",
-            partial(results.image, model, benchmark, *divmod(number, copies)),
+            results.picture(model, benchmark, *place) if place[0] in pictured else b"",
             score_text(score),
             level,
             ", ".join(f"{key} {value:.3g}" for key, value in row.items() if key not in FIELDS),
@@ -286,30 +281,6 @@ def lines(results: Results, benchmark: Benchmark) -> list[Line]:
         tag = str(row["metadata"].get("tag", ""))
         result.append(Line(index, row["prompt"], tag, disagree(means, high - low), cells))
     return result
-
-
-def changes(
-    results: Results, compare: Mapping[str, Sequence[str]], grids: Mapping[str, Sequence[Line]]
-) -> list[tuple[str, tuple[str, str], list[list[tuple[str, Line]]]]]:
-    """(how many prompts were won and lost, both models, sides) for all that is compared. sides:
-    gains and losses (difference, prompt), the largest first, of prompts whose images are kept."""
-
-    def kept(line: Line, models: Iterable[str]) -> bool:
-        return all(cell.image() is not None for model in models for cell in line.cells[model])
-
-    listed = []
-    for model, other, benchmark, gaps, said in compared(results, compare):
-        pair, sides = (other, model), []
-        for sign in (1, -1):
-            order = [i for i, gap in enumerate(gaps) if gap * sign > 0]
-            found = (
-                (f"{gaps[i]:+.3g}", grids[benchmark.name][i])
-                for i in sorted(order, key=lambda i: -abs(gaps[i]))
-                if kept(grids[benchmark.name][i], pair)
-            )
-            sides.append([*islice(found, EXTREMES)])
-        listed.append((said, pair, sides))
-    return listed
 
 
 def disagree(scores: Sequence[float], spread: float) -> bool:
