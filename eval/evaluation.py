@@ -32,7 +32,6 @@ from flowalign.training.report.drift.statistics import ImageStatistics
 from flowalign.training.report.page import Panel
 from flowalign.training.report.progress import quiet
 from flowalign.training.run import lock, processes
-from flowalign.training.run.ranks import phase
 
 log = logging.getLogger("flowalign")
 
@@ -75,20 +74,19 @@ def _evaluate(config: EvalStage, accelerator: Accelerator) -> None:
         files.remove_leftovers(config.output)
     accelerator.wait_for_everyone()
     backbone, weights, digests = None, "", {}
-    with phase("loading the models"):
-        model, device = config.model if config.adapters else None, accelerator.device
-        sets = build_sets(config.benchmarks, "benchmarks", device, model, config.given)
-        if not model and (size := sets[0].size):  # no model says the size of the images
-            update = {"height": size[0], "width": size[1]}
-            config = config.model_copy(update={"model": config.model.model_copy(update=update)})
-        reference = load_reference(config, sets, device)
-        if model:
-            backbone = Backbone.load(model, device)
-            base = (backbone.core, backbone.pipe.vae, *backbone.family.encoders)
-            weights = placement.fingerprint(base)  # before the adapters
-            digests = load_adapters(backbone, config)
-            update = {"max_sequence_length": backbone.text.max_sequence_length}  # where it is null
-            config = config.model_copy(update={"model": model.model_copy(update=update)})
+    model, device = config.model if config.adapters else None, accelerator.device
+    sets = build_sets(config.benchmarks, "benchmarks", device, model, config.given)
+    if not model and (size := sets[0].size):  # no model says the size of the images
+        update = {"height": size[0], "width": size[1]}
+        config = config.model_copy(update={"model": config.model.model_copy(update=update)})
+    reference = load_reference(config, sets, device)
+    if model:
+        backbone = Backbone.load(model, device)
+        base = (backbone.core, backbone.pipe.vae, *backbone.family.encoders)
+        weights = placement.fingerprint(base)  # before the adapters
+        digests = load_adapters(backbone, config)
+        update = {"max_sequence_length": backbone.text.max_sequence_length}  # where it is null
+        config = config.model_copy(update={"model": model.model_copy(update=update)})
     stores = open_stores(config, sets, weights, digests, accelerator)
     problems = dict[str, str]()
     for store in stores.values():
@@ -158,8 +156,7 @@ def score_models(
         for name, images in product(config.models, sets):
             model = None if name in config.given else backbone
             adapter = _adapter(name) if config.adapters.get(name) else None
-            work = phase(f"the evaluation of {name} on {images.name}")
-            with work, model.adapter(adapter) if model else nullcontext():
+            with model.adapter(adapter) if model else nullcontext():
                 scored = judge_set(
                     model,
                     images,

@@ -400,14 +400,14 @@ def test_what_the_world_lacks_is_reported_at_once(
     found = "flowalign.system.packages.importlib.util.find_spec"
     (tmp_path / "a.txt").write_text(SIGN)
     task = {**TASK, "prompts": str(tmp_path / "a.txt"), "validation": str(tmp_path / "b.txt")}
-    optimizer = {"updates_per_rollout": 2, "name": "adamw8bit"}
-    config = parse(raw(tasks=[{**task, "reward": {"name": "ocl"}}], optimizer=optimizer))
+    more = {"optimizer": {"updates_per_rollout": 2}, "train": {"trackers": ["wandb"]}}
+    config = parse(raw(tasks=[{**task, "reward": {"name": "ocl"}}], **more))
     with monkeypatch.context() as patch, pytest.raises(ConfigError) as caught:
         patch.setattr(found, lambda name: None)
         check_world(config, Launch(3))
     package, reward, prompts, sharing = caught.value.problems
     assert "3 processes cannot share evenly" in sharing and "rollout.prompts=12" in sharing
-    assert "optimizer.name" in package and "[gpu]" in package
+    assert "train.trackers" in package and "needs wandb" in package
     assert reward.startswith("tasks.0.reward: no reward 'ocl'")
     assert prompts.startswith("tasks.0.validation: no prompt set")
     config = parse(raw(tasks=[task | {"validation": None}], evaluation=None))

@@ -59,7 +59,7 @@ class Backbone:
     def __init__(self, pipe: Any, model: ModelConfig, device: torch.device | str = "cpu") -> None:
         self.pipe, self.decode_batch = pipe, model.decode_batch
         self.name: str | None = model.id  # the base that saved adapters name
-        self.family = family_of(type(pipe).__name__, model.family)(pipe)
+        self.family = family_of(type(pipe).__name__)(pipe)
         self.device = torch.device(device)
         if self.device.type == "cpu":
             # accelerate says "cpu:0" where there are several processes, which would copy all
@@ -93,7 +93,6 @@ class Backbone:
             vae_dtype=DTYPES[model.vae_dtype],
             quantization=model.quantization,
             revision=model.revision,
-            family=model.family,
             parts={name: part for name, part in parts.items() if name != "transformer"},
         )
         backbone = beside._with(pipe, model, device) if beside else cls(pipe, model, device)
@@ -340,7 +339,7 @@ class Backbone:
 def without_data(model: ModelConfig) -> Backbone:
     """The model of a config on the meta device. LookupError where its shapes are not known."""
     with weightless():
-        pipe = build(find(model.id, model.revision, model.family), DTYPES[model.dtype])
+        pipe = build(find(model.id, model.revision), DTYPES[model.dtype])
         nn.Module.to(pipe.vae, DTYPES[model.vae_dtype])
         # a cache and moving between devices need values
         plain = {"text_cache": None, "offload_text_encoders": False}

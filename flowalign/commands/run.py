@@ -27,7 +27,6 @@ from flowalign.training.preflight import Launch, against_card, check_world, over
 from flowalign.training.report import page, results
 from flowalign.training.report.progress import OnMetrics
 from flowalign.training.run import lock, processes
-from flowalign.training.run.ranks import phase
 from flowalign.training.run.resume import checkpoints
 
 log = logging.getLogger("flowalign")
@@ -100,9 +99,8 @@ def train(
         last = "" if config.evaluates else "; the adapter of the last update is kept"
         log.info("not evaluated, without `validation` and `reward`: %s%s", unscored, last)
     with lock.holding(folder, main), deterministic(config.train.deterministic):
-        with phase("loading the models"):
-            loop, report, _ = wire(config, clock, inputs)
-            report.on_update = on_update
+        loop, report, _ = wire(config, clock, inputs)
+        report.on_update = on_update
         if main:
             files.remove_leftovers(folder)
         if not (resume and loop.resume()):
@@ -112,11 +110,9 @@ def train(
                 part.write_text(to_yaml(config))
         loop.accelerator.wait_for_everyone()
         with report.live(loop.update):
-            with phase("training"):
-                loop.run()
-            with phase("pictures and model card"):
-                if main:
-                    finish(config)
+            loop.run()
+            if main:
+                finish(config)
         processes.finish(loop.accelerator)
     return folder / "adapter"
 

@@ -134,8 +134,6 @@ class TeacherConfig(LabellerConfig):
 class OptimizerConfig(Section):
     """AdamW, its schedule and the size of its steps."""
 
-    name: Literal["adamw", "adamw8bit"] = "adamw"
-    """adamw8bit needs bitsandbytes (the `gpu` extra)."""
     lr: Positive = 1e-4
     """Learning rate after the warm-up."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"

@@ -16,9 +16,6 @@ class ModelConfig(Section):
     """`tiny` (ships with the package), a folder, or a Hub id."""
     revision: str | None = Field(default=None, examples=["main"])
     """Branch, tag or commit on the Hub."""
-    family: str | None = Field(default=None, examples=["my_family"])
-    """The model family, where model_index.json names a pipeline class of your own; null = the
-    family of that class."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """dtype of the transformer and its adapters, stored and computed. The adapter that is trained
     keeps its weights in float32. float16 scales the loss."""

@@ -44,7 +44,6 @@ Ranks = Mapping[str, int]  # {layer: rank} of an adapter
 Adapter = tuple[str, list[nn.Parameter]]  # its name, its weights
 
 NF4 = 0.5 + 4 / 64  # bytes a weight: four bits, and a float32 scale for each block of 64
-ADAM_8BIT = 0.26  # of the bytes of float32 moments: one byte each, and blockwise scales
 DRAWS = 64  # updates whose drawn states are averaged
 BENCHMARK_PROMPTS = 512  # assumed where a benchmark has no limit and its file is not here
 # Keys of `model` that change no shape; fp8 does, and 4 bits are counted by NF4
@@ -333,12 +332,11 @@ class _Trained(_Model):
 
     def adapter_parts(self, config: TrainingStage, policies: int, processes: int) -> dict[str, int]:
         lora, trained = size(self.student), size(p for p in self.student if p.requires_grad)
-        moments = ADAM_8BIT if config.optimizer.name == "adamw8bit" else 1
         taught = sum(teacher.adapter is not None for teacher in config.labellers.values())
         return {
             f"transformers of {len(self.bases)} other bases": sum(self.bases.values()),
             "student's LoRA (float32)": lora,
-            "its Adam moments": round(2 * trained * moments),
+            "its Adam moments": 2 * trained,
             "its moving average": lora if config.ema else 0,
             f"LoRAs of {taught} teachers": size(self.teachers),
             f"LoRAs of {policies} policies": policies * lora,
