@@ -47,7 +47,6 @@ def load_results(path: str | Path) -> dict[str, Any]:
         with suppress(manifest.Foreign):
             manifest.check_manifest(path.parent, [path.name])
         document = json.loads(path.read_text(encoding="utf-8"))
-        # earlier files of version 1 lack some keys; whatever is missing counts as None
         version = document.get("version")
     except manifest.Damaged as error:
         text = "Run the evaluation again: what it has stored is not made again."
@@ -107,14 +106,12 @@ def differences(
 def _unequal(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
     """(key, its value in a, in b) where these differ; what is missing is None."""
     pairs = [(key, a.get(key), b.get(key)) for key in sorted({*a, *b})]
-    # earlier files lack the code
-    return [(k, x, y) for k, x, y in pairs if x != y and not (k == "code" and None in (x, y))]
+    return [(key, x, y) for key, x, y in pairs if x != y]
 
 
 def key_of(row: Mapping[str, Any]) -> tuple[int, int, str, str]:
     """What makes two images comparable: index, copy, prompt, metadata."""
-    # the first files have no `copy`: there was one image per prompt
-    return row["index"], row.get("copy", 0), row["prompt"], json.dumps(row["metadata"])
+    return row["index"], row["copy"], row["prompt"], json.dumps(row["metadata"])
 
 
 def compare(

@@ -17,7 +17,6 @@ from flowalign import rewards
 from flowalign.backbone import Backbone, ModelError, placement
 from flowalign.config import ConfigError, EvalStage
 from flowalign.eval.fidelity import Reference, load_reference
-from flowalign.eval.layouts import Export
 from flowalign.eval.report import write_files
 from flowalign.eval.stats import headline_rows, lost
 from flowalign.eval.store import Store, StoreError, open_stores
@@ -33,7 +32,6 @@ from flowalign.training.report.drift.statistics import ImageStatistics
 from flowalign.training.report.page import Panel
 from flowalign.training.report.progress import quiet
 from flowalign.training.run import lock, processes
-from flowalign.training.run.ranks import phase
 
 log = logging.getLogger("flowalign")
 
@@ -76,32 +74,26 @@ def _evaluate(config: EvalStage, accelerator: Accelerator) -> None:
         files.remove_leftovers(config.output)
     accelerator.wait_for_everyone()
     backbone, weights, digests = None, "", {}
-    with phase("loading the models"):
-        model, device = config.model if config.adapters else None, accelerator.device
-        sets = build_sets(config.scored, "benchmarks", device, model, config.given)
-        if not model and (size := sets[0].prompts.size):  # no model says the size of the images
-            update = {"height": size[0], "width": size[1], "sizes": None}
-            config = config.model_copy(update={"model": config.model.model_copy(update=update)})
-        reference = load_reference(config, sets, device)
-        if model:
-            backbone = Backbone.load(model, device)
-            base = (backbone.core, backbone.pipe.vae, *backbone.family.encoders)
-            weights = placement.fingerprint(base)  # before the adapters
-            digests = load_adapters(backbone, config)
-            update = {"max_sequence_length": backbone.text.max_sequence_length}  # where it is null
-            config = config.model_copy(update={"model": model.model_copy(update=update)})
+    model, device = config.model if config.adapters else None, accelerator.device
+    sets = build_sets(config.benchmarks, "benchmarks", device, model, config.given)
+    if not model and (size := sets[0].size):  # no model says the size of the images
+        update = {"height": size[0], "width": size[1]}
+        config = config.model_copy(update={"model": config.model.model_copy(update=update)})
+    reference = load_reference(config, sets, device)
+    if model:
+        backbone = Backbone.load(model, device)
+        base = (backbone.core, backbone.pipe.vae, *backbone.family.encoders)
+        weights = placement.fingerprint(base)  # before the adapters
+        digests = load_adapters(backbone, config)
+        update = {"max_sequence_length": backbone.text.max_sequence_length}  # where it is null
+        config = config.model_copy(update={"model": model.model_copy(update=update)})
     stores = open_stores(config, sets, weights, digests, accelerator)
-    exports = [
-        Export(Path(config.output), model, images, stores[model, images.name])
-        for model, images in product(config.models, sets)
-        if images.layout
-    ]
     problems = dict[str, str]()
-    for folder in [*stores.values(), *exports]:
+    for store in stores.values():
         try:
-            folder.check()
+            store.check()
         except StoreError as error:  # what is equal in several folders is said of the first
-            problems.setdefault(str(error).replace(str(folder.folder), ""), f"output: {error}")
+            problems.setdefault(str(error).replace(str(store.folder), ""), f"output: {error}")
     if listed := sorted(set(gather_object([*problems.values()]))):  # whichever process saw it
         raise ConfigError(listed)  # the last check: from here on, it writes
     if accelerator.is_main_process:
@@ -111,7 +103,7 @@ def _evaluate(config: EvalStage, accelerator: Accelerator) -> None:
     judged = score_models(backbone, config, sets, reference, accelerator, stores)
     if accelerator.is_main_process:
         # of each image set one judge, so that fidelity counts every image once
-        shared = [images.judges[0].name for images in sets if images.judges]
+        shared = [images.judges[0].name for images in sets]
         distances = {
             model: reference.distance([scored[name] for name in shared])
             for model, scored in judged.items()
@@ -121,10 +113,7 @@ def _evaluate(config: EvalStage, accelerator: Accelerator) -> None:
         panels = drift_panels(config, backbone, sets, judged)
         seeds = {config.settings_of(model)["seed"] for model in config.models}
         alike = f"same prompts{' and noise' * (len(seeds) == 1 and None not in seeds)}"
-        print(write_files(config, Results(benchmarks, judged, distances, panels, alike, stores)))
-        for export in exports:
-            export.write()
-            print(f"{export.images.layout}: {export.folder}")
+        print(write_files(config, Results(benchmarks, judged, distances, panels, alike)))
         warn_of_drift(config, panels)
 
 
@@ -167,15 +156,14 @@ def score_models(
         for name, images in product(config.models, sets):
             model = None if name in config.given else backbone
             adapter = _adapter(name) if config.adapters.get(name) else None
-            work = phase(f"the evaluation of {name} on {images.name}")
-            with work, model.adapter(adapter) if model else nullcontext():
+            with model.adapter(adapter) if model else nullcontext():
                 scored = judge_set(
                     model,
                     images,
                     config.sampling_of(name),
                     accelerator,
-                    keep=config.report.images if images.judges else 0,
-                    features=reference.extract if reference and images.judges else None,
+                    keep=config.report.images,
+                    features=reference.extract if reference else None,
                     advance=lambda count: bar.advance(task, count * accelerator.num_processes),
                     seconds=config.score_seconds,
                     store=stores[name, images.name],
@@ -212,7 +200,7 @@ def drift_panels(
     panels: list[Panel] = []
     if config.alarm is None or base is None or backbone is None:
         return panels
-    for images, first in ((images, images.judges[0].name) for images in sets if images.judges):
+    for images, first in ((images, images.judges[0].name) for images in sets):
         before = judged[base][first]
         pictured = before.pictured(images.copies)  # the same for all models
         numbers = [prompt for prompt in pictured for _ in range(images.copies)]

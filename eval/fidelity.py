@@ -149,7 +149,6 @@ def load_reference(
     if config.fidelity is None:
         return None
     source, name = config.fidelity.reference, config.fidelity.features
-    sets = [images for images in sets if images.judges]
     try:
         extract: Features = image_encoder(name, device)[1]
     except (ImportError, ValueError, OSError) as error:
@@ -159,7 +158,7 @@ def load_reference(
             metadata = [row for images in sets for row in images.prompts.metadata]
             batches = rendered(metadata, config.sampling.seed, SCENES).split(BATCH)
         else:
-            batches = _pictures(Path(source), *config.model.image_sizes[0])
+            batches = _pictures(Path(source), *config.model.size)
         features = torch.cat([extract(batch.to(device)).float().cpu() for batch in batches])
     except ValueError as error:
         raise ConfigError([f"fidelity.reference: {error}"]) from error

@@ -97,7 +97,7 @@ def assign(
 
 def check_images(files: Iterable[Path], size: Size | None) -> Size:
     """Decode images: their size, which is `size` if that is given."""
-    places: dict[Size, str] = {size: "the model or `size`"} if size else {}
+    places: dict[Size, str] = {size: "the model"} if size else {}
     for path in dict.fromkeys(files):
         if not path.exists():
             raise ImagesError(f"there is no image {path}. Add it.")

@@ -1,39 +1,37 @@
 """The files of an evaluation: results.json, table.md, report.html, grid.png, manifest.json.
 
-Where nothing was judged, only results.json. The page is the template `templates/report.html.j2`,
-without other files and without a network; this module computes what it shows.
+The page is the template `templates/report.html.j2`, without other files and without a network; this
+module computes what it shows.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
-from itertools import groupby, islice
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
-
-from torch import Tensor
 
 from flowalign.config import EvalStage, to_yaml
 from flowalign.eval.compare import VERSION
 from flowalign.eval.fidelity import GROUPS
-from flowalign.eval.stats import AVERAGE, FIDELITY, FIELDS, part_of, shown
+from flowalign.eval.stats import AVERAGE, FIDELITY, FIELDS, part_of
 from flowalign.eval.suite import Benchmark, environment
 from flowalign.eval.table import (
     Results,
     Table,
-    breakdowns,
-    compared,
     details,
     markdown,
+    metric_rows,
     tables,
+    tallies,
 )
 from flowalign.rewards import describe
 from flowalign.system import manifest
 from flowalign.system.escape import escaped
 from flowalign.system.files import replacing, to_json
+from flowalign.system.images import pixels_of
 from flowalign.training.data import spread, spread_text
 from flowalign.training.report import page
 from flowalign.training.report.pictures import (
@@ -51,33 +49,33 @@ from flowalign.types import EvalRow
 
 def write_files(config: EvalStage, results: Results) -> str:
     """Write all files into config.output; returns the tables as Markdown, without the details."""
-    folder, versions = Path(config.output), environment()
-    content, texts = document(config, results, versions), {}
-    short, drawn = "No benchmark has a reward: images only.\n", []
-    if results.benchmarks:
-        on = f"{(n := len(results.judged))} model{'s' * (n > 1)} on {config.model.id}"
-        title = on if config.adapters else ", ".join(config.given)
-        title = config.report.title or f"flowalign eval: {title}"
-        equal = {name: text for name, a in config.adapters.items() if (text := unlearnt(a))}
-        said = [f"{name}: {text}." for name, text in equal.items()]
-        sentences = [*said, *conditions(config, results, versions)]
-        scores = tables(results, config.compare)
-        content |= {"remarks": said, "tables": [table.plain() for table in scores]}
-        heads = [f"{escaped(text, length=1000)}\n" for text in said]
-        short = "\n".join([*heads, *map(markdown, scores)])
-        tallies = [f"- {escaped(said)}\n" for *_, said in compared(results, config.compare)]
-        changed = f"\nWhat changed:\n\n{''.join(tallies)}" if tallies else ""
-        long, measured = details(results.rows), escaped(" ".join(sentences), length=10_000)
-        texts["table.md"] = f"{short}\nEvery metric:\n\n{long}{changed}\n{measured}\n"
-        about = {"title": title, "conditions": sentences, "config": to_yaml(config)}
-        texts["report.html"] = render(results, scores, config.compare, **about)
-        if config.report.images:
-            drawn.append("grid.png")
-            legend = f"{results.shared.capitalize()} in every row; below each image its score."
-            listed = blocks(results, dict.fromkeys(equal, "kept: update 0"))
-            comparison(folder / "grid.png", [*listed], title=f"{title}. {legend}")
-    # JSON has no NaN
-    texts["results.json"] = json.dumps(to_json(content), allow_nan=False, indent=1)
+    folder, versions, drawn = Path(config.output), environment(), []
+    on = f"{(n := len(results.judged))} model{'s' * (n > 1)} on {config.model.id}"
+    title = on if config.adapters else ", ".join(config.given)
+    title = config.report.title or f"flowalign eval: {title}"
+    equal = {name: text for name, a in config.adapters.items() if (text := unlearnt(a))}
+    said = [f"{name}: {text}." for name, text in equal.items()]
+    sentences = [*said, *conditions(config, results, versions)]
+    scores = tables(results, config.compare)
+    heads = [f"{escaped(text, length=1000)}\n" for text in said]
+    short = "\n".join([*heads, *map(markdown, scores)])
+    changed = "".join(f"- {escaped(text)}\n" for text in tallies(results, config.compare))
+    changed = f"\nWhat changed:\n\n{changed}" if changed else ""
+    long, measured = details(results.rows), escaped(" ".join(sentences), length=10_000)
+    about = {"title": title, "conditions": sentences, "config": to_yaml(config)}
+    if config.report.images:
+        drawn.append("grid.png")
+        legend = f"{results.shared.capitalize()} in every row; below each image its score."
+        listed = blocks(results, dict.fromkeys(equal, "kept: update 0"))
+        comparison(folder / "grid.png", [*listed], title=f"{title}. {legend}")
+    content = document(config, results, versions)
+    content |= {"remarks": said, "tables": [table.plain() for table in scores]}
+    texts = {
+        "table.md": f"{short}\nEvery metric:\n\n{long}{changed}\n{measured}\n",
+        "report.html": render(results, scores, config.compare, **about),
+        # JSON has no NaN
+        "results.json": json.dumps(to_json(content), allow_nan=False, indent=1),
+    }
     for name, text in texts.items():
         with replacing(folder / name) as part:
             part.write_text(text, encoding="utf-8")
@@ -139,8 +137,9 @@ def conditions(config: EvalStage, results: Results, versions: Mapping[str, str])
         text += f" ({distinct} distinct)" if distinct < len(prompts) else ""
         counts.append(text + (f" with {copies} images each" if copies > 1 else ""))
     sentences = [
-        f"Images of {m.id} ({m.dtype}, {m.listed_sizes}) for {', '.join(counts)}: {s.steps} Euler "
-        f"steps, guidance {s.guidance:g}{''.join(own)}, seed {s.seed}; scored at 8 bits a channel."
+        f"Images of {m.id} ({m.dtype}, {m.height}x{m.width}) for {', '.join(counts)}: {s.steps} "
+        f"Euler steps, guidance {s.guidance:g}{''.join(own)}, seed {s.seed}; "
+        "scored at 8 bits a channel."
     ]
     for name, given in config.given.items():
         said = ", ".join(f"{k} {v}" for k, v in config.settings_of(name).items() if v is not None)
@@ -152,22 +151,11 @@ def conditions(config: EvalStage, results: Results, versions: Mapping[str, str])
             "average: the unweighted mean of the benchmarks; its error is over prompts, also where "
             "benchmarks share images or prompts."
         )
-    for benchmark in config.benchmarks:
-        if benchmark.layout:
-            sentences.append(
-                f"The images of {benchmark.name} are also in the official layout of "
-                f"{benchmark.layout}: layouts/MODEL/{benchmark.name}."
-            )
     if f:
         sentences.append(
             f"fidelity: Fréchet distance, lower is better, between the {f.features!r} features of "
             f"all images of a model and of the reference {f.reference!r}; its error is a "
             f"jackknife over up to {GROUPS} groups of prompts."
-        )
-    if d := config.diversity:
-        sentences.append(
-            f"diversity: the mean of 1 - cosine of the {d.features!r} features of the images of a "
-            "prompt, and their Vendi score, which is 1 to the number of images; not averaged."
         )
     listed = ", ".join(f"{name} {version}" for name, version in versions.items())
     return [*sentences, f"Measured with {listed}."]
@@ -190,9 +178,7 @@ def blocks(results: Results, marks: Mapping[str, str]) -> Iterator[Block]:
             captions = ["\n".join(score_text(s[i * copies]) for s in scores) for i in indices]
             numbers = results.scores(model)
             notes = [f"{judge.name} {score_text(numbers[judge.name].mean)}" for judge in judges]
-            images = [
-                image for i in indices if (image := results.image(model, first, i, 0)) is not None
-            ]
+            images = [pixels_of(results.picture(model, first, i, 0)) for i in indices]
             note = "\n".join([*notes, *filter(None, [marks.get(model)])])
             rows.append(Row(images, captions, model, note))
         title = f"{name}: {spread_text(indices, len(first.prompts))}"
@@ -203,25 +189,11 @@ def blocks(results: Results, marks: Mapping[str, str]) -> Iterator[Block]:
 # report.html --------------------------------------------------------------------------------------
 
 
-EXTREMES = 6  # prompts that a model won, and that it lost, with their images
-
-
-class Bar(NamedTuple):
-    """A number as a bar: its end and the ends of its error, in percent of the axis."""
-
-    model: str
-    text: str
-    n: int
-    end: float
-    low: float
-    high: float
-
-
 class Cell(NamedTuple):
     """An image with its score."""
 
     name: str
-    image: Callable[[], Tensor | None]  # [3,H,W]; None = it was not kept
+    picture: bytes  # a PNG file; empty where the report shows none
     score: str
     level: float | None  # 0 = the benchmark's lowest score, 100 = its highest, None = no score
     hint: str  # every part of the score
@@ -250,10 +222,10 @@ def render(
 
     def source(cell: Cell) -> str:
         """The image as a data URI; "" where the page has it already."""
-        if cell.name in there or (image := cell.image()) is None:
+        if cell.name in there:
             return ""
         there.add(cell.name)
-        return f"data:image/webp;base64,{webp(image)}"
+        return f"data:image/webp;base64,{webp(pixels_of(cell.picture))}"
 
     return page.render(
         "report.html.j2",
@@ -261,12 +233,8 @@ def render(
         shared=results.shared,
         tables=tables,
         models=list(results.judged),
-        charts={
-            f"{benchmark.name}, {title}": chart
-            for benchmark in results.benchmarks
-            for title, chart in bars(results, benchmark).items()
-        },
-        changes=changes(results, compare, grids) if any(pictured.values()) else [],
+        metrics=page.table(metric_rows(results.rows)),
+        changes=list(tallies(results, compare)),
         grids=grids if any(pictured.values()) else {},
         pictured=pictured,
         rule=lambda rows, lines: spread_text(rows, len(lines)),
@@ -277,24 +245,6 @@ def render(
     )
 
 
-def bars(results: Results, benchmark: Benchmark) -> dict[str, dict[str, list[Bar]]]:
-    """{by what: {metric: one bar per model}}: the benchmark's `breakdowns`."""
-    listed = [
-        (model, title, row)
-        for model, numbers in results.rows.items()
-        for title, rows in breakdowns(benchmark, numbers).items()
-        for row in rows
-    ]
-    axis = max([1.0, *(row.mean for *_, row in listed if row.n)])  # shares end at 1
-    charts: dict[str, dict[str, list[Bar]]] = {}
-    for model, title, row in listed:
-        mean, error = (0.0 if math.isnan(x) else x / axis * 100 for x in (row.mean, row.stderr))
-        low, high = max(0.0, mean - error), min(100.0, mean + error)
-        bar = Bar(model, shown(row, 3), row.n, max(0.0, mean), low, max(low, high))
-        charts.setdefault(title, {}).setdefault(row.metric, []).append(bar)
-    return charts
-
-
 def lines(results: Results, benchmark: Benchmark) -> list[Line]:
     """Every prompt, with its scores by every model."""
     part, copies = part_of(benchmark), benchmark.copies
@@ -302,6 +252,7 @@ def lines(results: Results, benchmark: Benchmark) -> list[Line]:
     scores = [row.get(part, math.nan) for rows in judged.values() for row in rows]
     finite = list(filter(math.isfinite, scores))
     low, high = min(finite, default=0.0), max(finite, default=0.0)
+    pictured = results.pictured(benchmark)
 
     def cell(model: str, number: int) -> Cell:
         row = judged[model][number]
@@ -311,9 +262,10 @@ def lines(results: Results, benchmark: Benchmark) -> list[Line]:
             level = 100 * (score - low) / (high - low)
         elif level and verdict == 0:  # all scores are equal: only a verdict says that they are bad
             level = 0.0
+        place = divmod(number, copies)  # prompt, copy
         return Cell(
             f"{benchmark.image_set}/{model}/{number}",
-            partial(results.image, model, benchmark, *divmod(number, copies)),
+            results.picture(model, benchmark, *place) if place[0] in pictured else b"",
             score_text(score),
             level,
             ", ".join(f"{key} {value:.3g}" for key, value in row.items() if key not in FIELDS),
@@ -329,30 +281,6 @@ def lines(results: Results, benchmark: Benchmark) -> list[Line]:
         tag = str(row["metadata"].get("tag", ""))
         result.append(Line(index, row["prompt"], tag, disagree(means, high - low), cells))
     return result
-
-
-def changes(
-    results: Results, compare: Mapping[str, Sequence[str]], grids: Mapping[str, Sequence[Line]]
-) -> list[tuple[str, tuple[str, str], list[list[tuple[str, Line]]]]]:
-    """(how many prompts were won and lost, both models, sides) for all that is compared. sides:
-    gains and losses (difference, prompt), the largest first, of prompts whose images are kept."""
-
-    def kept(line: Line, models: Iterable[str]) -> bool:
-        return all(cell.image() is not None for model in models for cell in line.cells[model])
-
-    listed = []
-    for model, other, benchmark, gaps, said in compared(results, compare):
-        pair, sides = (other, model), []
-        for sign in (1, -1):
-            order = [i for i, gap in enumerate(gaps) if gap * sign > 0]
-            found = (
-                (f"{gaps[i]:+.3g}", grids[benchmark.name][i])
-                for i in sorted(order, key=lambda i: -abs(gaps[i]))
-                if kept(grids[benchmark.name][i], pair)
-            )
-            sides.append([*islice(found, EXTREMES)])
-        listed.append((said, pair, sides))
-    return listed
 
 
 def disagree(scores: Sequence[float], spread: float) -> bool:

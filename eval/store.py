@@ -45,8 +45,9 @@ if TYPE_CHECKING:
 Key = tuple[int, int]  # an image: index of its prompt in the set, number of the copy
 ImageRow = dict[str, Any]  # the scores of an image by one judge
 SETTINGS = "settings.json"
-# keys of `model` that change an image, besides its size
-MODEL_KEYS = {"id", "revision", "dtype", "vae_dtype", "quantization", "max_sequence_length"}
+MODEL_KEYS = {  # of `model`, that change an image
+    "id", "revision", "dtype", "vae_dtype", "quantization", "max_sequence_length", "height", "width"
+}  # fmt: skip
 
 
 class StoreError(ValueError):
@@ -80,17 +81,41 @@ class Store:
         return self.folder / f"scores_{json_sha256(self._scores[judge])[:12]}"
 
     def check(self) -> dict[str, Any]:
-        """What the folder holds, {} if nothing; StoreError for images that this run would not
-        sample."""
-        return check_record(self.folder, self.folder / SETTINGS, self.settings) or {}
+        """What the folder holds, {} if nothing; StoreError where its record is not readable, or it
+        holds images that this run would not sample."""
+        if not self.folder.exists() or not any(self.folder.iterdir()):
+            return {}
+        again = f"Give another `output`, or delete {self.folder} to start again."
+        try:
+            recorded = dict(json.loads((self.folder / SETTINGS).read_bytes()))
+        except (OSError, ValueError, TypeError, RecursionError) as error:
+            raise StoreError(
+                f"{self.folder} is not empty, and has no readable {SETTINGS} that says what its "
+                f"images are ({shown(repr(error))}). {again}"
+            ) from None
+        there, here = _flat(recorded), _flat(self.settings)
+        keys = [key for key in here | there if there.get(key) != here.get(key)]
+        # of lists only what both have: a smaller `limit` has the first prompts
+        keys = [k for k in keys if not k[-1].isdecimal() or k in there.keys() & here.keys()]
+        if keys:
+            texts = (
+                f"{key} was {shown(repr(there.get(key)), 40)} there, and is "
+                f"{shown(repr(here.get(key)), 40)} here"
+                for key in keys[:3]
+            )
+            text = f"{self.folder} holds images of another run: {'; '.join(texts)}."
+            raise StoreError(f"{text} {again}")
+        return recorded
 
     def prepare(self) -> None:
         """Make the folders and record in them what they hold. For one process."""
         # the larger `limit` describes the folder
+        records = {self.score_folder(judge): content for judge, content in self._scores.items()}
         if len(self.check().get("prompts", ())) <= len(self.settings.get("prompts", ())):
-            write_record(self.folder / SETTINGS, self.settings)
-        for judge, content in self._scores.items():
-            write_record(self.score_folder(judge) / SETTINGS, content)
+            records[self.folder] = self.settings
+        for folder, content in records.items():
+            with replacing(folder / SETTINGS) as part:
+                part.write_text(json.dumps(content, indent=1, default=str))
 
     def read(
         self, judges: Mapping[str, PromptBatch], keys: Collection[Key]
@@ -162,7 +187,7 @@ def open_stores(
     for the base}.
     """
     scores: dict[str, dict[str, Any]] = {}
-    for benchmark, images in zip(config.scored, sets, strict=True):
+    for benchmark, images in zip(config.benchmarks, sets, strict=True):
         judges = zip(images.judges, benchmark.judges.values(), strict=True)
         scores[images.name] = {
             judge.name: {"reward": c.model_dump(mode="json"), "describe": describe(judge.reward)}
@@ -173,63 +198,23 @@ def open_stores(
     base = config.model.model_dump(include=MODEL_KEYS) | {"weights": weights}
     stores = {}
     for model, images in product(config.models, sets):
-        height, width = images.prompts.size or config.model.image_sizes[0]
         content = {
-            "model": base | {"height": height, "width": width},
+            "model": base,
             "adapter": adapters.get(model),
             "sampling": config.sampling_of(model).model_dump(exclude={"batch_size"}),
         }
         if files := images.files.get(model):
             content = {"files": [file_sha256(path) for path in files.values()]}
-        kept = config.keep_images or images.layout
+        shown = {*spread(len(images.prompts), config.report.images)}
         stores[model, images.name] = Store(
             Path(config.output) / "images" / model / images.name,
             content | {"images": images.copies, "prompts": images.prompts.prompts},
             scores[images.name],
-            saved_prompts=None if kept else {*spread(len(images.prompts), config.report.images)},
+            saved_prompts=None if config.keep_images else shown,
             rank=accelerator.process_index,
             files=files,
         )
     return stores
-
-
-# What a folder holds -----------------------------------------------------------------------------
-
-
-def check_record(
-    folder: Path, record: Path, wanted: Mapping[str, Any], whole: bool = False
-) -> dict[str, Any] | None:
-    """What a record says about a folder, None for an empty one. StoreError if it is not readable,
-    or not what is wanted. A list may be the beginning of the other one, unless `whole`."""
-    if not folder.exists() or not any(folder.iterdir()):
-        return None
-    again = f"Give another `output`, or delete {folder} to start again."
-    try:
-        recorded = dict(json.loads(record.read_bytes()))
-    except (OSError, ValueError, TypeError, RecursionError) as error:
-        raise StoreError(
-            f"{folder} is not empty, and has no readable {record.name} that says what its images "
-            f"are ({shown(repr(error))}). {again}"
-        ) from None
-    recorded.pop("sha256", None)  # of an earlier version
-    there, here = _flat(recorded), _flat(wanted)
-    keys = [key for key in here | there if there.get(key) != here.get(key)]
-    if not whole:  # of lists only what both have
-        keys = [key for key in keys if not key[-1].isdecimal() or key in there.keys() & here.keys()]
-    if keys:
-        texts = (
-            f"{key} was {shown(repr(there.get(key)), 40)} there, and is "
-            f"{shown(repr(here.get(key)), 40)} here"
-            for key in keys[:3]
-        )
-        raise StoreError(f"{folder} holds images of another run: {'; '.join(texts)}. {again}")
-    return recorded
-
-
-def write_record(path: Path, content: Mapping[str, Any]) -> None:
-    """Write such a record."""
-    with replacing(path) as part:
-        part.write_text(json.dumps(content, indent=1, default=str))
 
 
 def _flat(value: Any, key: str = "") -> dict[str, Any]:

@@ -25,9 +25,9 @@ from torch import Tensor
 from flowalign import rewards
 from flowalign.backbone import Backbone
 from flowalign.config import BenchmarkConfig, ConfigError, ModelConfig, SamplingConfig
+from flowalign.config.section import Size
 from flowalign.config.stages.evaluation import GivenImages
 from flowalign.eval.images import ImagesError, assign, check_images, find_images
-from flowalign.eval.layouts import LAYOUTS
 from flowalign.eval.stats import average, headline_row, lost, part_of, rows_of
 from flowalign.eval.store import ImageRow, Key, Store, is_valid
 from flowalign.rewards import as_reward
@@ -70,14 +70,14 @@ class Benchmark:
 
 @dataclass(frozen=True)
 class ImageSet:
-    """Images that are sampled once, and the benchmarks that score them (there may be none)."""
+    """Images that are sampled once, and the benchmarks that score them."""
 
     name: str
     prompts: PromptBatch
     copies: int = 1  # images per prompt
     judges: tuple[Benchmark, ...] = ()
-    layout: str | None = None  # a key of LAYOUTS: the images are also written in that layout
     files: Mapping[str, Mapping[Key, Path]] = field(default_factory=dict)  # by model: there already
+    size: Size | None = None  # of the images, where a model or their files say it
 
     @staticmethod
     def of(benchmark: Benchmark) -> ImageSet:
@@ -92,10 +92,9 @@ def image_sets(
     given: Mapping[str, GivenImages],
 ) -> tuple[list[ImageSet], list[str]]:
     """The image sets of benchmark configs, with their prompts, and without judges; and what is
-    wrong: images that are missing, too many, broken or of several sizes, and prompts that a layout
-    cannot hold.
+    wrong: images that are missing, too many, broken or of several sizes.
 
-    config_key: of the list. model: whose sizes the images have; None = those of `given`, {model:
+    config_key: of the list. model: whose size the images have; None = that of `given`, {model:
     images that another program made}.
     """
     problems, sets, by_prompt = [], [], {}
@@ -104,9 +103,9 @@ def image_sets(
             by_prompt[name] = find_images(source.images)
         except ImagesError as error:
             problems.append(f"models.{name}: {error}")
-    common = model.image_sizes[0] if model else None
+    size = model.size if model else None
     for index, config in enumerate(configs):
-        prompts, size, files = load_prompts(config.prompts, config.name), config.size or common, {}
+        prompts, files = load_prompts(config.prompts, config.name), {}
         place, limit = f"{config_key}.{index}", config.limit
         for name, images in by_prompt.items():
             try:
@@ -114,19 +113,13 @@ def image_sets(
                 size = check_images(files[name].values(), size)
             except ImagesError as error:
                 problems.append(f"models.{name}: {config.name}: {error}")
-        common = common or size
         tags = [str(row.get("tag")) for row in prompts.metadata]
         few, many = len({*tags[:limit]}), len({*tags})
         if few < many:
             count = f"the first {limit} of {len(tags)} prompts have {few} of {many} tags"
             log.warning("%s.limit: %s.", place, count)
-        prompts = replace(prompts.select(range(len(prompts))[:limit]), size=size)
-        try:
-            if config.layout and size:
-                LAYOUTS[config.layout].check(prompts, (config.images, *size))
-        except ValueError as error:
-            problems.append(f"{place}.layout: {error}")
-        sets.append(ImageSet(config.name, prompts, config.images, (), config.layout, files))
+        prompts = prompts.select(range(len(prompts))[:limit])
+        sets.append(ImageSet(config.name, prompts, config.images, (), files, size))
     return sets, problems
 
 
@@ -179,13 +172,12 @@ def run(
             rows += rows_of(benchmark, judged.rows)
             if reason := lost(benchmark, judged.rows, max_invalid_share):
                 reasons[benchmark.name] = reason
-        if results:  # of several judges, the first says what its images are worth
-            first, judged = images.judges[0], results[0]
-            pictured = [judged.rows[i * images.copies] for i in judged.pictured(images.copies)]
-            examples.extend(
-                Example(first.name, row["prompt"], row.get(part_of(first), math.nan), picture)
-                for row, picture in zip(pictured, judged.pictures[:: images.copies], strict=True)
-            )
+        first, judged = images.judges[0], results[0]  # which says what its images are worth
+        pictured = [judged.rows[i * images.copies] for i in judged.pictured(images.copies)]
+        examples.extend(
+            Example(row["prompt"], row.get(part_of(first), math.nan), picture)
+            for row, picture in zip(pictured, judged.pictures[:: images.copies], strict=True)
+        )
     return EvalReport(rows, reasons, examples)
 
 

@@ -6,15 +6,13 @@ Every file of an evaluation (table.md, report.html, results.json) takes its numb
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, product
 from typing import Any
 
 import numpy as np
-from torch import Tensor
 
 from flowalign.eval.fidelity import Distance
 from flowalign.eval.stats import (
@@ -29,12 +27,10 @@ from flowalign.eval.stats import (
     rows_of,
     shown,
 )
-from flowalign.eval.store import Store
 from flowalign.eval.suite import Benchmark, Judged
 from flowalign.rewards import as_reward, describe
 from flowalign.system import escape
 from flowalign.system.escape import escaped
-from flowalign.system.images import pixels_of
 from flowalign.training.report.page import Panel
 from flowalign.types import EvalRow
 
@@ -51,7 +47,6 @@ class Results:
     distances: Mapping[str, Distance]  # by model; empty where fidelity was not measured
     drifts: Sequence[Panel] = ()  # of the other models from the base
     shared: str = "same prompts and noise"  # what all models have in common
-    stores: Mapping[tuple[str, str], Store] = field(default_factory=dict)  # of model, image set
 
     @cached_property
     def rows(self) -> dict[str, list[EvalRow]]:
@@ -65,14 +60,10 @@ class Results:
         """The prompts of the report, whose images are at hand: those of all models alike."""
         return next(iter(self.judged.values()))[benchmark.name].pictured(benchmark.copies)
 
-    def image(self, model: str, benchmark: Benchmark, index: int, copy: int) -> Tensor | None:
-        """A model's image [3,H,W] of a prompt; None if it was not kept."""
-        pictured = self.pictured(benchmark)
-        if index in pictured:
-            place = pictured.index(index) * benchmark.copies + copy
-            return pixels_of(self.judged[model][benchmark.name].pictures[place])
-        store = self.stores.get((model, benchmark.image_set))
-        return store.load((index, copy)) if store else None
+    def picture(self, model: str, benchmark: Benchmark, index: int, copy: int) -> bytes:
+        """A PNG file of a model's image of one of these prompts."""
+        place = self.pictured(benchmark).index(index) * benchmark.copies + copy
+        return self.judged[model][benchmark.name].pictures[place]
 
     def means(self, benchmark: Benchmark, model: str) -> list[float]:
         """Of each prompt the mean score of its images; NaN = none of them has a score."""
@@ -109,11 +100,8 @@ class Results:
         return columns | ({AVERAGE: average(averaged)} if averaged else {})
 
 
-def compared(
-    results: Results, compare: Mapping[str, Sequence[str]]
-) -> Iterator[tuple[str, str, Benchmark, list[float], str]]:
-    """(model, other, benchmark, the gaps of its prompts, how many were won and lost, in words) for
-    all that is compared."""
+def tallies(results: Results, compare: Mapping[str, Sequence[str]]) -> Iterator[str]:
+    """For all that is compared: on how many prompts a model is better, and worse."""
     first, *others = results.judged
     pairs = [(model, other) for model in compare for other in compare[model]]
     pairs += [(model, first) for model in others]
@@ -123,18 +111,7 @@ def compared(
         won, lost, equal = (sum(np.sign(gaps) == sign) for sign in (1, -1, 0))
         unknown = f", {n} without a score" if (n := len(gaps) - won - lost - equal) else ""
         said = f"{won} prompts won, {lost} lost, {equal} equal{unknown}"
-        yield model, other, benchmark, gaps, f"{model} − {other}, {benchmark.name}: {said}"
-
-
-def breakdowns(benchmark: Benchmark, rows: Sequence[EvalRow]) -> dict[str, list[EvalRow]]:
-    """{by what: rows}: the benchmark's number by tag and as its reward says, of a model's rows."""
-    rows = [row for row in rows if row.benchmark == benchmark.name]
-    metrics = [row.metric for row in rows]
-    end = metrics.index("overall") if "overall" in metrics else len(rows)  # the tags follow it
-    listed = {"by tag": rows[end + 1 :]}
-    for title, pattern in as_reward(benchmark.reward).breakdowns.items():
-        listed[title] = [row for row in rows[:end] if re.fullmatch(pattern, row.metric)]
-    return {title: chosen for title, chosen in listed.items() if chosen}
+        yield f"{model} − {other}, {benchmark.name}: {said}"
 
 
 @dataclass(frozen=True)
@@ -247,17 +224,23 @@ def markdown(table: Table) -> str:
     return "\n".join([escaped(table.caption), "", *escape.table(heads, rows), *below]) + "\n"
 
 
-def details(rows: Mapping[str, Sequence[EvalRow]]) -> str:
-    """{model: rows} as Markdown: one line per benchmark and metric, one column per model."""
-    lines = []
+def metric_rows(rows: Mapping[str, Sequence[EvalRow]]) -> list[list[str]]:
+    """{model: rows} as texts: one line per benchmark and metric, one column per model; heads
+    first."""
+    lines = [["benchmark", "metric", "n", *rows]]
     by_metric: dict[tuple[str, str], dict[str, EvalRow]] = {}
     for model, numbers in rows.items():
         for row in numbers:
             by_metric.setdefault((row.benchmark, row.metric), {})[model] = row
     for (benchmark, metric), numbers in by_metric.items():
         cells = [f"{shown(row, 3)} {between(row, 3)}".strip() for row in map(numbers.get, rows)]
-        lines.append([escaped(benchmark), escaped(metric), counts(numbers.values()), *cells])
-    heads = ["benchmark", "metric", "n", *map(escaped, rows)]
+        lines.append([benchmark, metric, counts(numbers.values()), *cells])
+    return lines
+
+
+def details(rows: Mapping[str, Sequence[EvalRow]]) -> str:
+    """`metric_rows` as Markdown."""
+    heads, *lines = ([escaped(cell) for cell in line] for line in metric_rows(rows))
     return "\n".join(escape.table(heads, lines)) + "\n"
 
 

@@ -19,15 +19,11 @@ Metadata = Sequence[Mapping[str, Any]]  # a mapping an image: what its reward ne
 
 @dataclass(frozen=True)
 class PromptBatch:
-    """P prompts, each with the task it belongs to and what its reward needs to judge it.
-
-    size: (height, width) of their images in pixels; None = the model's first size.
-    """
+    """P prompts, each with the task it belongs to and what its reward needs to judge it."""
 
     prompts: list[str]
     tasks: list[str]
     metadata: list[dict[str, Any]]
-    size: tuple[int, int] | None = None
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -38,7 +34,6 @@ class PromptBatch:
             prompts=[self.prompts[i] for i in rows],
             tasks=[self.tasks[i] for i in rows],
             metadata=[self.metadata[i] for i in rows],
-            size=self.size,
         )
 
 
@@ -220,7 +215,6 @@ class Example:
     """An image of an evaluation. score: the benchmark's number for it, NaN = invalid, None = it has
     no reward."""
 
-    benchmark: str
     prompt: str
     score: float | None
     picture: bytes  # a PNG file

@@ -40,7 +40,6 @@ class RewardBase:
     headline: the part of its scores that a benchmark is known by; None = the value.
     columns: parts that the tables of an evaluation show as well.
     averaged: whether it counts in the average of an evaluation.
-    breakdowns: {title of a chart: regular expression of the parts that it shows}, in a report.
     weights: {part: weight} of a weighted sum of parts, as the advantage gdpo needs; None = no sum.
     licence: of its code and weights, where their repositories say so.
     imports: names of the optional packages that it needs.
@@ -57,7 +56,6 @@ class RewardBase:
     headline: str | None = None
     columns: tuple[str, ...] = ()
     averaged: bool = True
-    breakdowns: Mapping[str, str] = {}
     weights: Mapping[str, float] | None = None
     licence: str = ""
     choice: tuple[str, str | None] = ("model", None)
@@ -139,7 +137,7 @@ def _any_images(call: Callable[..., Scores]) -> Callable[..., Scores]:
 
 # What is read off a class, function or object that is no RewardBase.
 MEMBERS = (
-    "name", "groupwise", "headline", "columns", "breakdowns", "weights", "check_options",
+    "name", "groupwise", "headline", "columns", "weights", "check_options",
     "check_prompts", "packages", "made_of", "connect", "describe",
 )  # fmt: skip
 

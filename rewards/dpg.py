@@ -12,7 +12,7 @@ from pydantic import AfterValidator
 from torch import Tensor
 
 from flowalign.rewards.geneval2 import MODEL, AskedReward, Local
-from flowalign.rewards.options import Device, check_model
+from flowalign.rewards.options import Device, check_call, check_model
 from flowalign.rewards.vlm import VLM
 from flowalign.system.devices import resolve
 from flowalign.system.escape import shown
@@ -60,7 +60,6 @@ class DPG(AskedReward):
 
     name, source = "dpg", "dpg_bench"
     choices = {**AskedReward.choices, "mplug": "MIT (its code)"}
-    breakdowns = {"by category": "(?!reward$)[^-]+"}
     questions = staticmethod(questions)
 
     def __init__(
@@ -83,6 +82,17 @@ class DPG(AskedReward):
             self.judge = Local(model, device, offload)
             about = {**self.judge.settings, "engine": "transformers, yes against no"}
         self.settings = {**about, "rule": rule}
+
+    @classmethod
+    def files(cls, **options: Any) -> Mapping[str, float] | None:
+        """`downloads` with these options; nothing of an endpoint's model."""
+        return {} if options.get("endpoint") else super().files(**options)
+
+    @classmethod
+    def check_options(cls, *_: Any, **options: Any) -> None:
+        """Raise ValueError for an endpoint that reward `vlm` would refuse."""
+        if (endpoint := options.get("endpoint")) is not None:
+            check_call("`endpoint` of reward 'dpg'", VLM, {"model": MODEL, **endpoint})
 
     @classmethod
     def packages(cls, *_: Any, **options: Any) -> tuple[str, ...]:

@@ -14,12 +14,11 @@ from typing import Any
 import torch
 from PIL import Image
 from torch import Tensor
-from transformers import AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
+from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from flowalign.backbone.placement import Placement
 from flowalign.rewards.base import RewardBase
-from flowalign.rewards.options import Count, Device, Pretrained, check_call, located
-from flowalign.rewards.vlm import VLM
+from flowalign.rewards.options import Device, Pretrained, located
 from flowalign.system.escape import shown
 from flowalign.system.images import to_uint8
 from flowalign.system.packages import require
@@ -107,33 +106,6 @@ class Local:
                 yield answer.logits[0][0].float().softmax(-1).cpu()
 
 
-class Served:
-    """A judge behind an endpoint, which gives the `top` likeliest tokens: a score is too small by
-    at most what the others have. model: whose tokenizer says what the first tokens are."""
-
-    def __init__(self, endpoint: Mapping[str, Any], model: str, top: int) -> None:
-        folder, at = located(model)
-        self.endpoint, self.top = VLM(**{"model": folder, **endpoint, "image_size": None}), top
-        tokenizer: Any = AutoTokenizer.from_pretrained(folder, **at)
-        self.first = {text: tokenizer.decode([i]) for text, i in first_tokens(tokenizer).items()}
-        if not all(text.startswith(token) for text, token in self.first.items()):
-            raise ValueError(f"`model`: the tokens of {model!r} do not show spaces before words")
-        engine = f"OpenAI chat completions, {top} log-probabilities"
-        self.settings = {"engine": engine, "model": self.endpoint.model, "tokenizer": model}
-
-    def ask(self, images: Tensor, asked: Sequence[tuple[int, str]]) -> list[Table | Exception]:
-        """As `Local.ask`; the errors take the place of what is not answered."""
-        more = {"max_tokens": 1, "logprobs": True, "top_logprobs": self.top}
-        return self.endpoint.ask(images, asked, f"{self.top} log-probabilities", self._read, **more)
-
-    def _read(self, choice: Any) -> Table:
-        tops = choice["logprobs"]["content"][0]["top_logprobs"]
-        table = {top["token"]: math.exp(top["logprob"]) for top in tops}
-        if len(tops) < self.top or not sum(table.values()) < 1.01:  # rounded; not NaN
-            raise LookupError
-        return table
-
-
 class AskedReward(RewardBase):
     """A vision-language model answers questions that a prompt's metadata has. source: the set that
     `flowalign data fetch` writes; questions: what reads one of its lines, or raises an error."""
@@ -143,17 +115,6 @@ class AskedReward(RewardBase):
     downloads = {MODEL: 17.5}
     source: str
     questions: Callable[[Mapping[str, Any]], Any]
-
-    @classmethod
-    def files(cls, **options: Any) -> Mapping[str, float] | None:
-        """`downloads` with these options; of an endpoint's model only a tokenizer is needed."""
-        return {} if options.get("endpoint") else super().files(**options)
-
-    @classmethod
-    def check_options(cls, *_: Any, **options: Any) -> None:
-        """Raise ValueError for an endpoint that reward `vlm` would refuse."""
-        if (endpoint := options.get("endpoint")) is not None:
-            check_call(f"`endpoint` of reward {cls.name!r}", VLM, {"model": MODEL, **endpoint})
 
     @classmethod
     def check_prompts(cls, prompts: Sequence[str], metadata: Metadata, **options: Any) -> None:
@@ -171,54 +132,35 @@ class GenEval2(AskedReward):
     docs/rewards/geneval2.md.
 
     value: the GM. parts: "gm" again, "am", the mean score of each skill, and the GM under the
-    number of atoms. An image is invalid if one of its questions has no answer.
+    number of atoms.
     """
 
     name = source = "geneval2"
     licence = "its prompts: CC BY-NC 4.0"
     headline = "gm"
-    breakdowns = {"GM by number of atoms": r"atoms_\d+", "AM by skill": "|".join(sorted(SKILLS))}
     questions = staticmethod(questions)
 
     def __init__(
         self,
         model: Pretrained = MODEL,
         *,
-        endpoint: Mapping[str, Any] | None = None,
-        top_logprobs: Count = 20,
         device: Device = None,
         offload: bool = False,
     ) -> None:
-        self.judge: Any = (
-            Local(model, device, offload)
-            if endpoint is None
-            else Served(endpoint, model, top_logprobs)
-        )
+        self.judge = Local(model, device, offload)
         self.settings = self.judge.settings
 
-    def connect(self) -> None:
-        """Ask an endpoint a question. Raises ValueError if it gives no log-probabilities."""
-        if isinstance(self.judge, Served):
-            (answer,) = self.judge.ask(torch.full((1, 3, 64, 64), 0.5), [(0, "Is this grey?")])
-            if isinstance(answer, Exception):
-                raise ValueError(f"`endpoint` of reward 'geneval2': {answer}")
-
     def __call__(self, images: Tensor, prompts: Sequence[str], metadata: Metadata) -> Scores:
-        """images [B,3,H,W] in [0,1] -> Scores of B, on the CPU; failed ones say why."""
+        """images [B,3,H,W] in [0,1] -> Scores of B, on the CPU."""
         asked = [(row, *each) for row, meta in enumerate(metadata) for each in questions(meta)]
         texts = [(row, f"{question} Answer in one word.") for row, _, question, _ in asked]
-        answers: list[list[Any]] = [[] for _ in metadata]  # of each image (skill, score or error)
+        answers: list[list[tuple[str, float]]] = [[] for _ in metadata]  # (skill, score)
         for (row, skill, *pair), table in zip(asked, self.judge.ask(images, texts), strict=True):
-            failed = isinstance(table, Exception)
-            score = table if failed else question_score(table, self.judge.first, *pair)
-            answers[row].append((skill, score))
-        rows, reasons = [], {}
-        for row, (meta, pairs) in enumerate(zip(metadata, answers, strict=True)):
-            scores = {skill: [s for name, s in pairs if name == skill] for skill, _ in pairs}
-            if errors := [score for _, score in pairs if isinstance(score, Exception)]:
-                reasons[row], scores = f"{type(errors[0]).__name__}: {errors[0]}", {}
-            am, gm = soft_tifa([score for _, score in pairs]) if scores else (math.nan, math.nan)
+            answers[row].append((skill, question_score(table, self.judge.first, *pair)))
+        rows = []
+        for meta, pairs in zip(metadata, answers, strict=True):
+            am, gm = soft_tifa([score for _, score in pairs])
+            skills = {skill: fmean(s for name, s in pairs if name == skill) for skill, _ in pairs}
             atoms = f"atoms_{meta['atom_count']:02}"
-            skills = {skill: fmean(own) for skill, own in scores.items()}
             rows.append({"value": gm, "am": am, "gm": gm, atoms: gm} | skills)
-        return Scores.of_rows(rows, reasons)
+        return Scores.of_rows(rows, {})

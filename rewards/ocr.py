@@ -259,10 +259,6 @@ class OCR(RewardBase):
     choices = {"rapidocr": "Apache-2.0", "paddleocr": "Apache-2.0", "vlm": ""}
     cost = Cost(seconds=0.306)  # docs/rewards/ocr.md
     resizes = frozenset({"limit_side_len", "limit_type", "rec_width"})
-    breakdowns = {
-        "by length of the text": "(letters|length)_.*",
-        "by number of texts": r"regions_\d",
-    }
 
     @classmethod
     def files(cls, **options: Any) -> Mapping[str, float]:

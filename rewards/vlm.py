@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import torch
 import yaml
@@ -30,7 +30,6 @@ from flowalign.types import Metadata, Scores
 
 MAX_BYTES = 2**20  # of an answer
 CONTENT = "text choices[0].message.content"
-Read = TypeVar("Read")
 
 
 def _check_pattern(pattern: str) -> str:
@@ -145,29 +144,28 @@ class VLM(RewardBase):
     def __call__(self, images: Tensor, prompts: Sequence[str], metadata: Metadata) -> Scores:
         """images [B,3,H,W] in [0,1], B prompts -> Scores of B, on the CPU; failed ones say why."""
         asked = [(i, self.template.text.replace("{prompt}", p)) for i, p in enumerate(prompts)]
-        read = lambda choice: self.template.read(choice["message"]["content"])  # noqa: E731
-        scores = self.ask(images, asked, CONTENT, read, max_tokens=self.max_tokens)
+        scores = self._ask(images, asked, self.template.read, self.max_tokens)
         errors = {row: score for row, score in enumerate(scores) if isinstance(score, Exception)}
         reasons = {row: f"{type(error).__name__}: {error}" for row, error in errors.items()}
         raw = torch.tensor([math.nan if row in errors else s for row, s in enumerate(scores)])
         return Scores(raw / self.template.scale, torch.isfinite(raw), {"raw": raw}, reasons)
 
     def say(self, images: Tensor, asked: Sequence[tuple[int, str]], max_tokens: int) -> list[Any]:
-        """The texts of the answers; otherwise as `ask`."""
-        read = lambda choice: choice["message"]["content"].strip()  # noqa: E731
-        return self.ask(images, asked, CONTENT, read, max_tokens=max_tokens)
+        """The texts of the answers, or why not. asked: a row of images [B,3,H,W], a question.
+        Raises ConnectionError or TimeoutError if the endpoint answers nothing at all."""
+        return self._ask(images, asked, str.strip, max_tokens)
 
-    def ask(
-        self, images: Tensor, questions: Sequence[tuple[int, str]], wanted: str,
-        read: Callable[[Any], Read], **settings: Any,
-    ) -> list[Read | Exception]:  # fmt: skip
-        """What is read of the first choice of each answer, or why not. A question: a row of images
-        [B,3,H,W], a text. read: raises LookupError or TypeError where a choice has not what is
-        `wanted`. settings: of the requests. Raises ConnectionError or TimeoutError if the endpoint
-        answers nothing at all."""
+    def _ask(
+        self,
+        images: Tensor,
+        asked: Sequence[tuple[int, str]],
+        read: Callable[[str], Any],
+        most: int,
+    ) -> list[Any]:
+        """What is read of the text of each answer, of at most so many tokens."""
         picture = functools.cache(lambda row: image_url(images[row], self.image_size))
 
-        def ask(question: tuple[int, str]) -> Read:
+        def ask(question: tuple[int, str]) -> Any:
             content = [
                 {"type": "image_url", "image_url": {"url": picture(question[0])}},
                 {"type": "text", "text": question[1]},
@@ -176,19 +174,19 @@ class VLM(RewardBase):
                 "model": self.model,
                 "messages": [{"role": "user", "content": content}],
                 "temperature": 0,  # the same image must get the same score
-                **settings,
+                "max_tokens": most,
             }
             answer = client.request("POST", self.url, json=body)
             try:
-                return read(json.loads(answer)["choices"][0])
+                return read(json.loads(answer)["choices"][0]["message"]["content"])
             except (json.JSONDecodeError, UnicodeError, LookupError, TypeError, RecursionError):
                 beginning = client.clean(answer.decode("utf-8", "replace"))
-                raise ValueError(f"no {wanted} in the answer {beginning!r}") from None
+                raise ValueError(f"no {CONTENT} in the answer {beginning!r}") from None
 
         token = read_token(self.token_env) if self.token_env else None
         limits = {"timeout": self.timeout, "retries": self.retries, "max_bytes": MAX_BYTES}
         with Client(**limits, token=token) as client:
-            return client.map(ask, questions, self.concurrency)
+            return client.map(ask, asked, self.concurrency)
 
 
 def image_url(image: Tensor, size: int | None) -> str:

@@ -86,7 +86,7 @@ quick_start() { # README and docs/quickstart.md
     mistake flowalign merge tiny/ocr tiny/geneval --out outputs/tiny/merged
     step flowalign sample 'a red sign that says "CAT"' 'a photo of three stars' --guidance 1 --lora outputs/tiny/merged
     step flowalign train --config configs/tiny/teacher_ocr_nft.yaml $SHORT
-    leaves outputs/tiny/teacher_ocr_nft/{config.yaml,metrics.jsonl,metrics.png,before_after.png,samples,tensorboard,adapter,checkpoints}
+    leaves outputs/tiny/teacher_ocr_nft/{config.yaml,metrics.jsonl,metrics.png,samples,tensorboard,adapter,checkpoints}
     mistake flowalign train --config configs/tiny/teacher_ocr_nft.yaml
     step flowalign train --config configs/tiny/student_flow_opd.yaml $SHORT
     step flowalign train --config configs/tiny/student_flow_opd.yaml $SHORT train.updates=3 --resume

@@ -20,7 +20,7 @@ from flowalign.training import metrics
 from flowalign.training.algorithm import STUDENT, Algorithm, Compared, Keeps, Pairs, Parts
 from flowalign.training.losses import velocity_error
 from flowalign.training.noising import noised, of_sampler, stratified
-from flowalign.training.rollout import Size, Stream
+from flowalign.training.rollout import Stream
 from flowalign.types import Rollout, Source
 
 
@@ -114,20 +114,19 @@ class Forward(Algorithm[Matched]):
     def prepare(self, rollout: Rollout, update: int) -> Matched:
         """Score the images, and noise their latents."""
         credit = self.scored.credit(rollout, update)
-        key, size = (self.config.seed, update), rollout.batch.size
+        key = (self.config.seed, update)
         images = zip(rollout.group.tolist(), rollout.copy.tolist(), strict=True)
-        sigmas = torch.stack([self._levels((*key, Stream.LEVELS, *i), size) for i in images])
+        sigmas = torch.stack([self._levels((*key, Stream.LEVELS, *i)) for i in images])
         states, target = noised(rollout, sigmas, (*key, Stream.NOISE))
         return Matched(**vars(replace(credit, rollout=states)), velocity=target)
 
-    def _levels(self, key: tuple[int, ...], size: Size | None) -> Tensor:
-        """Noise levels [S] that a key draws for images of a size."""
+    def _levels(self, key: tuple[int, ...]) -> Tensor:
+        """Noise levels [S] that a key draws."""
         settings, steps = self.settings, self.config.rollout.steps
         if settings.levels != "stratified":
-            sigmas, parts = self.backbone.sigmas(steps, size), settings.levels == "sampler"
+            sigmas, parts = self.backbone.sigmas(steps), settings.levels == "sampler"
             return of_sampler(sigmas, settings.states, key, settings.within, stratified=parts)
-        shift = self.backbone.shift(steps, size)
-        return stratified(shift, settings.states, key, settings.within)
+        return stratified(self.backbone.shift(steps), settings.states, key, settings.within)
 
     def learnt(self, steps: int) -> None:
         """The policies follow the student."""

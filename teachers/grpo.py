@@ -18,7 +18,7 @@ from flowalign.teachers.scored import Credit, Scored, ratio_metrics
 from flowalign.training import metrics
 from flowalign.training.algorithm import Algorithm, Compared, Keeps, Pairs, Parts
 from flowalign.training.losses import kl_factors, policy_loss
-from flowalign.training.rollout import Size, schedule_of, window_of
+from flowalign.training.rollout import schedule_of, window_of
 from flowalign.types import Gaussian, Rollout, Schedule, StepLoss
 
 
@@ -43,9 +43,9 @@ class Grpo(Algorithm[Credit]):
             compared=[Compared(None, 1.0)] if config.grpo.kl_weight > 0 else [],
         )
 
-    def plan(self, update: int, size: Size | None = None) -> Schedule:
+    def plan(self, update: int) -> Schedule:
         """All steps of the update's window."""
-        schedule = schedule_of(self.config, self.backbone, size)
+        schedule = schedule_of(self.config, self.backbone)
         return replace(schedule, window=window_of(self.config.rollout, update))
 
     def tensors(self) -> dict[str, list[Tensor]]:

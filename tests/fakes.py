@@ -276,7 +276,7 @@ def evaluation(
     file.write_text("\n".join(rows))
     marks = []
     for given in benchmarks or [{}]:
-        judged = given.keys() & {"reward", "rewards", "layout"}
+        judged = given.keys() & {"reward", "rewards"}
         judge = {} if judged else {"reward": {"name": "fakes:redness"}}
         marks.append({"name": "red", "prompts": str(file), **judge, **given})
     data = {

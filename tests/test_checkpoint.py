@@ -110,7 +110,6 @@ EARLIER = ["grpo.earlier={amplify: 5.0, attenuate: 0.0}", "rollout.prompts=8",
            "rollout.batch_size=32", "optimizer.eps=1.0", "optimizer.lr=30.0"]  # fmt: skip
 PICK = ["tasks.0.reward={name: pickscore, options: {model: tiny}}", "rollout.prompts=7",
         "rollout.copies=2", "rollout.batch_size=14"]  # fmt: skip
-SIZES = "model.sizes=[[32, 32], [32, 64]]"
 TWICE = "optimizer.updates_per_rollout=2"
 
 
@@ -121,13 +120,12 @@ TWICE = "optimizer.updates_per_rollout=2"
         pytest.param("grpo", PICK, id="a reward that knows prompts"),
         pytest.param("grpo", ["grpo.advantage=adora", *EARLIER], id="averages of tasks"),
         pytest.param("grpo", ["grpo.advantage=gated", *EARLIER], id="averages of prompts"),
-        pytest.param("grpo", [SIZES], id="sizes"),
         pytest.param("opd", ["student.states={select: random, count: 1}"], id="opd"),
         pytest.param("sft", [], id="sft"),
         pytest.param("nft", NFT, id="nft"),
-        pytest.param("nft", [*NFT, TWICE, SIZES], id="nft with two steps and sizes"),
+        pytest.param("nft", [*NFT, TWICE], id="nft with two steps"),
         pytest.param("awm", AWM, id="awm"),
-        pytest.param("awm", [*AWM, TWICE, SIZES], id="awm with two steps and sizes"),
+        pytest.param("awm", [*AWM, TWICE], id="awm with two steps"),
     ],
 )
 def test_so_they_are_under_every_algorithm(

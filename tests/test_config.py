@@ -128,8 +128,7 @@ PATHS = [  # (a config, a key that holds a path there)
     (raw(evaluation={"watch": [MARK | {"name": "w"}]}), "evaluation.watch.0.prompts"),
     *((raw(stage="opd", teachers=TEACHERS), f"teachers.ocr.{key}") for key in ("adapter", "base")),
     *((raw_eval(), key) for key in ("output", "models.a", "models.a.images", "benchmarks.0.prompts",
-                                    "fidelity.reference", "fidelity.features",
-                                    "diversity.features")),
+                                    "fidelity.reference", "fidelity.features")),
     ({"stage": "merge", "output": "x", "model": TINY, "adapters": ["a", "b"]}, "adapters.1"),
 ]  # fmt: skip
 
@@ -186,7 +185,6 @@ def test_a_wrong_value_is_explained(sections: dict[str, Any], said: list[str]) -
     assert all(part in problem for part in said), problem
 
 
-WATCHED = {"name": "x", "prompts": "b.txt", "reward": {"name": "ocr"}, "layout": "geneval"}
 STUDENT = {"stage": "opd", "teachers": {"ocr": {"adapter": "tiny/ocr"}}}
 COMPILED = {"id": "tiny", "height": 64, "width": 64, "dtype": "bfloat16", "compile": True}
 NO_VALIDATION = {key: value for key, value in TASK.items() if key != "validation"}
@@ -219,7 +217,6 @@ NO_VALIDATION = {key: value for key, value in TASK.items() if key != "validation
         ("tasks", {"evaluation": {"watch": [MARK]}}),
         ("tasks.0.teacher", {"tasks": [{**TASK, "teacher": "a"}]}),
         ("rollout.window", {"stage": "nft", "rollout": {"kind": "ode", "window": [0, 2]}}),
-        ("evaluation.watch.0.layout", {"evaluation": {"watch": [WATCHED]}}),
         ("model.compile", {"model": COMPILED}),
     ],
 )
@@ -403,14 +400,14 @@ def test_what_the_world_lacks_is_reported_at_once(
     found = "flowalign.system.packages.importlib.util.find_spec"
     (tmp_path / "a.txt").write_text(SIGN)
     task = {**TASK, "prompts": str(tmp_path / "a.txt"), "validation": str(tmp_path / "b.txt")}
-    optimizer = {"updates_per_rollout": 2, "name": "adamw8bit"}
-    config = parse(raw(tasks=[{**task, "reward": {"name": "ocl"}}], optimizer=optimizer))
+    more = {"optimizer": {"updates_per_rollout": 2}, "train": {"trackers": ["wandb"]}}
+    config = parse(raw(tasks=[{**task, "reward": {"name": "ocl"}}], **more))
     with monkeypatch.context() as patch, pytest.raises(ConfigError) as caught:
         patch.setattr(found, lambda name: None)
         check_world(config, Launch(3))
     package, reward, prompts, sharing = caught.value.problems
     assert "3 processes cannot share evenly" in sharing and "rollout.prompts=12" in sharing
-    assert "optimizer.name" in package and "[gpu]" in package
+    assert "train.trackers" in package and "needs wandb" in package
     assert reward.startswith("tasks.0.reward: no reward 'ocl'")
     assert prompts.startswith("tasks.0.validation: no prompt set")
     config = parse(raw(tasks=[task | {"validation": None}], evaluation=None))
@@ -445,25 +442,6 @@ def test_what_an_evaluation_lacks_is_reported_at_once(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text(SIGN)
     alone = raw_eval(models=models, benchmarks=[good], fidelity=None)
     check_world(parse(alone, stage=EvalStage), Launch(3))
-
-
-def test_reference_images_that_are_not_there_are_reported(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text(f"{SIGN}\n" * 70)  # as many as fidelity needs
-    found = tmp_path / "clean"
-    marks = [{**MARK, "prompts": str(tmp_path / "a.txt")}]
-    data = raw_eval(benchmarks=marks, fidelity={"reference": str(found)})
-    with pytest.raises(ConfigError, match="fidelity.reference: .*no such folder. Name a folder"):
-        check_world(parse(data, stage=EvalStage), Launch())
-    tiny = raw_eval(benchmarks=marks, fidelity={"reference": "tiny"})
-    with pytest.raises(ConfigError, match="fidelity.reference: 'tiny'"):
-        check_world(parse(tiny, stage=EvalStage), Launch())
-    found.mkdir()
-    (found / "notes.txt").write_text("none yet")
-    with pytest.raises(ConfigError, match=r"the folder holds no \.png, \.jpg"):
-        check_world(parse(data, stage=EvalStage), Launch())
-    for number in range(70):
-        (found / f"{number}.PNG").touch()
-    check_world(parse(data, stage=EvalStage), Launch())
 
 
 def test_four_bits_are_refused_where_they_cannot_be_had(

@@ -114,7 +114,8 @@ def evaluate(tmp_path: Path, random_model: str) -> Callable[..., int]:
     return lambda *overrides: main(["--config", str(path), *overrides])
 
 
-MEASURED = "diversity={features: 'fakes:mean_colour'}"
+JUDGE = "benchmarks.0.rewards.diversity"
+MEASURED = f"{JUDGE}={{name: diversity, options: {{model: 'fakes:mean_colour'}}}}"
 
 
 def result(folder: Path) -> dict[str, Any]:
@@ -154,9 +155,8 @@ def test_a_prompt_that_is_listed_twice_has_two_groups_of_images(
 @pytest.mark.parametrize(
     ("override", "key"),
     [
-        ("benchmarks.0.images=1", "diversity"),
-        ("diversity.features=fakes:nothing", "benchmarks.0.rewards.diversity"),
-        ("diversity.features=./nowhere", "benchmarks.0.rewards.diversity"),
+        (f"{JUDGE}.options.model=fakes:nothing", JUDGE),
+        (f"{JUDGE}.options.model=./nowhere", JUDGE),
     ],
 )
 def test_diversity_that_cannot_be_measured_is_refused(

@@ -233,7 +233,7 @@ def test_a_run_logs_its_drift_and_shows_it(finished_run: fakes.FinishedRun) -> N
     assert [row["update"] for row in held_out] == [0, 2]
     assert all("image_drift_alarms" in row for row in (*rollouts, *held_out))
     for kind in samples.DRIFTS:
-        assert samples.read_sample(finished_run.folder, kind)
+        assert samples.read_drift(finished_run.folder, kind)
 
 
 def test_a_run_beyond_its_limit_stops_with_a_checkpoint(random_model: str, tmp_path: Path) -> None:
@@ -280,7 +280,7 @@ def test_two_processes_measure_what_one_does(random_model: str, tmp_path: Path) 
             # in standard deviations; batches of other sizes round differently on some CPUs
             assert two[name] == pytest.approx(one[name], rel=1e-3, abs=1e-2), name
     checks = [
-        samples.read_sample(tmp_path / name, samples.HELD_OUT_DRIFT) for name in ("one", "two")
+        samples.read_drift(tmp_path / name, samples.HELD_OUT_DRIFT) for name in ("one", "two")
     ]
     shown = [[row["prompt"] for row in check["rows"]] for _, check in filter(None, checks)]
     assert shown[0] == shown[1] and len(shown[0]) == 5

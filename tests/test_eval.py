@@ -334,6 +334,7 @@ def test_fidelity_is_a_column_and_it_is_paired(config: Path, fidelity: list[str]
     ("override", "said"),
     [
         ("reference=nowhere", "reference: 'nowhere': no such folder"),
+        ("reference=adapter", "reference: 'adapter': the folder holds no"),
         ("reference=tiny", "reference: 'tiny' needs prompts of the tiny"),
         ("reference=clean", "reference: 2 images are too few for a distance"),
         ("features=fakes:nothing", "features: features 'fakes:nothing'"),

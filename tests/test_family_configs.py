@@ -39,7 +39,7 @@ PLANTED = [
         "model.id=black-forest-labs/FLUX.2-klein-4B rollout.guidance=4",
         r"rollout\.guidance: 4.*to 1",
     ),
-    ("qwen_image", "model.sizes=[[1024,1024],[1024,1032]]", r"model\.sizes\.1\.1: .*16"),
+    ("qwen_image", "model.width=1032", r"model\.width: .*16"),
 ]
 
 

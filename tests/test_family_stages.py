@@ -15,7 +15,7 @@ import flowalign
 from flowalign.backbone import ModelError, family_of, loading
 from flowalign.backbone.adapters import read_lora
 from flowalign.backbone.flux import Flux
-from flowalign.backbone.structure import cut_prompts, known
+from flowalign.backbone.structure import cut_prompts
 from flowalign.commands import evaluate as evaluation
 from flowalign.config import ModelConfig, TrainingStage
 from flowalign.teachers.merge import merge
@@ -60,10 +60,10 @@ def run(model: str, output: Path, stage: str, updates: int = 2, resume: bool = F
 
 @pytest.mark.slow
 def test_all_that_saves_memory_goes_together(model: str, tmp_path: Path) -> None:
-    """The keys of docs/scaling.md, which recommends fp8 with checkpointing; images of two sizes."""
+    """The keys of docs/scaling.md, which recommends fp8 with checkpointing."""
     given = ["model.dtype=bfloat16", "model.quantization=fp8", "model.gradient_checkpointing=true",
              "model.offload_text_encoders=true", "model.decode_batch=2",
-             "model.sizes=[[64, 32], [32, 64]]", "train.updates=2",
+             "model.height=64", "train.updates=2",
              f"model.max_sequence_length={LENGTH}"]  # fmt: skip
     loop = fakes.wired(fakes.settings(model, tmp_path / "run", *given))
     loop.run()
@@ -99,19 +99,9 @@ def test_adapters_merge_load_and_are_evaluated(model: str, tmp_path: Path) -> No
     assert len(values[0]) == 3 and values[0] != values[1]
 
 
-def test_a_pipeline_of_no_family_is_refused_and_one_that_is_like_another_is_not(
-    tmp_path: Path,
-) -> None:
+def test_a_pipeline_of_no_family_is_refused() -> None:
     with pytest.raises(ModelError, match=r"MyPipeline.*FluxPipeline.*backbones\.md"):
         family_of("MyPipeline")
-    with pytest.raises(ModelError, match=r"model\.family.*'nothing'"):
-        family_of("MyPipeline", "nothing")
-    assert family_of("MyPipeline", "flux").name == "flux"
-    families.pipeline("flux").save_pretrained(tmp_path)
-    index = tmp_path / "model_index.json"
-    index.write_text(index.read_text().replace("FluxPipeline", "MyPipeline"))
-    found = known(ModelConfig(id=str(tmp_path), family="flux", height=64, width=64))
-    assert found and not list(found.problems()) and not known(ModelConfig(id=str(tmp_path)))
 
 
 class Mine(Flux):

@@ -1,4 +1,4 @@
-"""Soft-TIFA: the official arithmetic on recorded probabilities, and an endpoint."""
+"""Soft-TIFA: the official arithmetic on recorded probabilities."""
 
 import json
 import math
@@ -7,12 +7,17 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from test_vlm import asked, serve  # noqa: F401
-from vision_judge import completion, tokenizer
+from vision_judge import tokenizer
 
 from flowalign.eval.stats import rows_of
-from flowalign.rewards import build, build_on, check, check_prompts, describe, score
-from flowalign.rewards.geneval2 import first_tokens, question_score, soft_tifa, spellings
+from flowalign.rewards import check, check_prompts, score
+from flowalign.rewards.geneval2 import (
+    GenEval2,
+    first_tokens,
+    question_score,
+    soft_tifa,
+    spellings,
+)
 
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "geneval2.json").read_text())
 FIRST, CASES = GOLDEN["meta"]["first_token"], GOLDEN["cases"]
@@ -26,13 +31,6 @@ class Bench(NamedTuple):
 def scored(case: dict[str, Any]) -> list[float]:
     pairs = zip(case["probabilities"], case["vqa_list"], strict=True)
     return [question_score(table, FIRST, *pair) for table, pair in pairs]
-
-
-@pytest.fixture
-def words(tmp_path: Path) -> str:
-    """The folder of a tokenizer alone, which is what an endpoint's judge needs."""
-    tokenizer().save_pretrained(tmp_path / "words")
-    return str(tmp_path / "words")
 
 
 def line(*questions: tuple[str, str, str], atoms: int = 3) -> dict[str, Any]:
@@ -89,74 +87,43 @@ def test_what_is_accepted_and_what_is_its_first_token() -> None:
     assert all(map(math.isnan, soft_tifa([0.5, math.nan])))
 
 
-# An endpoint -------------------------------------------------------------------------------------
+# The reward --------------------------------------------------------------------------------------
 
-TABLE = {"two": 0.5, " ": 0.125, "Yes": 0.25, "No": 0.0625}  # the likeliest four
-
-
-def endpoint(url: str, **more: Any) -> dict[str, Any]:
-    return {"url": url, "model": "judge", "retries": 0, **more}
+TABLE = {"two": 0.5, " ": 0.125, "Yes": 0.25, "No": 0.0625}
 
 
-def test_an_endpoint_is_asked_each_question_as_officially(serve, words: str) -> None:  # noqa: F811
-    judge = serve(lambda request: completion(TABLE, 4))
-    reward = build_on(None, "geneval2", {
-        "model": words, "endpoint": endpoint(judge.url, concurrency=1), "top_logprobs": 4,
-    })  # fmt: skip
-    del judge.requests[:]  # of the question that tells whether it can
+class Judge:
+    """Gives the same table to every question."""
+
+    def __init__(self) -> None:
+        words = tokenizer()
+        self.first = {text: words.decode([i]) for text, i in first_tokens(words).items()}
+        self.asked: list[tuple[int, str]] = []
+
+    def ask(self, images: torch.Tensor, asked: list[tuple[int, str]]) -> list[dict[str, float]]:
+        self.asked += asked
+        return [TABLE for _ in asked]
+
+
+def test_each_question_is_asked_as_officially_and_an_image_without_any_is_invalid() -> None:
+    reward, judge = GenEval2.__new__(GenEval2), Judge()
+    reward.judge = judge  # type: ignore[assignment]
     scores = score(reward, torch.rand(2, 3, 40, 64), ["a", "b"], [LINE, LINE])
-    assert [asked(request)[0] for request in judge.requests] == [
-        "How many dogs are there? Answer in one word.", "Are they red? Answer in one word.",
-    ] * 2  # fmt: skip
-    request = judge.requests[0]
-    assert asked(request)[1].shape == (40, 64, 3)  # the image as it is
-    form = {"max_tokens": 1, "temperature": 0, "logprobs": True, "top_logprobs": 4}
-    assert form.items() <= request.items()
+    texts = ("How many dogs are there?", "Are they red?")
+    assert judge.asked == [(i, f"{t} Answer in one word.") for i in range(2) for t in texts]
     two, yes = 0.5 + 0.125, 0.25  # two, and the space of " 2"
     assert scores.parts["am"].tolist() == [pytest.approx((two + yes) / 2)] * 2
     assert scores.value.tolist() == [pytest.approx(math.sqrt(two * yes))] * 2
     assert scores.parts["count"].tolist() == [two] * 2
     assert scores.parts["atoms_03"].equal(scores.value)
-    assert "4 log-probabilities" in describe(reward)["engine"]
-
-
-@pytest.mark.parametrize(
-    "reply",
-    [
-        completion(TABLE, None),
-        completion(TABLE, 2),  # fewer than were asked for
-        (400, b'{"error": {"message": "logprobs are off"}}'),
-        (200, b'{"choices": [{"logprobs": {"content": [{"top_logprobs": [{"token": "a"}]}]}}]}'),
-        (200, completion({"a": 0.5, "b": 0.9, "c": 0.1, "d": 0.1}, 4)[1]),  # no probabilities
-    ],
-)
-def test_an_endpoint_without_log_probabilities_is_refused(serve, words: str, reply: Any) -> None:  # noqa: F811
-    options = {"endpoint": endpoint(serve(lambda request: reply).url), "top_logprobs": 4}
-    with pytest.raises(ValueError, match="`endpoint`.*(log-prob|logprobs)"):
-        build_on(None, "geneval2", {"model": words, **options})
-
-
-def test_an_image_with_a_question_unanswered_is_invalid_and_never_0(serve, words: str) -> None:  # noqa: F811
-    broken = line(("object", "Is it broken?", "Yes"), ("object", "Is it there?", "Yes"))
-    reply = {True: completion(TABLE, None), False: completion(TABLE, 4)}
-    judge = serve(lambda request: reply["broken" in asked(request)[0]])
-    reward = build("geneval2", model=words, endpoint=endpoint(judge.url), top_logprobs=4)
-    images = torch.rand(4, 3, 32, 32)
-    images[3] = math.nan
-    scores = score(reward, images, ["a"] * 4, [LINE, broken, {"tag": "none"}, LINE])
-    assert scores.valid.tolist() == [True, False, False, False]
-    for numbers in (scores.value, *scores.parts.values()):
-        assert numbers[1:].isnan().all()
-    assert "log-probabilities" in scores.reasons[1] and "KeyError" in scores.reasons[2]
+    some = score(reward, torch.rand(2, 3, 8, 8), ["a"] * 2, [LINE, {"tag": "none"}])
+    assert some.valid.tolist() == [True, False] and "KeyError" in some.reasons[1]
 
 
 def test_wrong_options_and_prompts_are_refused_before_anything_is_loaded() -> None:
     for options, key in (
         ({"model": "no/such/model/here"}, "`model`"),
-        ({"endpoint": {}}, "`url`"),
-        ({"endpoint": {"url": "localhost"}}, "`url`"),
-        ({"endpoint": {"url": "http://127.0.0.1:9/v1", "token_env": "HOME"}}, "`token_env`"),
-        ({"top_logprobs": 0}, "`top_logprobs`"),
+        ({"endpoint": {}}, "'endpoint'"),
     ):
         with pytest.raises(ValueError) as caught:
             check("geneval2", options)

@@ -1,4 +1,4 @@
-"""A Qwen3-VL of transformers, small and random, as judge; and the same one behind an endpoint.
+"""A Qwen3-VL of transformers, small and random, as judge.
 
 Its processor needs torchvision. Without one the first test runs this file with that of
 scripts/setup.sh.
@@ -15,9 +15,8 @@ import fakes
 import pytest
 import torch
 from PIL import Image
-from test_vlm import asked, serve  # noqa: F401
 from transformers.utils import is_torchvision_available
-from vision_judge import completion, qwen3_vl
+from vision_judge import qwen3_vl
 
 from flowalign.commands.evaluate import main as evaluate
 from flowalign.rewards import build, score
@@ -86,37 +85,6 @@ def test_a_score_is_the_full_softmax_at_the_first_tokens(model: str) -> None:
             assert float(scores.parts[skill][row]) == pytest.approx(expected, rel=1e-4)
     alone = score(reward, images[1:], ["b"], [LINE])
     assert alone.value[0] == scores.value[1]  # whatever else was asked
-
-
-@needs_torchvision
-@pytest.mark.parametrize("top", [5, 20])
-def test_an_endpoint_agrees_as_far_as_its_log_probabilities_reach(
-    serve: Any,  # noqa: F811
-    model: str,
-    top: int,
-) -> None:
-    local = build("geneval2", model=model)
-    tokenizer = local.judge.processor.tokenizer  # type: ignore[attr-defined]
-    tables: dict[str, dict[str, float]] = {}
-
-    def reply(request: dict[str, Any]) -> Any:
-        text, pixels = asked(request)
-        softmax = probabilities(local, Image.fromarray(pixels), text)
-        # bytes that are no text alone decode to the same sign
-        tables[text] = {tokenizer.decode([i]): float(p) for i, p in enumerate(softmax)}
-        return completion(tables[text], top)
-
-    options = {"url": serve(reply).url, "model": "judge", "concurrency": 1}
-    served = build("geneval2", model=model, endpoint=options, top_logprobs=top)
-    images = torch.rand(1, 3, 64, 64, generator=torch.Generator().manual_seed(1))
-    exact, lower = (score(reward, images, ["a"], [LINE]).parts for reward in (local, served))
-    for skill, question, answer in QUESTIONS:
-        table = tables[f"{question} Answer in one word."]
-        ranked = sorted(table, key=lambda token: -table[token])
-        unseen = [served.judge.first[text] for text in spellings(question, answer)]  # type: ignore
-        hidden = sum(table[token] for token in unseen if token in ranked[top:])
-        assert float(exact[skill][0] - lower[skill][0]) == pytest.approx(hidden, abs=1e-6)
-        assert 0 < hidden <= len(unseen) * table[ranked[top - 1]] if top == 5 else hidden >= 0
 
 
 @needs_torchvision

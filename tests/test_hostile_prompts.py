@@ -9,23 +9,17 @@ import pytest
 from generated import examples, holds, json_values, nothing_else, texts
 from hypothesis import strategies as st
 
-from flowalign import rewards
 from flowalign.training.data import PromptError, load_prompts, subset
 
 FILES = {  # each was a traceback, a hang, or silently something else
     "deep JSON": ("a.jsonl", '{"prompt": "a", "x": ' + "[" * 100_000),
-    "a number of 5,000 digits": ("a.jsonl", '{"prompt": "a", "x": ' + "9" * 5000 + "}"),
     "not a number": ("a.jsonl", '{"prompt": "a", "x": NaN}'),
-    "an infinite number": ("a.jsonl", '{"prompt": "a", "x": 1e999}'),
     "half a character": ("a.jsonl", '{"prompt": "\\ud800"}'),
-    "half a character as key": ("a.jsonl", '{"prompt": "a", "\\ud800": 1}'),
     "a header that does not end": ("a.csv", 'prompt,"te\nxt'),
-    "a header with quotes inside": ("a.csv", 'prompt,"a"b\nx,y\n'),
     "a cell that does not end": ("a.csv", 'prompt\n"a'),
     "a very long cell": ("a.csv", "prompt,b\na," + "x" * 200_000),
     "one column twice": ("a.csv", "prompt,prompt\na,b\n"),
     "no header": ("a.csv", ""),
-    "a header of NUL": ("a.csv", "\0"),
 }
 
 
@@ -86,10 +80,5 @@ def test_a_file_is_read_or_refused(count: int, suffix: str, tmp_path: Path):
         assert all(prompt.strip() for prompt in batch.prompts)
         json.dumps(batch.metadata, allow_nan=False).encode()
         assert len(subset(batch, 2)) == min(2, len(batch))
-        for name in ("ocr", "geneval", "pickscore"):
-            try:
-                rewards.check_prompts(name, {}, batch.prompts, batch.metadata)
-            except ValueError as error:
-                assert str(error)
 
     holds(read_or_refused, count // 3, content=written)

@@ -131,7 +131,7 @@ def test_values_are_those_of_the_model_s_family(
             parts["seed"] = config.seed
         assert config == shipped.model_copy(update=parts)
     recipe = written("--stage", "recipe", "--model", model)
-    assert recipe.model.image_sizes == shipped.model.image_sizes
+    assert recipe.model.size == shipped.model.size
     sampling = shipped.sampling.model_dump(exclude_unset=True)
     assert recipe.stages["table"]["sampling"] == sampling
     assert recipe.stages["student"]["rollout"]["guidance"] == guidance

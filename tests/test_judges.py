@@ -1,4 +1,4 @@
-"""Several judges of the same images, official folders from a config, images that nobody judges."""
+"""Several judges of the same images, which are sampled once."""
 
 import json
 import signal
@@ -16,14 +16,11 @@ from torch import Tensor
 from flowalign.commands.evaluate import main
 from flowalign.config import ConfigError, EvalStage, SamplingConfig, parse
 from flowalign.eval import suite
-from flowalign.eval.images import find_images
 from flowalign.eval.suite import Benchmark, ImageSet
-from flowalign.system.images import pixels_of
 from flowalign.system.signals import Interrupted
-from flowalign.types import PromptBatch, Scores
+from flowalign.types import Scores
 
 PROMPTS = [f'a "{letter}"' for letter in "ABCDE"]
-CUP = {"tag": "single_object", "include": [{"class": "cup", "count": 1}]}
 
 
 class Colour:
@@ -56,9 +53,8 @@ def spec(channel: str) -> dict[str, Any]:
 
 def command(folder: Path, model: str) -> Callable[..., int]:
     """evaluate(*overrides): the command on one benchmark; its output is folder/out."""
-    rows = [{"prompt": p, **CUP, "item_id": f"item{i}"} for i, p in enumerate(PROMPTS)]
     mark = {"name": "x", "images": 2, "reward": None}
-    path = fakes.evaluation(model, folder, rows, mark, report={"images": 1})
+    path = fakes.evaluation(model, folder, PROMPTS, mark, report={"images": 1})
     return lambda *overrides: main(["--config", str(path), *overrides])
 
 
@@ -118,8 +114,7 @@ def test_fidelity_counts_an_image_once(evaluate: Callable[..., int], tmp_path: P
         Image.new("RGB", (32, 32), (255, 255, 200 + index)).save(
             tmp_path / "white" / f"{index}.png"
         )
-    lines = [json.dumps({"prompt": f"a {i}"}) for i in range(10)]
-    (tmp_path / "prompts.jsonl").write_text("\n".join(lines))
+    (tmp_path / "prompts.txt").write_text("\n".join(f"a {i}" for i in range(10)))
     fidelity = f"fidelity={{features: 'fakes:mean_colour', reference: {tmp_path / 'white'}}}"
     numbers = []
     for judges in (RED, BOTH):
@@ -160,86 +155,11 @@ def test_judges_take_turns_and_one_that_hangs_costs_the_others_nothing(random_mo
     assert values[0, 1:].tolist() == values[1, 1:].tolist()
 
 
-def kept(folder: Path) -> Tensor:
-    """The images of the store, in order."""
-    return torch.stack(
-        [pixels_of(p.read_bytes()) for p in sorted(folder.glob("images/base/x/*.png"))]
-    )
-
-
-def test_a_layout_without_a_judge_is_all_that_is_done(
-    evaluate: Callable[..., int], tmp_path: Path, sampled: list[str],
-    capsys: pytest.CaptureFixture[str],
-):  # fmt: skip
-    assert evaluate("benchmarks.0.layout=geneval") == 0
-    out = tmp_path / "out"
-    said = capsys.readouterr().out
-    assert "images only" in said and f"geneval: {out / 'layouts' / 'base' / 'x'}" in said
-    images = find_images(str(out / "layouts" / "base" / "x"))
-    assert list(images) == PROMPTS
-    files = [path for paths in images.values() for path in paths]
-    written = torch.stack([pixels_of(path.read_bytes()) for path in files])
-    assert torch.equal(written, kept(out)) and len(written) == 10
-    assert json.loads((out / "results.json").read_text())["benchmarks"] == {}
-    assert not (out / "table.md").exists() and sampled == PROMPTS
-    # what an official script leaves there stays, and a second run has nothing to do
-    (out / "layouts" / "base" / "x" / "results.jsonl").write_text("theirs")
-    before = {path: path.stat().st_mtime_ns for path in (out / "layouts").rglob("*")}
-    assert evaluate("benchmarks.0.layout=geneval") == 0
-    assert {path: path.stat().st_mtime_ns for path in (out / "layouts").rglob("*")} == before
-    assert sampled == PROMPTS
-
-
-def test_a_run_that_was_killed_before_its_layouts_writes_them(
-    evaluate: Callable[..., int], tmp_path: Path, sampled: list[str],
-    monkeypatch: pytest.MonkeyPatch,
-):  # fmt: skip
-    from flowalign.eval import layouts
-
-    real, calls = layouts.png, []
-
-    def interrupted(image: Tensor) -> bytes:
-        calls.append(image)
-        if len(calls) == 3:
-            raise KeyboardInterrupt
-        return real(image)
-
-    dpg = ["benchmarks.0.layout=dpg_bench", "benchmarks.0.images=1"]
-    monkeypatch.setattr(layouts, "png", interrupted)
-    assert evaluate(*dpg) == 130
-    folder = tmp_path / "out" / "layouts" / "base"
-    assert [path.name for path in folder.iterdir()] == ["x.json"]
-    sampled.clear()
-    assert evaluate(*dpg) == 0
-    names = sorted(path.name for path in (folder / "x").iterdir())
-    assert names == [f"item{i}.png" for i in range(5)] and sampled == []
-
-
-def test_an_image_that_is_not_finite_makes_no_folder_but_leaves_the_scores(
-    evaluate: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-):  # fmt: skip
-    def generate(backbone: Any, prompts: PromptBatch, settings: Any, indices: Any, copies: int):
-        images = torch.rand(len(prompts) * copies, 3, 32, 32)
-        images[0, 0, 0, 0] = torch.nan if indices[0] else 0.5
-        return images
-
-    monkeypatch.setattr(suite, "generate", generate)
-    assert evaluate(RED, "benchmarks.0.layout=geneval", "max_invalid_share=0.9") == 2
-    said = capsys.readouterr().err
-    assert "has no readable image of prompt 2" in said and "`model.dtype` may help" in said
-    assert not (tmp_path / "out" / "layouts" / "base" / "x").exists()
-    values = [row["value"] for row in rows(tmp_path / "out")["x"]]
-    assert [value is None for value in values].count(True) == 2  # batches of two prompts, and one
-
-
 @pytest.mark.parametrize(
     ("mark", "said"),
     [
         ({}, "benchmarks.0.reward: missing. Add `reward:`"),
-        ({"reward": spec("r"), "rewards": {"a": spec("b")}}, "there is a `reward`, too"),
         ({"rewards": {"a/b": spec("r")}}, "benchmarks.0.rewards.a/b"),
-        ({"layout": "coco"}, "benchmarks.0.layout"),
     ],
 )
 def test_who_judges_is_said_once(mark: dict[str, Any], said: str):

@@ -13,7 +13,7 @@ from test_vlm import asked, serve  # noqa: F401
 from flowalign.eval.stats import rows_of
 from flowalign.rewards import build, check_prompts, describe, score
 from flowalign.rewards.ocr import OCR, Line
-from flowalign.training.data import PromptError, load_prompts
+from flowalign.training.data import load_prompts
 from flowalign.types import EvalRow, Metadata, PromptBatch
 
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "long_text.json").read_text("utf-8"))
@@ -177,14 +177,3 @@ def test_a_folder_of_cvtg2k_is_one_set_with_its_texts(tmp_path: Path) -> None:
     check_prompts("ocr", {"rule": "cvtg2k"}, batch.prompts, batch.metadata)
     one = load_prompts(tmp_path / "cvtg2k" / "CVTG" / "2.json", "t")
     assert one.prompts == batch.prompts[: len(one)]
-
-
-@pytest.mark.parametrize(
-    "text",
-    ["[]", "{", '{"data_list": []}', '{"data_list": [{"index": 0}]}', "1",
-     '{"data_list": {"prompt": "a"}}', '{"data_list": [{"prompt": 5}]}'],
-)  # fmt: skip
-def test_a_json_of_another_form_is_refused(tmp_path: Path, text: str) -> None:
-    (tmp_path / "2.json").write_text(text)
-    with pytest.raises(PromptError, match=r"2\.json"):
-        load_prompts(tmp_path / "2.json", "t")

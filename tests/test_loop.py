@@ -240,17 +240,6 @@ def test_the_kl_weight_acts_only_where_the_student_has_moved(
     assert (second - other).abs().max() > 1e-3
 
 
-def test_dropped_images_count_neither_for_the_policy_nor_for_the_kl(
-    random_model: str, tmp_path: Path
-) -> None:
-    """Else the KL would be stronger the more groups are all alike."""
-    given = ["grpo.kl_weight=10.0", "train.updates=1", *LINEAR, "rollout.copies=4"]
-    half = fakes.settings(random_model, tmp_path / "half", *given, reward="first_of_pair")
-    loop = fakes.wired(half, moved=True)
-    prepared: Any = loop.prepare(loop.rollout(0))
-    assert torch.equal(prepared.keep, prepared.advantage != 0) and prepared.keep.sum() == 4
-
-
 class Told:
     """Redness that counts its evaluations, of four prompts each, and may say something else there:
     a mean, half a point more or less; or, for NaN, that it failed on most images, and that what is

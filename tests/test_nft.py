@@ -225,9 +225,6 @@ def test_an_update_of_nan_moves_no_policy(random_model: str, tmp_path: Path) -> 
     assert torch.equal(weights(old(loop).parameters), before)
 
 
-# Resume, processes, compilation -------------------------------------------------------------------
-
-
 # Settings ----------------------------------------------------------------------------------------
 
 

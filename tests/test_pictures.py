@@ -51,18 +51,6 @@ def test_models_are_columns_and_prompts_rows() -> None:
     assert sizes.min() > 150**2 and np.ptp(sizes) < 0.03 * sizes.min()
 
 
-def test_a_picture_may_be_a_tensor_a_batch_or_of_pil() -> None:
-    tensors = models()
-    batches = {name: torch.stack(images) for name, images in tensors.items()}
-    arrays = {name: (images * 255).round().byte().numpy() for name, images in batches.items()}
-    pil = {
-        name: [Image.fromarray(image.transpose(1, 2, 0)) for image in images]
-        for name, images in arrays.items()
-    }
-    one = gallery(tensors, PROMPTS)
-    assert one.tobytes() == gallery(batches, PROMPTS).tobytes() == gallery(pil, PROMPTS).tobytes()
-
-
 def test_a_score_is_shown_to_two_places_and_a_failed_one_as_failed() -> None:
     scores = torch.tensor([0.126, float("nan"), -1.0])
     texts = ["0.13", "failed", "-1.00"]

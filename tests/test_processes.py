@@ -16,14 +16,15 @@ pytestmark = pytest.mark.usefixtures("read_from_files")
 def config(folder: Path, model: str, output: str) -> Path:
     """Two judges of two images a prompt and their diversity, an odd number of batches, and a second
     benchmark that has fewer batches than there are processes."""
-    judges = {name: {"name": f"fakes:{name}"} for name in ("redness", "constant")}
-    many = {"name": "many", "images": 2, "rewards": judges, "layout": "t2i_compbench"}
+    judges: dict[str, Any] = {n: {"name": f"fakes:{n}"} for n in ("redness", "constant")}
+    judges["diversity"] = {"name": "diversity", "options": {"model": "tiny"}}
+    many = {"name": "many", "images": 2, "rewards": judges}
     few = {"name": "few", "limit": 2}
     prompts = [f'a "{letter}"' for letter in "ABCDEFGHI"]
     keys = {
         "output": str(folder / output),
         "report": {"images": 3},
-        "diversity": {"features": "tiny"},
+        "keep_images": True,
     }
     return fakes.evaluation(model, folder, prompts, many, few, **keys)
 

@@ -17,7 +17,7 @@ from flowalign.rewards import check_prompts
 from flowalign.rewards.geneval import GenEval
 from flowalign.rewards.geneval_judge import COLORS, NAMES, judge
 from flowalign.rewards.ocr import target_of
-from flowalign.training.data import load_prompts, marks
+from flowalign.training.data import load_prompts
 
 SETS = [parent / "shared" / "data" for parent in Path(__file__).resolve().parents]
 CENTER = {"left of": (1, 2), "right of": (3, 2), "above": (2, 1), "below": (2, 3)}
@@ -169,24 +169,6 @@ def test_held_out_texts_do_not_come_in_any_case(monkeypatch: pytest.MonkeyPatch)
         ocr.generate(5000, seed=0, held_out=short)
 
 
-FOREIGN = [
-    "# samples", "#1 cat", "a cat --n low quality --w 768 --h 768", "a cat --ar 16:9",
-    "a (red:1.3) cat", "a cat, <lora:style:0.8>", "a __colour__ cat", "a {red|blue} cat",
-]  # fmt: skip
-OWN = [
-    'a sign that says "#1"', "a cat -- asleep", "a clock (10:30)", "a map (scale 1:2)", "a_b__c",
-    'a mug that says "{A}"', "a dog < a cat", "a well-known --", "a cat (red) and a dog: both",
-]  # fmt: skip
-
-
-def test_marks_of_other_programs_beside_prompts() -> None:
-    assert list(marks(OWN)) == []
-    for prompt in FOREIGN:
-        (fault,) = marks([*OWN, prompt])
-        assert fault.startswith("1 prompts ") and repr(prompt) in fault
-    assert len(list(marks([*OWN, *FOREIGN]))) == 4
-
-
 def test_a_colour_or_thing_that_the_judge_never_answers_is_refused() -> None:
     def checked(detector: str | None, **keys: Any) -> None:
         clause = {"class": "bench", "count": 1, **keys}
@@ -203,16 +185,14 @@ def test_a_colour_or_thing_that_the_judge_never_answers_is_refused() -> None:
 
 def test_a_check_finds_what_is_refused_or_in_another_set(tmp_path: Path, capsys) -> None:
     train, test, sound = tmp_path / "train.txt", tmp_path / "test.txt", tmp_path / "sound.txt"
-    train.write_text('a photo of a cat left of a dog\na 12" TV that says "NEWS"\n# a cow\n')
+    train.write_text('a photo of a cat left of a dog\na 12" TV that says "NEWS"\n')
     test.write_text("a photo of a dog  right of A cat\n")
     sound.write_text('a sign "OPEN"\n')
     words = ["data", "check", str(sound), str(train), "--reward", "ocr", "--against", str(test)]
     assert main(words) == 1
     head, other, *faults = capsys.readouterr().out.splitlines()
     assert head.startswith(str(sound)) and other.startswith(str(train))
-    for fault, key in zip(
-        faults, ("# a cow", "reward ocr", "two straight", "a cat left"), strict=True
-    ):
+    for fault, key in zip(faults, ("reward ocr", "two straight", "a cat left"), strict=True):
         assert key in fault
     assert main(words[:3] + words[4:]) == 0
     assert main([*words, "--reward", "orc"]) == 2

@@ -32,7 +32,7 @@ def done(tmp_path_factory: pytest.TempPathFactory, random_model: str) -> Path:
     adapter(random_model, folder / "sd3", name="stabilityai/stable-diffusion-3-medium")
     fakes.evaluation(
         random_model, folder, [{"prompt": f'a "{letter}"', **CUP} for letter in "ABC"],
-        {"reward": {"name": "fakes:redness"}, "layout": "geneval"},
+        {"reward": {"name": "fakes:redness"}},
         models={"base": None, "tuned": str(folder / "adapter")}, report={"images": 1},
     )  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
@@ -68,18 +68,7 @@ CASES: dict[str, tuple[list[str], list[str]]] = {
         ["models.tuned=theirs"],
         ["models.tuned: 'theirs' is an adapter", "has such a layer with (2, 32), (32, 2)"],
     ),
-    "a layout of fewer prompts": (
-        ["benchmarks.0.limit=2"],
-        ["out/layouts/base/red holds images of another", "prompts.2 was ", OUT],
-    ),
-    "another layout": (
-        ["benchmarks.0.layout=t2i_compbench"],
-        ["layout was 'geneval' there, and is 't2i_compbench' here", OUT],
-    ),
-    "prompts that a layout cannot hold": (
-        ["benchmarks.0.layout=dpg_bench"],
-        ["benchmarks.0.layout: the metadata's item_id is None", "the prompt's file"],
-    ),
+    "another seed": (["sampling.seed=1"], ["sampling.seed was 1234 there", OUT]),
 }  # fmt: skip
 
 

@@ -133,16 +133,6 @@ def test_a_normalizer_divides_and_keeps_the_raw_value():
     assert torch.equal(scores.parts["raw"], here.value)
 
 
-def test_rows_that_fail_there_are_masked_here_with_their_reasons():
-    prompts = ["ok", "bad", *PROMPTS[2:9], "bad"]
-    with served.serving(served.Touchy()) as url:
-        scores = score(Remote(url, batch_size=4), IMAGES, prompts, METADATA)
-    assert scores.valid.tolist() == [True, False, *[True] * 7, False]
-    assert set(scores.reasons) == {1, 9} and "FileNotFoundError" in scores.reasons[9]
-    whole = served.exact(IMAGES, prompts, METADATA).value
-    assert torch.equal(scores.value[scores.valid], whole[scores.valid])
-
-
 def test_one_row_at_fault_does_not_cost_its_neighbours():
     """A prompt too long for the server, pixels and metadata that cannot travel, in one request."""
     images, prompts, metadata = IMAGES.clone(), list(PROMPTS), list(METADATA)

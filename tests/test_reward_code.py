@@ -10,14 +10,13 @@ from typing import Any
 
 import fakes
 import pytest
-import served
 
 from flowalign import rewards
 from flowalign.commands import recipe, train
 from flowalign.commands.evaluate import main as evaluate
 from flowalign.config import EvalStage, load, to_yaml
 from flowalign.eval.compare import Incomparable, compare, load_results
-from flowalign.rewards import REWARDS, build_on, code_of, describe, source
+from flowalign.rewards import REWARDS, build_on, code_of, source
 from flowalign.system import manifest
 from flowalign.training.run import resume
 
@@ -195,18 +194,6 @@ def test_an_evaluation_takes_over_the_scores_of_this_code_only(
     then, now = (load_results(tmp_path / name / "results.json") for name in ("then", "out"))
     with pytest.raises(Incomparable, match="code is"):
         compare(then, now, ("base", "base"))
-    del then["benchmarks"]["red"]["code"]  # of an older version
-    assert compare(then, now, ("base", "base")).keys() == {"red"}
-
-
-def test_a_server_tells_the_code_of_its_reward(tmp_path: Path) -> None:
-    write(tmp_path, 1.0)
-    told = []
-    for size in (1.0, 2.0):
-        write(tmp_path, size)
-        with served.serving(build_on(None, "mine:red", {})) as url:
-            told.append(describe(build_on(None, "remote", {"urls": url}))["served"]["code"])
-    assert told[0].keys() == {"mine:red"} and told[0] != told[1]
 
 
 def run(config: Path, *argv: str) -> int:

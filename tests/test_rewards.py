@@ -177,13 +177,6 @@ def test_a_model_may_name_its_revision(tmp_path: Path):
         assert located(model) == (model, {})
 
 
-def test_wrong_options_of_a_detector_are_refused_before_anything_is_loaded():
-    for option, value in (("model", "./no/where"), ("size", [8, 16]), ("dtype", "float8")):
-        with pytest.raises(ValueError, match=f"`{option}` of detector 'mask2former'"):
-            check("geneval", {"detector": "mask2former", "detector_options": {option: value}})
-    check("geneval", {"detector": "mask2former", "detector_options": {"dtype": "bfloat16"}})
-
-
 def test_one_bad_image_masks_only_itself_and_is_logged(caplog):
     with caplog.at_level(logging.WARNING):
         result = score(Brightness(poison="c"), IMAGES, PROMPTS, METADATA)
@@ -303,12 +296,12 @@ def test_a_reward_says_what_differs_from_the_defaults(registry):
     @register("duck")
     class Duck(Brightness):
         groupwise, headline, weights = True, "half", "not a sum of parts"
-        columns, breakdowns = ("half",), {"by half": "half"}
+        columns = ("half",)
 
     quiet, duck = build_on(None, "quiet", {}), build_on(None, "duck", {})
     assert (quiet.groupwise, quiet.headline, quiet.weights) == (False, None, None)
     assert (duck.groupwise, duck.headline, duck.weights) == (True, "half", None)
-    assert (duck.columns, duck.breakdowns) == (("half",), {"by half": "half"})
+    assert duck.columns == ("half",)
     assert is_groupwise("duck", {}) and not is_groupwise("quiet", {})
     assert declared("quiet").image_cost() == Cost(2.0) and declared("duck").image_cost() is None
     assert declared("quiet").image_cost(model="other") is None

@@ -90,13 +90,6 @@ def test_the_token_guards_all_but_health():
         assert said == {"rewards": ["exact"], "describe": {"exact": {"name": "exact"}}}
 
 
-def test_what_the_reward_is_not_asked_for_is_refused():
-    with served.serving(served.exact, images=3) as url:
-        for body, key in ((one("a", "clip"), "clip"), (BODY, "4 images"), (b"{}", "requests")):
-            answer = ask(url, body)
-            assert answer.status_code == 422 and key in answer.json()["detail"]
-
-
 def test_what_is_not_wanted_is_refused_unread():
     start = b"POST /score HTTP/1.1\r\nhost: x\r\n"
     with served.serving(served.exact, bytes=20_000) as url:

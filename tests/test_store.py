@@ -155,19 +155,6 @@ def test_a_row_that_is_not_whole_is_scored_again(
     assert sampled == [] and len(Watched.asked) == asked
 
 
-def test_a_failed_image_is_asked_about_again_and_no_other(
-    backbone: Backbone, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(Watched, "failing", (PROMPTS[1],))
-    first = judge(backbone, benchmark(), store=store(tmp_path / "s"))
-    assert [row["index"] for row in first.rows if row["value"] != row["value"]] == [1]
-    monkeypatch.setattr(Watched, "failing", ())
-    Watched.asked.clear()
-    healed = judge(backbone, benchmark(), store=store(tmp_path / "s"))
-    assert Watched.asked == [PROMPTS[1]]
-    assert healed.rows == judge(backbone, benchmark()).rows
-
-
 def test_without_its_images_a_store_samples_only_what_has_no_row(
     backbone: Backbone, tmp_path: Path, sampled: list[str], monkeypatch: pytest.MonkeyPatch
 ):

@@ -82,7 +82,7 @@ def test_the_rollout_stops_at_the_last_trained_state(
 def test_the_states_are_those_of_the_whole_rollout(random_model: str, tmp_path: Path) -> None:
     loop, _, labels = labelled(random_model, tmp_path / "run")
     one = dataclasses.replace(loop.algorithm.plan(0), chosen=(2,))
-    loop.algorithm.plan = lambda update, size: one  # pyright: ignore[reportAttributeAccessIssue]
+    loop.algorithm.plan = lambda update: one  # pyright: ignore[reportAttributeAccessIssue]
     assert torch.equal(loop.rollout(0).states[:, 0], labels.rollout.states[:, 2])
 
 
@@ -266,10 +266,7 @@ def test_without_rewards_the_nearest_student_is_kept(random_model: str, tmp_path
     # for people a distance, which is not negative
     assert f"(distance to the teachers {-best['headline']:.4f}" in str(kept(Path(config.output)))
     # and images of the held-out prompts, which have no score
-    assert (Path(config.output) / "before_after.png").is_file()
-    seen = samples.read_sample(Path(config.output), samples.EVALUATION)
-    assert seen and {row["task"] for row in seen[1]} == {"even", "odd"}
-    assert {row["note"] for row in seen[1]} == {""}
+    assert samples.updates(Path(config.output), samples.EVALUATION) == [0, 1, 2]
 
 
 def log_of(config: fakes.config.TrainingStage) -> list[dict[str, float]]:
@@ -365,7 +362,7 @@ def test_a_task_without_a_reward_is_trained_and_not_evaluated(
     assert config.evaluates == bool(scored)
     train(config)
     assert (tmp_path / "run" / "adapter" / "README.md").is_file()
-    assert (tmp_path / "run" / "before_after.png").is_file() == bool(scored)
+    assert bool(samples.updates(tmp_path / "run", samples.EVALUATION)) == bool(scored)
     rows = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
     taken = [row for row in rows if metrics.HEADLINE in row]
     assert len(taken) == 2 * len(scored)

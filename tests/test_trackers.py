@@ -18,7 +18,7 @@ def test_tensorboard_has_metrics_and_samples(finished_run: fakes.FinishedRun) ->
     folder = finished_run.folder / "tensorboard" / "mine"
     events = EventAccumulator(str(folder)).Reload()
     assert {"reward", "loss"} <= set(events.Tags()["scalars"])
-    for name in ("samples", "held_out", "before_after"):
+    for name in ("samples", "held_out"):
         image = events.Images(name)[-1]
         assert image.step in (0, 2) and image.width > 32 and image.height > 32
 

@@ -69,7 +69,7 @@ class Toy(Algorithm[Best]):
             rows = (rollout.group == group).nonzero().flatten()
             best[rows[credit.advantage.cpu()[rows].argmax()]] = True
         key = (self.config.seed, update, 99)
-        shift = self.backbone.shift(self.config.rollout.steps, rollout.batch.size)
+        shift = self.backbone.shift(self.config.rollout.steps)
         states, target = noised(rollout, stratified(shift, self.config.toy.states, key), key)
         credit = replace(credit, rollout=states, keep=best)
         return Best(**vars(credit), velocity=target)

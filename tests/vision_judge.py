@@ -1,9 +1,7 @@
-"""A small random Qwen3-VL in the real format, and an endpoint that plays what it would answer."""
+"""A small random Qwen3-VL in the real format."""
 
 from __future__ import annotations
 
-import json
-import math
 from pathlib import Path
 from typing import Any
 
@@ -75,13 +73,3 @@ def qwen3_vl(folder: Path) -> str:
     videos = transformers.Qwen3VLVideoProcessor()
     transformers.Qwen3VLProcessor(images, words, videos, chat_template=CHAT).save_pretrained(folder)
     return str(folder)
-
-
-def completion(probabilities: dict[str, float], count: int | None) -> tuple[int, bytes]:
-    """An endpoint's answer of one token with its `count` likeliest; None = no log-probabilities."""
-    ranked = sorted(probabilities.items(), key=lambda pair: -pair[1])
-    said: dict[str, Any] = {"message": {"role": "assistant", "content": ranked[0][0]}}
-    if count is not None:
-        tops = [{"token": token, "logprob": math.log(p)} for token, p in ranked[:count]]
-        said["logprobs"] = {"content": [{**tops[0], "top_logprobs": tops}]}
-    return 200, json.dumps({"choices": [said]}).encode()

@@ -59,7 +59,7 @@ class Backbone:
     def __init__(self, pipe: Any, model: ModelConfig, device: torch.device | str = "cpu") -> None:
         self.pipe, self.decode_batch = pipe, model.decode_batch
         self.name: str | None = model.id  # the base that saved adapters name
-        self.family = family_of(type(pipe).__name__, model.family)(pipe)
+        self.family = family_of(type(pipe).__name__)(pipe)
         self.device = torch.device(device)
         if self.device.type == "cpu":
             # accelerate says "cpu:0" where there are several processes, which would copy all
@@ -74,12 +74,7 @@ class Backbone:
         spec = ModelSpec(model, self.family)
         for problem in spec.problems():
             raise ModelError(problem)
-        self.sizes, self.latent_shapes = model.image_sizes, spec.latent_shapes
-
-    @property
-    def latent_shape(self) -> tuple[int, int, int]:
-        """C, h, w of the first size."""
-        return self.latent_shapes[0]
+        self.latent_shape = spec.latent_shape
 
     @classmethod
     def load(
@@ -98,7 +93,6 @@ class Backbone:
             vae_dtype=DTYPES[model.vae_dtype],
             quantization=model.quantization,
             revision=model.revision,
-            family=model.family,
             parts={name: part for name, part in parts.items() if name != "transformer"},
         )
         backbone = beside._with(pipe, model, device) if beside else cls(pipe, model, device)
@@ -130,18 +124,14 @@ class Backbone:
 
     # Sampling ----------------------------------------------------------------------------------
 
-    def latent_shape_of(self, size: tuple[int, int] | None) -> tuple[int, int, int]:
-        """C, h, w of images of a size (height, width) in pixels; None = the first size."""
-        return self.latent_shapes[self.sizes.index(size) if size else 0]
+    def sigmas(self, num_steps: int) -> Tensor:
+        """The schedule [T+1] of the pipeline's own scheduler, with all its settings. Raises
+        ModelError for a scheduler that steps otherwise than a rollout does."""
+        return self.family.sigmas(num_steps, self.family.tokens(self.latent_shape))
 
-    def sigmas(self, num_steps: int, size: tuple[int, int] | None = None) -> Tensor:
-        """The schedule [T+1] of the pipeline's own scheduler, with all its settings, for images of
-        a size. Raises ModelError for a scheduler that steps otherwise than a rollout does."""
-        return self.family.sigmas(num_steps, self.family.tokens(self.latent_shape_of(size)))
-
-    def shift(self, num_steps: int, size: tuple[int, int] | None = None) -> float:
+    def shift(self, num_steps: int) -> float:
         """The shift of that schedule: sigma = shift u / (1 + (shift - 1) u) of an even grid u."""
-        return self.family.shift(self.family.tokens(self.latent_shape_of(size)), num_steps)
+        return self.family.shift(self.family.tokens(self.latent_shape), num_steps)
 
     @torch.no_grad()
     def encode(self, prompts: Sequence[str], copies: int = 1) -> Conditioning:
@@ -349,7 +339,7 @@ class Backbone:
 def without_data(model: ModelConfig) -> Backbone:
     """The model of a config on the meta device. LookupError where its shapes are not known."""
     with weightless():
-        pipe = build(find(model.id, model.revision, model.family), DTYPES[model.dtype])
+        pipe = build(find(model.id, model.revision), DTYPES[model.dtype])
         nn.Module.to(pipe.vae, DTYPES[model.vae_dtype])
         # a cache and moving between devices need values
         plain = {"text_cache": None, "offload_text_encoders": False}

@@ -42,22 +42,13 @@ def families() -> Mapping[str, type[Family]]:
     return FAMILIES | {family.pipeline: family for family in plugins}
 
 
-def family_of(pipeline: str, name: str | None = None) -> type[Family]:
-    """The family of a pipeline's class, or the one of `model.family` instead. Raises ModelError for
-    an unknown class or name."""
+def family_of(pipeline: str) -> type[Family]:
+    """The family of a pipeline's class. Raises ModelError for an unknown one."""
     known = families()
-    if name:
-        named = {family.name: family for family in known.values()}
-        if name not in named:
-            raise ModelError(
-                f"model.family: got {name!r}; there are {', '.join(named)}. See {PAGE}."
-            )
-        return named[name]
     if pipeline not in known:
         raise ModelError(
             f"model.id: its model_index.json names a {pipeline}; flowalign knows "
-            f"{', '.join(known)}. {PAGE} says how to add a family; `model.family` takes the "
-            "pipeline for one of a known family."
+            f"{', '.join(known)}. {PAGE} says how to add a family."
         )
     return known[pipeline]
 
@@ -107,7 +98,6 @@ def load_pipeline(
     vae_dtype: torch.dtype = torch.float32,
     quantization: str | None = None,
     revision: str | None = None,
-    family: str | None = None,
     parts: Mapping[str, Any] | None = None,
 ) -> Any:
     """A diffusers pipeline of a known family on the CPU, of safetensors files only.
@@ -115,14 +105,12 @@ def load_pipeline(
     Raises ModelError if it cannot be loaded.
 
     dtype: of all parts but the VAE. quantization: the transformer is stored in "nf4" or "fp8"
-    instead, and computes in dtype. family: see `family_of`. parts: those that are there, and are
-    not loaded.
+    instead, and computes in dtype. parts: those that are there, and are not loaded.
     """
     index = model_index(model, revision=revision)
-    name = index["_class_name"]
-    kind = family_of(name, family)
+    kind = family_of(index["_class_name"])
     check_packages(model, index)
-    loader = getattr(diffusers, name, None) or getattr(diffusers, kind.pipeline)
+    loader = getattr(diffusers, kind.pipeline)
     four_bits = None
     if quantization == "nf4":
         computed: Any = {"bnb_4bit_compute_dtype": dtype}  # Any: diffusers' type knows no dtypes

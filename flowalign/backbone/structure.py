@@ -47,19 +47,18 @@ class ModelSpec:
         return config.max_sequence_length or text_length(config.id, None) or self.family.length
 
     @property
-    def latent_shapes(self) -> list[tuple[int, int, int]]:
-        """C, h, w of each size of images."""
-        channels, factor = self.family.channels, self.family.factor
-        return [(channels, h // factor, w // factor) for h, w in self.config.image_sizes]
+    def latent_shape(self) -> tuple[int, int, int]:
+        """C, h, w of a latent."""
+        (height, width), factor = self.config.size, self.family.factor
+        return self.family.channels, height // factor, width // factor
 
     def adapted(self, targets: Sequence[str] | None = None) -> list[str]:
         """The layers that a LoRA of these targets adapts; None = the family's."""
         return adapted_layers(self.family.core, targets or self.family.targets)
 
     def problems(self) -> Iterator[str]:
-        """Sizes, a length of prompts, a dtype and an attention that the model does not have."""
-        for size in self.config.image_sizes:
-            yield from self.family.size_problems(*size)
+        """A size, a length of prompts, a dtype and an attention that the model does not have."""
+        yield from self.family.size_problems(*self.config.size)
         yield from self.family.length_problems(self.length)
         yield from self.family.dtype_problems(self.config.id, self.config.dtype)
         if self.config.attention and not has_backends(self.family.core):
@@ -70,7 +69,7 @@ class ModelSpec:
 def model_spec(model: ModelConfig, *, whole: bool = False) -> ModelSpec:
     """The model of a config, on the meta device: transformer and autoencoder, or all its parts.
     LookupError where its shapes are not known here, ModelError for a pipeline of no family."""
-    return ModelSpec(model, _family(model.id, model.revision, model.family, whole))
+    return ModelSpec(model, _family(model.id, model.revision, whole))
 
 
 def known(model: ModelConfig) -> ModelSpec | None:
@@ -91,7 +90,7 @@ def read_family(model: ModelConfig, **hub: Any) -> Family:
     try:
         configs = ["model_index.json", "*/config.json", "scheduler/*.json"]
         folder = snapshot_download(model.id, allow_patterns=configs, **hub)
-        return _family(folder, None, model.family, False)
+        return _family(folder, None, False)
     except ModelError:
         raise
     except (LookupError, OSError, ValueError) as error:
@@ -115,7 +114,7 @@ def _interface(spec: ModelSpec) -> dict[str, Any]:
     """What a transformer shares with all others that can label its states, by the config files: the
     weights of encoders and VAE are not compared."""
     family = spec.family
-    found: dict[str, Any] = {"family": family.name, "latent": spec.latent_shapes}
+    found: dict[str, Any] = {"family": family.name, "latent": spec.latent_shape}
     found["text"] = family.text_shapes(spec.length)
     parts = ((n, part) for n, part in family.pipe.components.items() if part is not None)
     for name, part in parts:
@@ -130,10 +129,9 @@ def _interface(spec: ModelSpec) -> dict[str, Any]:
 # Architectures -----------------------------------------------------------------------------------
 
 
-def find(model: str, revision: str | None = None, family: str | None = None) -> Architecture:
+def find(model: str, revision: str | None = None) -> Architecture:
     """The architecture of model.id, without weights or network: read from its folder or from the
-    Hub's cache, else of a public model. A pipeline class that diffusers lacks is the one of
-    `model.family`. LookupError where none of them has it."""
+    Hub's cache, else of a public model. LookupError where none of them has it."""
     folder = local_folder(model, revision)
     if folder is None and model in public():
         return public()[model]
@@ -147,10 +145,7 @@ def find(model: str, revision: str | None = None, family: str | None = None) -> 
         file = folder / path
         return json.loads(file.read_text()) if file.is_file() else None
 
-    found = Architecture.of(read)
-    if not hasattr(diffusers, found.pipeline):
-        found = replace(found, pipeline=family_of(found.pipeline, family).pipeline)
-    return found
+    return Architecture.of(read)
 
 
 def local_folder(model: str, revision: str | None = None) -> Path | None:
@@ -165,13 +160,11 @@ def local_folder(model: str, revision: str | None = None) -> Path | None:
 
 
 @lru_cache(maxsize=8)  # every stage of a recipe asks for the same one
-def _family(
-    model: str, revision: str | None, family: str | None, whole: bool, ids: bool = False
-) -> Family:
+def _family(model: str, revision: str | None, whole: bool, ids: bool = False) -> Family:
     """The family of a model on the meta device. ids: with its tokenizers, and encoders that give
     back the ids of tokens; LookupError where they are not here."""
-    architecture = find(model, revision, family)
-    kind, given = family_of(architecture.pipeline, family), dict[str, Any]()
+    architecture = find(model, revision)
+    kind, given = family_of(architecture.pipeline), dict[str, Any]()
     if ids:
         given = _encoders_of_ids(local_folder(model, revision), kind)
     if not whole:
@@ -262,7 +255,7 @@ def cut_prompts(model: ModelConfig, prompts: Sequence[str]) -> list[str] | None:
     """The prompts that the model does not see to their end, by what the family's own encoding
     leaves of them, such as behind a chat template. None where the tokenizers are not here."""
     try:
-        family = _family(model.id, model.revision, model.family, whole=False, ids=True)
+        family = _family(model.id, model.revision, whole=False, ids=True)
     except (LookupError, OSError, ValueError, ImportError, AttributeError):
         return None
     if (tokenizer := getattr(family.pipe, family.tokenizer)) is None:

@@ -178,10 +178,10 @@ def evaluator(parts: Parts, benchmarks: Sequence[Benchmark], inputs: Inputs) -> 
         for task in config.tasks:  # on every process: a sharded base needs all in a forward pass
             prompts = inputs.prompts(task.validation or task.prompts, task.name)
             shown = spread(len(prompts), samples.HELD_OUT)
-            some = replace(prompts.select(shown), size=task.size or config.model.image_sizes[0])
+            some = prompts.select(shown)
             images = generate(parts.backbone, some, settings, shown)
             for prompt, image in zip(some.prompts, images, strict=True):
-                yield Example(task.name, prompt, None, png(image))
+                yield Example(prompt, None, png(image))
 
     return evaluate
 
@@ -196,6 +196,5 @@ def held_out(
         if task.validation and task.reward:
             prompts = inputs.prompts(task.validation, task.name)
             prompts = subset(prompts, config.evaluation.prompts)
-            prompts = replace(prompts, size=task.size or config.model.image_sizes[0])
             benchmarks.append(Benchmark(task.name, prompts, rewards[task.name]))
     return benchmarks

@@ -1,9 +1,8 @@
 """`flowalign eval`: from a config, or from a model and the names of benchmarks.
 
 It writes into the config's `output`: results.json, table.md, report.html (one page with tables and
-images), images/ (with the scores of every image: `flowalign.eval.store`), grid.png (some images of
-every model) and layouts/ where a benchmark asks for it. The same command continues a run that was
-killed.
+images), images/ (with the scores of every image: `flowalign.eval.store`) and grid.png (some images
+of every model). The same command continues a run that was killed.
 """
 
 from __future__ import annotations

@@ -40,7 +40,6 @@ from flowalign.training.preflight import Launch, scale_problems, world_problems
 from flowalign.training.report import page
 from flowalign.training.report.progress import recorded
 from flowalign.training.run import lock, processes
-from flowalign.training.run.ranks import phase
 from flowalign.training.run.resume import changed_rewards, rewards_code
 
 HERE = Launch(resume=False)  # by one process
@@ -108,10 +107,8 @@ def _run_stage(stage: Any, head: str, main: bool, train: Callable[[Any], object]
         train(stage)
     elif not stage.merges:
         evaluate(stage)
-    else:
-        with phase(head):
-            if main:
-                print(f"  {merged(stage).summary}", flush=True)
+    elif main:
+        print(f"  {merged(stage).summary}", flush=True)
     clear_device_cache(garbage_collection=True)  # the stage's models refer to one another
     if main:
         inputs = {source: file_digest(source) for source in stage.inputs.values()}
@@ -148,7 +145,7 @@ def examine(config: Any, home: Path, launch: Launch = HERE) -> tuple[dict[str, S
     problems = world_problems(config, launch)
     if not config.trains and config.given and not problems:
         model = config.model if config.adapters else None
-        _, problems = image_sets(config.scored, "benchmarks", model, config.given)
+        _, problems = image_sets(config.benchmarks, "benchmarks", model, config.given)
     return stages, problems
 
 

@@ -23,12 +23,10 @@ from flowalign.system import files
 from flowalign.system.signals import Clock
 from flowalign.training import preflight
 from flowalign.training.algorithm import TrainingError
-from flowalign.training.data import marks
 from flowalign.training.preflight import Launch, against_card, check_world, overruled, span
 from flowalign.training.report import page, results
 from flowalign.training.report.progress import OnMetrics
 from flowalign.training.run import lock, processes
-from flowalign.training.run.ranks import phase
 from flowalign.training.run.resume import checkpoints
 
 log = logging.getLogger("flowalign")
@@ -96,17 +94,13 @@ def train(
             log.warning("%s. Leave it out, or start without lora.init.", text)
     for _, text in against_card(config) if main else ():
         log.warning("a finding of preflight: %s", text)
-    for (source, _), batch in inputs.prompt_sets.items() if main else ():
-        for text in marks(batch.prompts):
-            log.warning("%s: %s", source, text)
     unscored = [task.name for task in config.tasks if not task.evaluated]
     if main and config.evaluation and unscored and not config.unrewarded:
         last = "" if config.evaluates else "; the adapter of the last update is kept"
         log.info("not evaluated, without `validation` and `reward`: %s%s", unscored, last)
     with lock.holding(folder, main), deterministic(config.train.deterministic):
-        with phase("loading the models"):
-            loop, report, _ = wire(config, clock, inputs)
-            report.on_update = on_update
+        loop, report, _ = wire(config, clock, inputs)
+        report.on_update = on_update
         if main:
             files.remove_leftovers(folder)
         if not (resume and loop.resume()):
@@ -116,11 +110,9 @@ def train(
                 part.write_text(to_yaml(config))
         loop.accelerator.wait_for_everyone()
         with report.live(loop.update):
-            with phase("training"):
-                loop.run()
-            with phase("pictures and model card"):
-                if main:
-                    finish(config)
+            loop.run()
+            if main:
+                finish(config)
         processes.finish(loop.accelerator)
     return folder / "adapter"
 
@@ -150,7 +142,5 @@ def finish(config: TrainingStage) -> None:
     folder = Path(config.output)
     if warning := results.untrained(config):
         log.warning("%s", warning)
-    if results.kept(folder) is None:  # of an earlier adapter, before `evaluation=null`
-        (folder / "before_after.png").unlink(missing_ok=True)
     write_card(folder, config, sys.argv)
     page.write(folder, config)

@@ -112,7 +112,7 @@ def settle(args: argparse.Namespace, lora: Lora | None) -> Plan:
         run = None
     if run:
         steps, guidance = run.evaluation_sampling.steps, run.evaluation_sampling.guidance
-        height, width = run.model.image_sizes[0]
+        height, width = run.model.size
     else:
         steps, guidance = recommended(model)
         # not in the cache: the size of most of these models

@@ -34,7 +34,6 @@ from flowalign.config.section import ADAPTER, ConfigError, Section
 from flowalign.config.stages import STAGES, RecipeStage, stage_class, stage_names
 from flowalign.config.stages.base import Job, Judged, Stage
 from flowalign.config.stages.evaluation import (
-    DiversityConfig,
     EvalStage,
     FidelityConfig,
     GivenImages,

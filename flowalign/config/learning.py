@@ -15,7 +15,6 @@ from flowalign.config.section import (
     Location,
     Many,
     NotNegative,
-    Pair,
     Positive,
     Section,
     Share,
@@ -60,9 +59,6 @@ class TaskConfig(Section):
     reward keeps the adapter of the least distance to its targets (student.fixed_prompts)."""
     teacher: str | None = Field(default=None, examples=["ocr"])
     """The teacher that labels its images (opd, sft); null = the teacher with the task's name."""
-    size: Pair | None = Field(default=None, examples=[[512, 768]])
-    """[height, width] of its images, one of the model's sizes; null = all of them in turn, and the
-    first in evaluations. A rollout holds tasks of one size only."""
 
     @property
     def evaluated(self) -> bool:
@@ -138,8 +134,6 @@ class TeacherConfig(LabellerConfig):
 class OptimizerConfig(Section):
     """AdamW, its schedule and the size of its steps."""
 
-    name: Literal["adamw", "adamw8bit"] = "adamw"
-    """adamw8bit needs bitsandbytes (the `gpu` extra)."""
     lr: Positive = 1e-4
     """Learning rate after the warm-up."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from typing import Annotated, Literal
 
-from pydantic import Field, field_validator
-from pydantic_core import PydanticCustomError
+from pydantic import Field
 
-from flowalign.config.section import Location, Many, Pair, Pixels, Positive, Section, Size
+from flowalign.config.section import Location, Many, Pixels, Positive, Section, Size
 
 
 class ModelConfig(Section):
@@ -18,9 +16,6 @@ class ModelConfig(Section):
     """`tiny` (ships with the package), a folder, or a Hub id."""
     revision: str | None = Field(default=None, examples=["main"])
     """Branch, tag or commit on the Hub."""
-    family: str | None = Field(default=None, examples=["my_family"])
-    """The model family, where model_index.json names a pipeline class of your own; null = the
-    family of that class."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """dtype of the transformer and its adapters, stored and computed. The adapter that is trained
     keeps its weights in float32. float16 scales the loss."""
@@ -30,14 +25,9 @@ class ModelConfig(Section):
     """The frozen transformer is stored in fewer bits and computes in dtype. nf4: 4 bits; needs
     bitsandbytes and a GPU. fp8: 8 bits; use gradient_checkpointing with it."""
     height: Pixels = 512
-    """Pixels, a multiple of 16."""
+    """Pixels, a multiple of 16. All images of a run have one size."""
     width: Pixels = 512
     """Pixels, a multiple of 16."""
-    sizes: list[Pair] | None = Field(
-        default=None, min_length=1, max_length=64, examples=[[[512, 512], [512, 768]]]
-    )
-    """Several [height, width], in place of height and width. All images of a rollout have one of
-    them, and they take turns. null = one size."""
     max_sequence_length: Many | None = Field(default=None, examples=[512])
     """Tokens of a prompt, at most (of the T5 encoder where there are several), with those of a
     chat template around it; null = as many as models of the family are used with."""
@@ -58,28 +48,9 @@ class ModelConfig(Section):
     """torch.compile the blocks of the transformer. Not in 16 bits where the loss has a ratio."""
 
     @property
-    def image_sizes(self) -> list[Size]:
+    def size(self) -> Size:
         """(height, width) of its images."""
-        return self.sizes or [(self.height, self.width)]
-
-    @property
-    def listed_sizes(self) -> str:
-        """As text, such as 512x512, 512x768: height first."""
-        return ", ".join(f"{height}x{width}" for height, width in self.image_sizes)
-
-    def size_problems(self, wanted: Mapping[str, Size | None]) -> Iterator[str]:
-        """Sizes that the model does not have. wanted: {place in the config: size}."""
-        for place, size in wanted.items():
-            if size and size not in self.image_sizes:
-                listed = ", ".join(map(str, map(list, self.image_sizes)))
-                yield f"{place}.size: {list(size)} is none of the model's sizes, {listed}."
-
-    @field_validator("sizes")
-    @classmethod
-    def _distinct(cls, sizes: list[Size] | None) -> list[Size] | None:
-        if sizes and len(set(sizes)) < len(sizes):
-            raise PydanticCustomError("twice", "each size once")
-        return sizes
+        return self.height, self.width
 
 
 class LoraConfig(Section):

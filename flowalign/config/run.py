@@ -14,7 +14,6 @@ from flowalign.config.section import (
     Location,
     Many,
     NotNegative,
-    Pair,
     Positive,
     Seconds,
     Section,
@@ -80,18 +79,13 @@ class BenchmarkConfig(Section):
     first tags. A larger limit later reuses the images that are there."""
     images: Count = 1
     """Images per prompt, each with its own noise. The official GenEval has 4."""
-    size: Pair | None = Field(default=None, examples=[[512, 768]])
-    """[height, width] of its images, one of the model's sizes; null = the first."""
     reward: RewardConfig | None = None
     """Scores its images. The score has the name of the benchmark."""
     rewards: dict[FileName, RewardConfig] = Field(
         default={}, examples=[{"pick": {"name": "pickscore"}}]
     )
-    """Several rewards in place of `reward`. Images are sampled once, and each reward gives a score
-    of its own, named NAME_JUDGE."""
-    layout: Literal["geneval", "t2i_compbench", "dpg_bench"] | None = None
-    """Also write the images for the official scripts, to <output>/layouts/MODEL/NAME. Without
-    `reward` and `rewards` nothing is scored."""
+    """More rewards, or several in place of `reward`. Images are sampled once, and each reward gives
+    a score of its own, named NAME_JUDGE."""
 
     @property
     def judges(self) -> dict[str, RewardConfig]:
@@ -106,11 +100,9 @@ class BenchmarkConfig(Section):
         return single | {f"rewards.{judge}": spec for judge, spec in self.rewards.items()}
 
     def problems(self) -> Iterator[str]:
-        """The images are scored by `reward` or `rewards`, or by neither for a layout alone."""
-        if self.reward and self.rewards:
-            yield "rewards: there is a `reward`, too. Make it one of the `rewards`."
-        elif not self.judges and not self.layout:
-            yield "reward: missing. Add `reward:` or `rewards:`; or `layout:`, for images only."
+        """The images are scored."""
+        if not self.judges:
+            yield "reward: missing. Add `reward:` or `rewards:`."
 
 
 class SamplingConfig(Section):

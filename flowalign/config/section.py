@@ -40,7 +40,6 @@ as_tuple = BeforeValidator(lambda value: tuple(value) if isinstance(value, list)
 # Later layers of a config can only add to a mapping; null empties it.
 null_is_empty = BeforeValidator(lambda value: {} if value is None else value)
 Size = tuple[int, int]  # height and width in pixels
-Pair = Annotated[tuple[Pixels, Pixels], as_tuple]
 
 ADAPTER = "pytorch_lora_weights.safetensors"  # what an adapter folder holds
 

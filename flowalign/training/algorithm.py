@@ -21,7 +21,7 @@ from torch import Tensor
 from flowalign.backbone import Backbone
 from flowalign.config import TrainingStage
 from flowalign.training.nonfinite import TrainingError as TrainingError
-from flowalign.training.rollout import OnImages, Size, clean_schedule, window_of
+from flowalign.training.rollout import OnImages, clean_schedule, window_of
 from flowalign.types import (
     Conditioning,
     PromptBatch,
@@ -123,11 +123,11 @@ class Algorithm(ABC, Generic[P]):
         """The steps whose states an update trains: a function of (seed, update)."""
         return tuple(range(*window_of(config.rollout, update)))
 
-    def plan(self, update: int, size: Size | None = None) -> Schedule:
+    def plan(self, update: int) -> Schedule:
         """How the rollout of an update steps, and which of its states are trained; by default to
         the end, without noise, and none."""
         rollout = self.config.rollout
-        return clean_schedule(self.backbone, rollout.steps, size, rollout.solver)
+        return clean_schedule(self.backbone, rollout.steps, rollout.solver)
 
     @abstractmethod
     def prepare(self, rollout: Rollout, update: int) -> P:

@@ -7,8 +7,7 @@ import io
 import json
 import random
 import re
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from functools import lru_cache
 from itertools import islice
@@ -23,12 +22,6 @@ from flowalign.types import PromptBatch
 
 Row = tuple[str, dict[str, Any]]  # a prompt, its metadata
 QUESTION = ("proposition_id", "dependency", "tuple", "question_natural_language")
-MARKS = {  # what other programs do not take for words of a prompt
-    "begin as a comment": r"^#",
-    "have options, as of kohya or Midjourney": r"\s--[a-z]+\b",
-    "have weights or tags, as of A1111 or ComfyUI": r"\([^()]*[^\d\s():]:[\d.]+\)|<\w+:[^<>]+>",
-    "have wildcards": r"__\w+__|\{[^{}|]*\|[^{}]*\}",
-}
 
 
 class PromptError(ValueError):
@@ -58,13 +51,6 @@ def load_prompts(source: str | Path, task: str) -> PromptBatch:
         raise PromptError(f"{path} holds no prompts. Write one a line.")
     prompts, metadata = map(list, zip(*rows, strict=True))
     return PromptBatch(prompts, [task] * len(prompts), metadata)
-
-
-def marks(prompts: Sequence[str]) -> Iterator[str]:
-    """What of MARKS some prompts have, which a model would read as words."""
-    for what, form in MARKS.items():
-        if found := [prompt for prompt in prompts if re.search(form, prompt)]:
-            yield f"{len(found)} prompts {what}, which a model reads as words, such as {found[0]!r}"
 
 
 def subset(prompts: PromptBatch, count: int) -> PromptBatch:
@@ -240,9 +226,6 @@ READERS: Mapping[str, Callable[[Path, str], list[Row]]] = {
 
 # Sampling ----------------------------------------------------------------------------------------
 
-Size = tuple[int, int]
-Drawn = dict[tuple[str, Size | None], int]  # prompts by (task, size)
-
 
 class PromptSampler:
     """Draws the P prompts of an update, a pure function of (seed, update): a resume is exact.
@@ -250,10 +233,6 @@ class PromptSampler:
     In every batch the tasks have the proportions of their weights: by the largest remainder, with
     the rounding debt carried to the next batch. Each task goes through a new permutation of its set
     per epoch, so no prompt repeats within an epoch. weights: > 0.
-
-    sizes: the image sizes of a task, which take turns; None = all have the model's first size.
-    All images of a batch have one size. So where tasks have different ones, a batch holds the tasks
-    of the size that is owed most, and several batches together have the proportions.
     """
 
     def __init__(
@@ -262,20 +241,13 @@ class PromptSampler:
         weights: Mapping[str, float],
         prompts: int,
         seed: int,
-        sizes: Mapping[str, Sequence[Size | None]] | None = None,
     ) -> None:
         self.sets, self.prompts, self.seed = dict(sets), prompts, seed
-        sizes = sizes or dict.fromkeys(sets, (None,))
         # integers, as floats would round debts: 0.1 and 0.2 become 1 and 2
-        exact = {
-            (task, size): Fraction(str(weights[task])) / len(sizes[task])
-            for task in sets
-            for size in sizes[task]
-        }
+        exact = {task: Fraction(str(weights[task])) for task in sets}
         unit = lcm(*(weight.denominator for weight in exact.values()))
-        self._weights = {stream: int(weight * unit) for stream, weight in exact.items()}
-        self._drawn = [dict.fromkeys(exact, 0)]  # [u]: prompts per stream before update u; a memo
-        self._sizes: list[Size | None] = []  # [u]: of the images of update u
+        self._weights = {task: int(weight * unit) for task, weight in exact.items()}
+        self._drawn = [dict.fromkeys(exact, 0)]  # [u]: prompts per task before update u; a memo
 
     @classmethod
     def of(
@@ -287,7 +259,6 @@ class PromptSampler:
             {task.name: task.weight for task in config.tasks},
             config.rollout.prompts,
             config.seed,
-            {t.name: [t.size] if t.size else config.model.image_sizes for t in config.tasks},
         )
 
     def batch(self, update: int) -> PromptBatch:
@@ -295,7 +266,7 @@ class PromptSampler:
         before, after = (self._before(u) for u in (update, update + 1))
         rows: list[tuple[float, str, int]] = []
         for task in self.sets:
-            first, end = (sum(n for (t, _), n in d.items() if t == task) for d in (before, after))
+            first, end = before[task], after[task]
             rows += [((n + 0.5) / (end - first), task, first + n) for n in range(end - first)]
         rows.sort(key=lambda row: row[0])  # stable: ties keep the order of the tasks
         picked = [(self.sets[task], self._row(task, number)) for _, task, number in rows]
@@ -303,36 +274,23 @@ class PromptSampler:
             prompts=[source.prompts[i] for source, i in picked],
             tasks=[task for _, task, _ in rows],
             metadata=[source.metadata[i] for source, i in picked],
-            size=self._sizes[update],
         )
 
-    def _before(self, update: int) -> Drawn:
-        """Prompts that each stream has given before this update: a task's images of one size.
+    def _before(self, update: int) -> dict[str, int]:
+        """Prompts that each task has given before this update.
 
-        A slot goes to the stream of the batch's size that is owed most, counted at the end of the
-        batch. So every slot is given at a debt > 0, and no stream gets ahead by a full prompt:
-        debts stay bounded, and the long-run shares are exact. Integers, in units of 1/total.
+        A slot goes to the task that is owed most, counted at the end of the batch. So every slot is
+        given at a debt > 0, and no task gets ahead by a full prompt: debts stay bounded, and the
+        long-run shares are exact. Integers, in units of 1/total.
         """
+        total = sum(self._weights.values())
         while len(self._drawn) <= update:
-            drawn = dict(self._drawn[-1])
-            size = self._owed_most(drawn)
-            weights = {stream: w for stream, w in self._weights.items() if stream[1] == size}
-            total = sum(weights.values())
-            slots = self.prompts + sum(drawn[stream] for stream in weights)
+            drawn, slots = dict(self._drawn[-1]), self.prompts * len(self._drawn)
             for _ in range(self.prompts):
-                owed = {stream: w * slots - drawn[stream] * total for stream, w in weights.items()}
+                owed = {task: w * slots - drawn[task] * total for task, w in self._weights.items()}
                 drawn[max(owed, key=owed.__getitem__)] += 1
             self._drawn.append(drawn)
-            self._sizes.append(size)
         return self._drawn[update]
-
-    def _owed_most(self, drawn: Drawn) -> Size | None:
-        """The size of the next batch, by what all its streams have been given so far."""
-        total, slots = sum(self._weights.values()), self.prompts + sum(drawn.values())
-        owed: Counter[Size | None] = Counter()
-        for stream, weight in self._weights.items():
-            owed[stream[1]] += weight * slots - drawn[stream] * total
-        return max(owed, key=owed.__getitem__)
 
     def _row(self, task: str, number: int) -> int:
         """The row of this task's prompt with that number since the start."""

@@ -29,7 +29,7 @@ from flowalign.training.report.alarm import Alarm
 from flowalign.training.report.drift.monitor import Monitor
 from flowalign.training.report.listeners import Evaluate, Evaluations, OnUpdate, RunLog
 from flowalign.training.rollout import Noise, sample, shard
-from flowalign.training.run import checkpoint, ranks, resume
+from flowalign.training.run import checkpoint, resume
 from flowalign.training.run.processes import from_main
 from flowalign.training.step import Step
 from flowalign.types import Rollout
@@ -104,14 +104,14 @@ class Loop:
         while self.update < self.config.train.updates and not self.evaluations.stalled:
             self.requests.stop_point(longest)
             self._began, self._seconds = time.perf_counter(), {}
-            with self._phase("the rollout", metrics.SECONDS_ROLLOUT):
+            with self._timed(metrics.SECONDS_ROLLOUT):
                 rollout = self.rollout(self.update)
-            with self._phase("scores and labels", metrics.SECONDS_SCORE):
+            with self._timed(metrics.SECONDS_SCORE):
                 prepared = self.prepare(rollout)
             drift = self._compare_with_base(rollout)  # now: no thread asks a reward any more
             with self.requests.uninterrupted():  # an update is learnt completely, or not at all
                 self._complete = False
-                with self._phase("the gradient", metrics.SECONDS_UPDATE):
+                with self._timed(metrics.SECONDS_UPDATE):
                     values = self.learn(prepared)
                 self.update += 1
                 self._report(rollout, prepared, values, drift)
@@ -136,7 +136,7 @@ class Loop:
         return sample(
             self.backbone,
             batch,
-            self.algorithm.plan(update, batch.size),
+            self.algorithm.plan(update),
             guidance=settings.guidance,
             noise=Noise((self.config.seed, update), settings.shared_noise),
             places=places,
@@ -191,11 +191,10 @@ class Loop:
         self.log.write(self.update, values)
 
     @contextmanager
-    def _phase(self, name: str, seconds: str) -> Iterator[None]:
+    def _timed(self, seconds: str) -> Iterator[None]:
         """Around a part of the next update. seconds: the metric of its time."""
         began = time.perf_counter()
-        with ranks.phase(name, self.update + 1):
-            yield
+        yield
         self._seconds[seconds] = time.perf_counter() - began
 
     # Evaluation and drift ----------------------------------------------------------------------
@@ -205,7 +204,7 @@ class Loop:
         if not self.evaluations.due(self.update) or self.evaluations.evaluate is None:
             return
         self.requests.stop_point()  # it may take many minutes
-        with ranks.phase("the evaluation", self.update), self.step.averaged():
+        with self.step.averaged():
             headline, report = self.evaluations.evaluate()
             measured = self.algorithm.held_out()  # by all, as the base may be sharded
             more = from_main(lambda: measured)  # whose numbers end the run on all, or on none
@@ -218,7 +217,7 @@ class Loop:
         """Where it is due, the drift of a rollout from the base's images."""
         values: dict[str, float] = {}
         if self.monitor and self.monitor.due(rollout, self.update):
-            with self._phase("the drift of the rollout", metrics.SECONDS_DRIFT):
+            with self._timed(metrics.SECONDS_DRIFT):
                 check = self.monitor.rollout(rollout, self.update)
                 values = self.log.drift(self.update, check, "the rollout")
             self._check_drift()
@@ -298,15 +297,14 @@ class Loop:
         written; the older ones are then as they were."""
         alarm = to_json(self.alarm.state())
         progress = {"steps": self.step.count, **self.evaluations.state(), "alarm": alarm}
-        with ranks.phase("the checkpoint", self.update):
-            return self.checkpoints.save(
-                self.update,
-                tensors=self.step.tensors(),
-                states=self.step.states(),
-                progress=progress,
-                about=self.identity,
-                best=bool(self.evaluations.best),
-            )
+        return self.checkpoints.save(
+            self.update,
+            tensors=self.step.tensors(),
+            states=self.step.states(),
+            progress=progress,
+            about=self.identity,
+            best=bool(self.evaluations.best),
+        )
 
     def begin(self) -> None:
         """Start at the first update: an earlier attempt may have ended before its first

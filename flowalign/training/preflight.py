@@ -100,8 +100,6 @@ def _packages(config: Any, launch: Launch, inputs: Inputs) -> Iterator[str]:
     models = {"model": config.model, **config.bases}
     bits = [f"{key}.quantization" for key, m in models.items() if m.quantization == "nf4"]
     needed = dict.fromkeys(bits, "bitsandbytes")
-    if config.trains and config.optimizer.name == "adamw8bit":
-        needed["optimizer.name"] = "bitsandbytes"
     if config.trains and "wandb" in config.train.trackers:
         needed["train.trackers"] = "wandb"
     for key, package in needed.items():

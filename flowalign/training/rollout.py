@@ -26,7 +26,6 @@ from flowalign.types import Conditioning, PromptBatch, Rollout, Schedule, Source
 
 # Takes a batch of images: the row of the first one, images [b,3,H,W] in [0,1], their b prompts.
 OnImages = Callable[[int, Tensor, PromptBatch], None]
-Size = tuple[int, int]  # height, width in pixels
 
 
 K = TypeVar("K", bound=Hashable)
@@ -43,12 +42,12 @@ class Stream(IntEnum):
     FIXED = 6  # states that stay the same through a run
 
 
-def schedule_of(config: TrainingStage, backbone: Backbone, size: Size | None = None) -> Schedule:
-    """The schedule of a config's rollouts of a size: by default every step but the last is trained.
-    That of a window that moves holds all steps that it comes to; see `window_of`."""
+def schedule_of(config: TrainingStage, backbone: Backbone) -> Schedule:
+    """The schedule of a config's rollouts: by default every step but the last is trained. That of a
+    window that moves holds all steps that it comes to; see `window_of`."""
     r = config.rollout
     return Schedule(
-        sigmas=backbone.sigmas(r.steps, size),
+        sigmas=backbone.sigmas(r.steps),
         kind=r.kind,
         noise_level=r.noise_level,
         window=r.trained,
@@ -57,11 +56,9 @@ def schedule_of(config: TrainingStage, backbone: Backbone, size: Size | None = N
     )
 
 
-def clean_schedule(
-    backbone: Backbone, steps: int, size: Size | None = None, solver: str = "euler"
-) -> Schedule:
+def clean_schedule(backbone: Backbone, steps: int, solver: str = "euler") -> Schedule:
     """For samples of which only the images matter: no noise, no trained state."""
-    return Schedule(backbone.sigmas(steps, size), "ode", 0.0, None, solver=solver)
+    return Schedule(backbone.sigmas(steps), "ode", 0.0, None, solver=solver)
 
 
 def window_of(rollout: RolloutConfig, update: int) -> tuple[int, int]:
@@ -150,7 +147,7 @@ def sample(
     """
     finish = decode if finish is None else finish
     cond = backbone.encode(batch.prompts)
-    shape, extra = backbone.latent_shape_of(batch.size), len(schedule.noisy)
+    shape, extra = backbone.latent_shape, len(schedule.noisy)
     parts = list(batches(sources or [None] * len(batch), batch_size))
     if sources:  # without sources all processes have equally many
         own = sum(part[0] is not None and part[0].adapter not in backbone.others for part in parts)
@@ -203,7 +200,7 @@ def generate(
     rollout = sample(
         backbone,
         prompts.select([prompt for prompt, _ in keys]),
-        clean_schedule(backbone, settings.steps, prompts.size),
+        clean_schedule(backbone, settings.steps),
         guidance=settings.guidance,
         noise=Noise((settings.seed,)),
         places=[(indices[prompt], copy) for prompt, copy in keys],

@@ -210,11 +210,10 @@ def strided(numbers: Tensor, images: int, steps: int) -> tuple[Tensor, Tensor]:
 def build_optimizer(
     config: TrainingStage, parameters: list[torch.nn.Parameter]
 ) -> torch.optim.Optimizer:
-    """AdamW over the adapter, or its 8-bit form from bitsandbytes."""
-    o, kind = config.optimizer, torch.optim.AdamW
-    if o.name == "adamw8bit":
-        from bitsandbytes.optim import AdamW8bit as kind  # type: ignore[import-not-found]
-    return kind(parameters, lr=o.lr, betas=o.betas, eps=o.eps, weight_decay=o.weight_decay)
+    """AdamW over the adapter."""
+    o = config.optimizer
+    moments: Any = {"betas": o.betas, "eps": o.eps}
+    return torch.optim.AdamW(parameters, lr=o.lr, weight_decay=o.weight_decay, **moments)
 
 
 def learning_rate(config: TrainingStage, optimizer: torch.optim.Optimizer) -> LambdaLR:

@@ -118,13 +118,13 @@ def test_what_is_stopped_goes_on_to_the_numbers_of_what_was_not(
 
 
 def test_the_command_with_all_that_it_draws(random_model: str, tmp_path: Path) -> None:
-    """Up to the pictures of before and after, and once more to its resumption."""
+    """Up to the page, and once more to its resumption."""
     held_out = [f"tasks.0.validation={tmp_path / 'prompts.txt'}", "evaluation={prompts: 2}"]
     given = [*held_out, f"tasks.0.{PICKSCORE}", "train.updates=1"]
     path = config_file(random_model, tmp_path / "run", *given)
     assert train.main(["--config", str(path)]) == 0
     assert train.main(["--config", str(path), "--resume", "train.updates=2"]) == 0
-    assert (tmp_path / "run" / "before_after.png").exists()
+    assert (tmp_path / "run" / "report.html").exists()
 
 
 def test_an_evaluation_gives_the_numbers_of_the_cpu(

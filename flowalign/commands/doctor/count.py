@@ -44,7 +44,6 @@ Ranks = Mapping[str, int]  # {layer: rank} of an adapter
 Adapter = tuple[str, list[nn.Parameter]]  # its name, its weights
 
 NF4 = 0.5 + 4 / 64  # bytes a weight: four bits, and a float32 scale for each block of 64
-ADAM_8BIT = 0.26  # of the bytes of float32 moments: one byte each, and blockwise scales
 DRAWS = 64  # updates whose drawn states are averaged
 BENCHMARK_PROMPTS = 512  # assumed where a benchmark has no limit and its file is not here
 # Keys of `model` that change no shape; fp8 does, and 4 bits are counted by NF4
@@ -114,9 +113,8 @@ def predict(
     ranks: {folder: {layer: rank}} of adapters that an earlier stage of a recipe will write. drawn:
     the updates whose drawn states are averaged; None = the first DRAWS. models: those of earlier
     calls with the same device and ranks, whose passes are not measured again; filled here. Raises
-    LookupError where the shapes of model.id are not known. Of several sizes the largest counts,
-    for all images. Not included: torch.compile, and the memory of rewards, of kernels (cuDNN, GEMM
-    workspaces) and of the device's context.
+    LookupError where the shapes of model.id are not known. Not included: torch.compile, and the
+    memory of rewards, of kernels (cuDNN, GEMM workspaces) and of the device's context.
     """
     models, ranks, key = {} if models is None else models, ranks or {}, _model_key(config)
     model: Any = models.get(key)
@@ -195,11 +193,9 @@ class _Model:
         self.host = size_of(*modules)
         files = [SIXTEEN * sum(p.numel() for p in part.parameters()) for part in modules]
         self.file, self.downloads = files[0], {config.id: sum(files)}  # bytes; transformer, all
-        sizes = [height * width for height, width in config.image_sizes]
-        largest = sizes.index(max(sizes))
-        self.latent_shape = self.backbone.latent_shapes[largest]
+        self.latent_shape = self.backbone.latent_shape
         self.latent = rounded(4 * math.prod(self.latent_shape))  # bytes, float32
-        self.pixels = 4 * 3 * sizes[largest]  # bytes of an image, float32
+        self.pixels = 4 * 3 * config.height * config.width  # bytes of an image, float32
         self.frozen: dict[frozenset[tuple[str, int]], Adapter] = {}  # by ranks of layers
         self.passes: dict[tuple[Any, ...], Pass] = {}
         self.loras = [self.add_frozen(ranks) for ranks in adapters]
@@ -332,13 +328,12 @@ class _Trained(_Model):
 
     def parts(self, config: TrainingStage, processes: int) -> dict[str, int]:
         lora, trained = size(self.student), size(p for p in self.student if p.requires_grad)
-        moments = ADAM_8BIT if config.optimizer.name == "adamw8bit" else 1
         taught = sum(teacher.adapter is not None for teacher in config.labellers.values())
         policies = len(algorithm_class(config).keeps(config).policies)
         return super().parts(config, processes) | {
             f"transformers of {len(self.bases)} other bases": sum(self.bases.values()),
             "student's LoRA (float32)": lora,
-            "its Adam moments": round(2 * trained * moments),
+            "its Adam moments": 2 * trained,
             "its moving average": lora if config.ema else 0,
             f"LoRAs of {taught} teachers": size(self.teachers),
             f"LoRAs of {policies} policies": policies * lora,

@@ -79,9 +79,8 @@ def _noise(config: TrainingStage, backbone: Backbone) -> Iterator[Finding]:
     # without noise, or no state of a rollout is trained
     if rollout.kind == "ode" or algorithm_class(config).keeps(config).noise_levels:
         return
-    pixels = [height * width for height, width in config.model.image_sizes]
-    try:  # of the smallest size: where the shift depends on it, its last steps have the least noise
-        sigmas = backbone.sigmas(rollout.steps, backbone.sizes[pixels.index(min(pixels))])
+    try:
+        sigmas = backbone.sigmas(rollout.steps)
     except ModelError as error:
         yield fault(f"schedule: {error}")
         return

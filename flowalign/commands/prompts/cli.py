@@ -20,7 +20,7 @@ from flowalign.rewards.ocr import target_of
 from flowalign.system.escape import harmless
 from flowalign.system.exit import refusing
 from flowalign.system.files import expanded
-from flowalign.training.data import load_prompts, marks
+from flowalign.training.data import load_prompts
 from flowalign.training.sources import GENERATED, SOURCES, validation_file
 from flowalign.types import PromptBatch
 
@@ -93,7 +93,6 @@ def _faults(
     batch: PromptBatch, names: Sequence[str], others: Mapping[str, Set[str]]
 ) -> Iterator[str]:
     """others {set: digests of its prompts}."""
-    yield from marks(batch.prompts)
     for name in names:
         try:
             rewards.check_prompts(name, {}, batch.prompts, batch.metadata)

@@ -7,7 +7,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from flowalign.config.learning import RewardConfig
 from flowalign.config.run import AlarmConfig, BenchmarkConfig, SamplingConfig
 from flowalign.config.section import (
     FileName,
@@ -57,15 +56,6 @@ class FidelityConfig(Section):
     """`tiny` (scenes drawn from the benchmarks' own metadata), or a folder of images."""
 
 
-class DiversityConfig(Section):
-    """Diversity over seeds: Vendi score and mean pairwise distance of the images of a prompt, as
-    one more judge of every benchmark that has several."""
-
-    features: Location = Field(examples=["facebook/dinov2-base", "tiny", "my_features:dreamsim"])
-    """A DINOv2 or CLIP (a folder, a Hub id, `tiny`), or package.module:function, [B,3,H,W] ->
-    [B,D]."""
-
-
 class ReportConfig(Section):
     """What report.html shows."""
 
@@ -102,7 +92,6 @@ class EvalStage(Stage):
     benchmarks: list[BenchmarkConfig] = Field(min_length=1)
     sampling: SamplingConfig = SamplingConfig()
     fidelity: FidelityConfig | None = None
-    diversity: DiversityConfig | None = None
     report: ReportConfig = ReportConfig()
     alarm: AlarmConfig | None = AlarmConfig()
     """Of the images that the report shows; null = none."""
@@ -153,19 +142,7 @@ class EvalStage(Stage):
 
     @property
     def judged(self) -> list[Judged]:
-        return judged_at("benchmarks", self.scored, models=len(self.models))
-
-    @property
-    def scored(self) -> list[BenchmarkConfig]:
-        """The benchmarks, with the judge that `diversity` adds to those of several images."""
-        if self.diversity is None:
-            return self.benchmarks
-        options = {"model": self.diversity.features}
-        judge = {"diversity": RewardConfig(name="diversity", options=options)}
-        return [
-            b.model_copy(update={"rewards": judge | b.rewards}) if b.images > 1 else b
-            for b in self.benchmarks
-        ]
+        return judged_at("benchmarks", self.benchmarks, models=len(self.models))
 
     @property
     def evaluations(self) -> int:
@@ -183,10 +160,8 @@ class EvalStage(Stage):
 
     def problems(self) -> Iterator[str]:
         """Names that tables and files cannot hold or tell apart; models that are not there."""
-        sizes = {f"benchmarks.{i}": benchmark.size for i, benchmark in enumerate(self.benchmarks)}
-        yield from self.model.size_problems(sizes)
         yield from same_names([("models", name) for name in self.models])
-        columns = [{b.name, *b.judges} for b in self.scored]
+        columns = [{b.name, *b.judges} for b in self.benchmarks]
         columns += [{"average"}, {"fidelity"}]  # of every table
         yield from same_names([("benchmarks", name) for names in columns for name in names])
         named = {f"compare.{name}": [name, *others] for name, others in self.compare.items()}
@@ -195,6 +170,3 @@ class EvalStage(Stage):
             for model in (m for m in models if m not in self.models):
                 text = f"no model is named {model!r}.{did_you_mean(model, self.models)}"
                 yield f"{key}: {text} Possible: {', '.join(self.models)}."
-        if self.diversity and all(benchmark.images == 1 for benchmark in self.benchmarks):
-            text = "no benchmark has several images of a prompt. Set benchmarks.0.images=4"
-            yield f"diversity: {text}, or leave it out."

@@ -223,16 +223,9 @@ class TrainingStage(Job):
                 yield f"tasks.{index}.teacher: {text}, or use stage 'opd' or 'sft'."
         if self.alarm and self.alarm.reference == "start" and not self.lora.init:
             yield "alarm.reference: 'start' is the base. Use 'base', or give lora.init."
-        for index, benchmark in enumerate(self.watched):
-            if benchmark.layout:
-                text = f"{benchmark.layout!r}, but a run keeps no images. Use it in stage 'eval'."
-                yield f"evaluation.watch.{index}.layout: {text}"
         if self.watched and not self.evaluates:
             yield "evaluation.watch: no task has `validation` and `reward`: nothing is evaluated."
         names = [("tasks", task.name) for task in self.tasks]
         yield from same_names(
             names + [("evaluation.watch", n) for b in self.watched for n in b.judges]
         )
-        sizes = {f"tasks.{index}": task.size for index, task in enumerate(self.tasks)}
-        sizes |= {f"evaluation.watch.{i}": b.size for i, b in enumerate(self.watched)}
-        yield from self.model.size_problems(sizes)

@@ -76,11 +76,6 @@ class RunLog:
             path = samples.write_examples(self.folder, update, report.examples, keep)
             trackers.image(self.accelerator, "held_out", path, update)
 
-    def best(self, update: int) -> None:
-        """before_after.png, after an evaluation whose adapter is kept."""
-        if self.main and (path := samples.write_before_after(self.folder, update)):
-            trackers.image(self.accelerator, path.stem, path, update)
-
     def page(self) -> None:
         """The page of the run, as it is now."""
         if self.main:
@@ -93,7 +88,7 @@ class RunLog:
         self.warn(update, self.alarm.drift(check.drifts, limits.warn, where, limits.reference))
         if self.main:
             content, keep = to_json(asdict(check)), self.config.train.keep_samples
-            samples.write_json(self.folder, kind, update, content, keep)
+            samples.write_drift(self.folder, kind, update, content, keep)
         if worst := [drift for drift in check.drifts if drift.beyond(limits.stop)]:
             self.too_far = f"{where}: {'; '.join(map(str, worst))}"
         beyond = sum(drift.beyond(limits.warn) for drift in check.drifts)
@@ -171,7 +166,6 @@ class Evaluations:
         if headline > best - noise and headline != best:
             self.best = {"headline": headline, "update": update}
             keep(self.best)
-            self.log.best(update)
         self.last = update
         mean = sum(distances) / len(distances) if distances else math.nan
         if mean < self.nearest.get("distance", math.inf):

@@ -164,11 +164,14 @@ def _facts(
 
 def _pictures(run: Path) -> list[tuple[str, str]]:
     """(title, data URI) of those that there are."""
-    found = {"Curves": run / pictures.CURVES, "Before and after": run / "before_after.png"}
-    kinds = {"Held-out prompts": samples.EVALUATION, "Training samples": samples.TRAINING}
-    for title, kind in kinds.items():
-        if names := samples.updates(run, kind):
-            found[f"{title} at update {names[-1]}"] = samples.place(run, kind, names[-1], "png")
+    found = {"Curves": run / pictures.CURVES}
+    held_out, training = (samples.updates(run, k) for k in (samples.EVALUATION, samples.TRAINING))
+    for update in [*held_out[:1], *held_out[-1:]]:  # before and after
+        path = samples.place(run, samples.EVALUATION, update, "png")
+        found[f"Held-out prompts at update {update}"] = path
+    for update in training[-1:]:
+        path = samples.place(run, samples.TRAINING, update, "png")
+        found[f"Training samples at update {update}"] = path
     return [
         (title, f"data:image/png;base64,{base64.b64encode(path.read_bytes()).decode()}")
         for title, path in found.items()
@@ -180,7 +183,7 @@ def _drifts(run: Path, alarm: Mapping[str, Any]) -> list[Panel]:
     """The newest checks of a run: of an evaluation, of a rollout. alarm: as in its config."""
     warn, reference = alarm.get("warn", AlarmConfig().warn), alarm.get("reference", "base")
     kinds = {"held-out prompts": samples.HELD_OUT_DRIFT, "training prompts": samples.DRIFT}
-    newest = {where: samples.read_sample(run, kind) for where, kind in kinds.items()}
+    newest = {where: samples.read_drift(run, kind) for where, kind in kinds.items()}
     return [
         Panel(f"Update {found[0]}, {where}", warn, Check.from_json(found[1]), reference)
         for where, found in newest.items()

@@ -25,7 +25,6 @@ FILES = {  # below the folder of a run, in the order in which they are of use
     "metrics": "metrics.jsonl",
     "curves": "metrics.png",
     "samples": "samples",
-    "before, after": "before_after.png",
     "merge": "report.md",
     "images": "images",
     "config": "config.yaml",

@@ -1,16 +1,12 @@
 """The images that a run keeps.
 
-samples/update_000020.png shows images of a rollout, samples/held_out_000020.png of an evaluation. A
-JSON file of the same name has a row for each image of an evaluation: prompt, task, note (its score)
-and the image as a small WebP file in base64. drift_*.json are checks of the drift. Of each kind the
-newest `keep` stay, and the oldest. before_after.png shows the images of the first evaluation and of
-the best one.
+samples/update_000020.png shows images of a rollout, samples/held_out_000020.png of an evaluation.
+drift_*.json are checks of the drift, with small WebP images in base64. Of each kind the newest
+`keep` stay, and the oldest.
 """
 
 from __future__ import annotations
 
-import base64
-import io
 import json
 import re
 from collections.abc import Sequence
@@ -18,12 +14,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from PIL import Image
-
-from flowalign.system.files import read_lines, replacing
+from flowalign.system.files import replacing
 from flowalign.system.images import pixels_of
-from flowalign.training import metrics
-from flowalign.training.report.pictures import Block, Row, comparison, grid, score_text, webp
+from flowalign.training.report.pictures import grid, score_text
 from flowalign.types import Example, Rollout
 
 COPIES, SHOWN = 4, 32  # images of a prompt, and of a picture, at most
@@ -56,34 +49,7 @@ def write_examples(
     captions = [f"{e.prompt}\n{note}".strip() for e, note in zip(examples, notes, strict=True)]
     path = place(folder, EVALUATION, update, "png")
     grid(path, images, captions, title=path.stem)
-    rows = [
-        {"prompt": e.prompt, "task": e.benchmark, "note": note, "image": webp(image)}
-        for e, note, image in zip(examples, notes, images, strict=True)
-    ]
-    write_json(folder, EVALUATION, update, rows, keep)
-    return path
-
-
-def write_before_after(run: Path, update: int) -> Path | None:
-    """Draw what an evaluation after `update` updates has just shown, below the images of the first
-    one: a block for each benchmark. None without images."""
-    first, last = read_sample(run, EVALUATION, oldest=True), read_sample(run, EVALUATION)
-    if first is None or last is None:
-        return None
-    logged = read_lines(run / "metrics.jsonl")
-    said = {row[metrics.UPDATE]: metrics.headline(row) for row in logged if metrics.HEADLINE in row}
-    blocks = []
-    for task in dict.fromkeys(row["task"] for row in last[1]):
-        pair = []
-        for name, (shown, content) in {"before": first, f"after update {update}": last}.items():
-            rows = [row for row in content if row["task"] == task]
-            images = [Image.open(io.BytesIO(base64.b64decode(row["image"]))) for row in rows]
-            pair.append(Row(images, [row["note"] for row in rows], name, said.get(shown, "")))
-        blocks.append(Block(task, [row["prompt"] for row in rows], pair))
-    path = run / "before_after.png"
-    title = f"{run.name}: before training, and the adapter that was kept."
-    scored = "; below each image its score" if any(row["note"] for row in last[1]) else ""
-    comparison(path, blocks, title=f"{title} Same prompts and noise{scored}.")
+    _remove_old(folder, EVALUATION, keep)
     return path
 
 
@@ -101,9 +67,9 @@ def updates(run: Path, kind: str) -> list[int]:
     return sorted({int(n.removeprefix(kind)) for n in names if re.fullmatch(rf"{kind}\d+", n)})
 
 
-def write_json(folder: Path, kind: str, update: int, content: Any, keep: int | None) -> None:
-    """Write the JSON file of a sample; of its kind the oldest one stays and the newest `keep` (None
-    = all)."""
+def write_drift(folder: Path, kind: str, update: int, content: Any, keep: int | None) -> None:
+    """Write a check of the drift; of its kind the oldest one stays and the newest `keep` (None =
+    all)."""
     with replacing(place(folder, kind, update, "json")) as part:
         part.write_text(json.dumps(content, allow_nan=False), encoding="utf-8")
     _remove_old(folder, kind, keep)
@@ -115,10 +81,10 @@ def _remove_old(folder: Path, kind: str, keep: int | None) -> None:
             place(folder, kind, update, ending).unlink(missing_ok=True)
 
 
-def read_sample(run: Path, kind: str, *, oldest: bool = False) -> tuple[int, Any] | None:
-    """Update and content of the newest (or the oldest) JSON file of a kind that can be read; None
-    if there is none. kind: EVALUATION or one of DRIFTS."""
-    for update in updates(run, kind)[:: 1 if oldest else -1]:
+def read_drift(run: Path, kind: str) -> tuple[int, Any] | None:
+    """Update and content of the newest check of a kind, of DRIFTS, that can be read; None if there
+    is none."""
+    for update in updates(run, kind)[::-1]:
         with suppress(OSError, ValueError):
             return update, json.loads(place(run, kind, update, "json").read_text("utf-8"))
     return None

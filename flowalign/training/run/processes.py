@@ -37,7 +37,6 @@ from flowalign.config import ConfigError, Stage, TrainingStage
 from flowalign.system import files
 from flowalign.system.escape import harmless
 from flowalign.system.signals import Interrupted
-from flowalign.training.run import ranks
 
 T = TypeVar("T")
 
@@ -141,14 +140,16 @@ class ExitStatus:
         if error is None:
             part()
             return True
-        error = ranks.explain(error) or error
         text = f"stopped: {error}"
         if isinstance(error, KeyboardInterrupt):
             ours = error if isinstance(error, Interrupted) else Interrupted.by(signal.SIGINT)
             note = self.interrupted if ours.note is None else ours.note
             self.code, text = ours.code, note and f"interrupted ({ours}): {note}"
-        elif isinstance(error, ranks.LostRank):
-            self.code, text = 1, text if error.first else ""
+        elif _of_another(error):
+            seen = f"another process died or hangs ({str(error).splitlines()[0]})"
+            text = f"stopped: {seen}. It says why, or its launcher does. To continue, give the "
+            text += "same command again, for training with --resume."
+            self.code = 1
         elif isinstance(error, self.refused):
             self.code, text = 2, str(error)
         elif isinstance(error, self.stopped):
@@ -159,9 +160,15 @@ class ExitStatus:
             self.code = 1
         if self.code and text:
             print(harmless(text), file=sys.stderr)
-        if not isinstance(error, ranks.LostRank):
-            ranks.leave(f"{type(error).__name__}: {error}")
         return self.code != 0
+
+
+def _of_another(error: BaseException) -> bool:
+    """Whether it is torch's, of an operation to which another process did not come."""
+    text = str(error) if isinstance(error, RuntimeError) else ""  # gloo's errors have no type
+    shared = isinstance(error, torch.distributed.DistError) or "gloo" in text or "NCCL" in text
+    alone = not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1
+    return shared and not alone
 
 
 def _fsdp_problems(config: TrainingStage, state: Any) -> Iterator[str]:

@@ -45,7 +45,7 @@ def fixed_states(
     for task, batch in prompts.items():
         batch = batch.select(range(min(config.student.fixed_prompts, len(batch))))
         key = (config.seed, 0, Stream.FIXED)
-        schedule = schedule_of(config, backbone, batch.size)
+        schedule = schedule_of(config, backbone)
         spread = np.linspace(0, len(schedule.trained) - 1, STATES).round().astype(int)
         steps = tuple(schedule.trained[i] for i in sorted({*spread.tolist()}))
         path = sample(
@@ -60,7 +60,7 @@ def fixed_states(
             finish=True,
             sources=teachers.sources(batch.tasks),
         )
-        levels = stratified(backbone.shift(config.rollout.steps, batch.size), STATES, key)
+        levels = stratified(backbone.shift(config.rollout.steps), STATES, key)
         images, _ = noised(path, levels, key)
         for prefix, states in ((metrics.FIXED_PATH, path), (metrics.FIXED_NOISED, images)):
             found.append(Fixed(prefix + task, states, teachers(states).velocity))

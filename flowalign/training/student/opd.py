@@ -20,7 +20,7 @@ from flowalign.config import OpdStage, StatesConfig
 from flowalign.training import metrics
 from flowalign.training.algorithm import Algorithm, Keeps, Pairs, Parts, Prepared
 from flowalign.training.losses import policy_loss, published_loss, step_weights, velocity_error
-from flowalign.training.rollout import Size, Stream, schedule_of, window_of
+from flowalign.training.rollout import Stream, schedule_of, window_of
 from flowalign.training.student.fixed import Fixed, distances, fixed_states
 from flowalign.types import Rollout, Schedule, StepLoss
 
@@ -72,10 +72,10 @@ class Opd(Algorithm[Labels]):
 
     # What the loop asks ------------------------------------------------------------------------
 
-    def plan(self, update: int, size: Size | None = None) -> Schedule:
+    def plan(self, update: int) -> Schedule:
         """The states that this update trains."""
         return dataclasses.replace(
-            schedule_of(self.config, self.backbone, size),
+            schedule_of(self.config, self.backbone),
             window=window_of(self.config.rollout, update),
             chosen=self.trained_steps(self.config, update),
         )

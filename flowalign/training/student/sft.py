@@ -52,7 +52,7 @@ class Sft(Algorithm[Targets]):
     def prepare(self, rollout: Rollout, update: int) -> Targets:
         """Noise the teachers' latents: the states and target velocities of this update."""
         key = (self.config.seed, update, Stream.SFT)
-        shift = self.backbone.shift(self.config.rollout.steps, rollout.batch.size)
+        shift = self.backbone.shift(self.config.rollout.steps)
         states, target = noised(rollout, stratified(shift, self.config.sft.states, key), key)
         return Targets(
             rollout=states,
