@@ -76,16 +76,13 @@ def test_a_run_says_where_it_starts_and_what_it_ignores(
     random_model: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     init = fakes.teachers(random_model, tmp_path)["even"]
-    (tmp_path / "kohya.txt").write_text("# samples\na cat --w 768\n")
-    keys = [f"lora={{rank: 32, init: {init}}}", f"tasks.0.prompts={tmp_path / 'kohya.txt'}"]
-    path = config_file(random_model, tmp_path / "run", *keys)
+    path = config_file(random_model, tmp_path / "run", f"lora={{rank: 32, init: {init}}}")
     with caplog.at_level(logging.INFO, logger="flowalign"):
         assert main("--config", path, "train.updates=1") == 0
     said = {level: [r.getMessage() for r in caplog.records if r.levelname == level]
             for level in ("INFO", "WARNING")}  # fmt: skip
     assert any(init in text and "rank 2" in text for text in said["INFO"])
     assert any(text.startswith("lora.rank: ") for text in said["WARNING"])
-    assert sum("kohya.txt: 1 prompts " in text for text in said["WARNING"]) == 2
 
 
 def test_a_model_that_is_not_there_is_one_line_and_no_traceback(
