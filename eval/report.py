@@ -21,9 +21,9 @@ from flowalign.eval.suite import Benchmark, environment
 from flowalign.eval.table import (
     Results,
     Table,
-    details,
     markdown,
     metric_rows,
+    of_cells,
     tables,
     tallies,
 )
@@ -59,9 +59,10 @@ def write_files(config: EvalStage, results: Results) -> str:
     scores = tables(results, config.compare)
     heads = [f"{escaped(text, length=1000)}\n" for text in said]
     short = "\n".join([*heads, *map(markdown, scores)])
-    changed = "".join(f"- {escaped(text)}\n" for text in tallies(results, config.compare))
-    changed = f"\nWhat changed:\n\n{changed}" if changed else ""
-    long, measured = details(results.rows), escaped(" ".join(sentences), length=10_000)
+    changes = tallies(results, config.compare)
+    changed = f"\nWhat changed:\n\n{of_cells(changes)}" if changes else ""
+    long = of_cells(metric_rows(results.rows))
+    measured = escaped(" ".join(sentences), length=10_000)
     about = {"title": title, "conditions": sentences, "config": to_yaml(config)}
     if config.report.images:
         drawn.append("grid.png")
@@ -234,7 +235,7 @@ def render(
         tables=tables,
         models=list(results.judged),
         metrics=page.table(metric_rows(results.rows)),
-        changes=list(tallies(results, compare)),
+        changes=page.table(changes) if (changes := tallies(results, compare)) else "",
         grids=grids if any(pictured.values()) else {},
         pictured=pictured,
         rule=lambda rows, lines: spread_text(rows, len(lines)),

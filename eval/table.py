@@ -6,10 +6,10 @@ Every file of an evaluation (table.md, report.html, results.json) takes its numb
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain, product
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -100,18 +100,24 @@ class Results:
         return columns | ({AVERAGE: average(averaged)} if averaged else {})
 
 
-def tallies(results: Results, compare: Mapping[str, Sequence[str]]) -> Iterator[str]:
-    """For all that is compared: on how many prompts a model is better, and worse."""
+def tallies(results: Results, compare: Mapping[str, Sequence[str]]) -> list[list[str]]:
+    """For all that is compared: on how many prompts a model is better, worse, and equal. The cells
+    of a table, the heads first; of one model alone none."""
     first, *others = results.judged
     pairs = [(model, other) for model in compare for other in compare[model]]
     pairs += [(model, first) for model in others]
-    for (model, other), benchmark in product(dict.fromkeys(pairs), results.benchmarks):
-        means = results.means(benchmark, model), results.means(benchmark, other)
-        gaps = [a - b for a, b in zip(*means, strict=True)]
-        won, lost, equal = (sum(np.sign(gaps) == sign) for sign in (1, -1, 0))
-        unknown = f", {n} without a score" if (n := len(gaps) - won - lost - equal) else ""
-        said = f"{won} prompts won, {lost} lost, {equal} equal{unknown}"
-        yield f"{model} − {other}, {benchmark.name}: {said}"
+    heads = ["prompts won / lost / equal", *(benchmark.name for benchmark in results.benchmarks)]
+    rows = []
+    for model, other in dict.fromkeys(pairs):
+        cells = []
+        for benchmark in results.benchmarks:
+            means = results.means(benchmark, model), results.means(benchmark, other)
+            gaps = [a - b for a, b in zip(*means, strict=True)]
+            won, lost, equal = (sum(np.sign(gaps) == sign) for sign in (1, -1, 0))
+            unknown = f" ({n} without a score)" if (n := len(gaps) - won - lost - equal) else ""
+            cells.append(f"{won} / {lost} / {equal}{unknown}")
+        rows.append([f"{model} − {other}", *cells])
+    return [heads, *rows] if rows else []
 
 
 @dataclass(frozen=True)
@@ -238,9 +244,9 @@ def metric_rows(rows: Mapping[str, Sequence[EvalRow]]) -> list[list[str]]:
     return lines
 
 
-def details(rows: Mapping[str, Sequence[EvalRow]]) -> str:
-    """`metric_rows` as Markdown."""
-    heads, *lines = ([escaped(cell) for cell in line] for line in metric_rows(rows))
+def of_cells(rows: Sequence[Sequence[str]]) -> str:
+    """Markdown of a table whose first row is its heads."""
+    heads, *lines = ([escaped(cell) for cell in line] for line in rows)
     return "\n".join(escape.table(heads, lines)) + "\n"
 
 

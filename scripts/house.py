@@ -28,7 +28,7 @@ BUDGET = {
     "commands": 4626,
     "config": 2109,
     "credit": 244,
-    "eval": 2205,
+    "eval": 2212,
     "flowalign": 64,
     "rewards": 4244,
     "sde": 185,

@@ -22,7 +22,7 @@ from flowalign.eval.fidelity import distance, enough, frechet
 from flowalign.eval.geneval import summarize
 from flowalign.eval.stats import NO_ERROR, average, difference, lost, rows_of
 from flowalign.eval.suite import Benchmark, ImageSet, Judged
-from flowalign.eval.table import details
+from flowalign.eval.table import metric_rows, of_cells
 from flowalign.system.images import pixels_of
 from flowalign.types import EvalReport, EvalRow, PromptBatch, Scores
 
@@ -98,7 +98,7 @@ def test_a_reward_that_failed_on_everything_has_no_headline_but_a_report(tags: s
         del image["correct"]  # a reward that raised gives no parts
     report = EvalReport(rows_of(GENEVAL, images))
     assert math.isnan(suite.headline(report, [GENEVAL]).mean)
-    assert "| geneval | correct | 0 | – |" in details({"base": report.rows})
+    assert "| geneval | correct | 0 | – |" in of_cells(metric_rows({"base": report.rows}))
 
 
 def test_an_evaluation_that_lost_too_many_images_says_which_and_why():

@@ -90,7 +90,7 @@ def test_a_table_has_its_rows_and_columns_whatever_names_and_tags_say(count: int
         image = {"index": 0, "copy": 0, "prompt": tag, "metadata": {"tag": tag}}
         images = [{**image, "index": i, "value": 0.5, "correct": 1.0} for i in range(2)]
         rows = rows_of(Mark(name), images)
-        text = table.details({model: rows})
+        text = table.of_cells(table.metric_rows({model: rows}))
         number = EvalRow(name, "m", 0.5, 0.1, 2)
         text += "\n" + table.markdown(table.Table(f"{model}:", {model: {name: number}}, {name: 3}))
         page = RENDERER.render(text)
