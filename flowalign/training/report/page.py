@@ -59,7 +59,8 @@ def table(rows: Sequence[Sequence[str]]) -> str:
     lines = []
     for number, row in enumerate(rows):
         kinds = ["th", *["td" if number else "th"] * (len(row) - 1)]
-        cells = (f"<{kind}>{escape(text)}</{kind}>" for kind, text in zip(kinds, row, strict=True))
+        texts = (escape(text).replace("_", "<wbr>_") for text in row)  # names may break there
+        cells = (f"<{kind}>{text}</{kind}>" for kind, text in zip(kinds, texts, strict=True))
         lines.append(f"<tr>{''.join(cells)}</tr>")
     return f"<table class='numbers'>{''.join(lines)}</table>"
 
