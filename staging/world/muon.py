@@ -1,1 +1,0 @@
-../../scripts/tiny/muon.py
