@@ -66,7 +66,7 @@ def test_the_demo_leaves_the_pictures_that_it_names_and_readmes_are_drawn_from_i
     assert "all 9 prompts" in page
     results = json.loads((tmp_path / "demo" / "table" / "results.json").read_text())
     block = runpy.run_path(str(ROOT / "scripts" / "docs" / "pictures.py"))["block"]
-    drawn = block(tmp_path / "demo" / "table", results, "ocr")
+    drawn = block(tmp_path / "demo" / "table", results, "ocr", 8)
     assert [row.name for row in drawn.rows][1:] == ["OCR teacher", "merge of the three", "student"]
     for row in drawn.rows:
         assert len(row.images) == len(drawn.heads) == 8
