@@ -46,6 +46,8 @@ from flowalign.training.report.pictures import (
 from flowalign.training.report.results import unlearnt
 from flowalign.types import EvalRow
 
+Cells = Sequence[Sequence[str]]  # of a table, the heads first
+
 
 def write_files(config: EvalStage, results: Results) -> str:
     """Write all files into config.output; returns the tables as Markdown, without the details."""
@@ -61,7 +63,8 @@ def write_files(config: EvalStage, results: Results) -> str:
     short = "\n".join([*heads, *map(markdown, scores)])
     changes = tallies(results, config.compare)
     changed = f"\nWhat changed:\n\n{of_cells(changes)}" if changes else ""
-    long = of_cells(metric_rows(results.rows))
+    metrics = metric_rows(results.rows)
+    long = of_cells(metrics)
     measured = escaped(" ".join(sentences), length=10_000)
     about = {"title": title, "conditions": sentences, "config": to_yaml(config)}
     if config.report.images:
@@ -73,7 +76,7 @@ def write_files(config: EvalStage, results: Results) -> str:
     content |= {"remarks": said, "tables": [table.plain() for table in scores]}
     texts = {
         "table.md": f"{short}\nEvery metric:\n\n{long}{changed}\n{measured}\n",
-        "report.html": render(results, scores, config.compare, **about),
+        "report.html": render(results, scores, metrics, changes, **about),
         # JSON has no NaN
         "results.json": json.dumps(to_json(content), allow_nan=False, indent=1),
     }
@@ -213,10 +216,10 @@ class Line(NamedTuple):
 
 
 def render(
-    results: Results, tables: Sequence[Table], compare: Mapping[str, Sequence[str]], **about: Any
+    results: Results, tables: Sequence[Table], metrics: Cells, changes: Cells, **about: Any
 ) -> str:
-    """The page. about: its title; conditions: how the numbers were measured, one sentence each;
-    config: YAML."""
+    """The page. metrics, changes: `metric_rows` and `tallies`. about: its title; conditions: how
+    the numbers were measured, one sentence each; config: YAML."""
     grids = {benchmark.name: lines(results, benchmark) for benchmark in results.benchmarks}
     pictured = {benchmark.name: results.pictured(benchmark) for benchmark in results.benchmarks}
     there = set[str]()
@@ -234,8 +237,8 @@ def render(
         shared=results.shared,
         tables=tables,
         models=list(results.judged),
-        metrics=page.table(metric_rows(results.rows)),
-        changes=page.table(changes) if (changes := tallies(results, compare)) else "",
+        metrics=page.table(metrics),
+        changes=page.table(changes) if changes else "",
         grids=grids if any(pictured.values()) else {},
         pictured=pictured,
         rule=lambda rows, lines: spread_text(rows, len(lines)),

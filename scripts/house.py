@@ -28,13 +28,13 @@ BUDGET = {
     "commands": 4626,
     "config": 2109,
     "credit": 244,
-    "eval": 2212,
+    "eval": 2216,
     "flowalign": 64,
     "rewards": 4244,
     "sde": 185,
     "system": 1129,
     "teachers": 1052,
-    "training": 5189,
+    "training": 5199,
     "types": 261,
 }
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)

@@ -338,3 +338,14 @@ def test_nothing_is_learnt_where_no_image_is_kept(random_model: str, tmp_path: P
     assert loop.learn(prepared)["grad_norm"] > 0
     nothing = dataclasses.replace(prepared, keep=torch.zeros(8, dtype=torch.bool))
     assert loop.learn(nothing)["grad_norm"] == 0
+
+
+def test_dropped_images_count_neither_for_the_policy_nor_for_the_kl(
+    random_model: str, tmp_path: Path
+) -> None:
+    """Else the KL would be stronger the more groups are all alike."""
+    given = ["grpo.kl_weight=10.0", "train.updates=1", *LINEAR, "rollout.copies=4"]
+    half = fakes.settings(random_model, tmp_path / "half", *given, reward="first_of_pair")
+    loop = fakes.wired(half, moved=True)
+    prepared: Any = loop.prepare(loop.rollout(0))
+    assert torch.equal(prepared.keep, prepared.advantage != 0) and prepared.keep.sum() == 4

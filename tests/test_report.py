@@ -11,7 +11,7 @@ from flowalign.eval import report
 from flowalign.eval.fidelity import Distance
 from flowalign.eval.stats import NO_ERROR
 from flowalign.eval.suite import Benchmark, Judged
-from flowalign.eval.table import Results, Table, markdown, tables, tallies
+from flowalign.eval.table import Results, Table, markdown, metric_rows, tables, tallies
 from flowalign.training.report.pictures import png
 from flowalign.types import EvalRow, PromptBatch
 
@@ -154,9 +154,9 @@ def text(results: Results) -> str:
 def page(results: Results) -> str:
     compare = {"student": ["ocr"]} if "ocr" in results.judged else {}
     shown = tables(results, compare)
-    return report.render(
-        results, shown, compare, title="T < 1", conditions=["Seed 7."], config="stage: eval"
-    )
+    cells = metric_rows(results.rows), tallies(results, compare)
+    about = {"title": "T < 1", "conditions": ["Seed 7."], "config": "stage: eval"}
+    return report.render(results, shown, *cells, **about)
 
 
 def test_the_page_parses_and_refers_to_nothing_outside(text: str):

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from flowalign.config import ConfigError, EvalStage, load, parse, read
+from flowalign.config import BenchmarkConfig, ConfigError, EvalStage, load, parse, read
 from flowalign.config.safe_yaml import dump_yaml
 from flowalign.config.section import did_you_mean
 from flowalign.system.escape import table
@@ -153,8 +153,7 @@ def show(argv: Sequence[str]) -> int:
             number = str(len(load_prompts(benchmark["prompts"], "")))
         except (PromptError, OSError):
             number = "run " + (" or ".join(commands(benchmark["prompts"])) or "missing")
-        raw = benchmark.get("rewards") or {"reward": benchmark["reward"]}
-        judges = [(reward["name"], reward.get("options", {})) for reward in raw.values()]
+        judges = [(r.name, r.options) for r in BenchmarkConfig(**benchmark).judges.values()]
         files = [rewards.declared(name, imports=False).files(**o) for name, o in judges]
         sizes = {file: size for part in files for file, size in (part or {}).items()}
         total = f"{sum(sizes.values()):.2g} GB" if sizes else "-"

@@ -79,10 +79,20 @@ class Drift:
         """The unit of its statistic; the name may have a task before it."""
         return SIGMAS[self.name.rpartition("/")[2]]
 
+    @property
+    def has_interval(self) -> bool:
+        """Whether there were enough prompts for one."""
+        return math.isfinite(self.low) and math.isfinite(self.high)
+
+    @property
+    def certain(self) -> float:
+        """The size of the drift that is certain: of the interval's end that is nearer to 0; 0 if
+        the interval holds 0."""
+        return max(self.low, -self.high, 0.0) if self.has_interval else 0.0
+
     def beyond(self, limit: float | None) -> bool:
-        """Whether it has certainly moved farther than so many sigmas, by the interval's end that is
-        nearer to 0; None = no limit."""
-        return limit is not None and max(self.low, -self.high) > limit
+        """Whether it has certainly moved farther than so many sigmas; None = no limit."""
+        return limit is not None and self.certain > limit
 
     def __str__(self) -> str:
         return (
