@@ -36,7 +36,7 @@ from flowalign.config.safe_yaml import dump_yaml, load_yaml
 from flowalign.system.hub_address import secrets
 from flowalign.training.preflight import Launch, check_world
 
-TINY = {"id": "tiny", "height": 64, "width": 64}
+TINY = {"id": "tiny", "height": 96, "width": 96}
 TASK = {"name": "ocr", "prompts": "a.txt", "validation": "b.txt", "reward": {"name": "ocr"}}
 
 
@@ -186,7 +186,7 @@ def test_a_wrong_value_is_explained(sections: dict[str, Any], said: list[str]) -
 
 
 STUDENT = {"stage": "opd", "teachers": {"ocr": {"adapter": "tiny/ocr"}}}
-COMPILED = {"id": "tiny", "height": 64, "width": 64, "dtype": "bfloat16", "compile": True}
+COMPILED = {"id": "tiny", "height": 96, "width": 96, "dtype": "bfloat16", "compile": True}
 NO_VALIDATION = {key: value for key, value in TASK.items() if key != "validation"}
 
 
@@ -421,7 +421,7 @@ def test_what_an_evaluation_lacks_is_reported_at_once(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("no text to read")
     (tmp_path / "run" / "adapter").mkdir(parents=True)
     layer = "transformer.transformer_blocks.0.attn.to_q.lora_"
-    weights = {f"{layer}A.weight": torch.ones(1, 144), f"{layer}B.weight": torch.ones(144, 1)}
+    weights = {f"{layer}A.weight": torch.ones(1, 160), f"{layer}B.weight": torch.ones(160, 1)}
     save_file(weights, tmp_path / "run" / "adapter" / ADAPTER)
     models = {"base": None, "far": str(tmp_path / "no"), "near": str(tmp_path / "run")}
     good = {**MARK, "prompts": str(tmp_path / "a.txt")}
@@ -468,7 +468,7 @@ def files(folder: Path, **texts: str) -> Path:
 def test_a_file_is_laid_over_the_one_it_uses_section_by_section(tmp_path: Path) -> None:
     files(
         tmp_path,
-        base="model: {id: tiny, height: 64, width: 64}\ntasks: [{name: a, prompts: a.txt}]\n",
+        base="model: {id: tiny, height: 96, width: 96}\ntasks: [{name: a, prompts: a.txt}]\n",
         middle="use: base.yaml\nstage: grpo\nmodel: {height: 32}\nevaluation: {every: 3}\n",
         top="use: middle.yaml\noutput: o\nevaluation: null\nmodel: {width: 32}\n",
     )

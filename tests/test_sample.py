@@ -32,7 +32,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "model, wanted",
     [
-        ("tiny", (10, 1.0, 64)),
+        ("tiny", (10, 1.0, 96)),
         ("stabilityai/stable-diffusion-3.5-medium", (40, 4.5, 1024)),
         ("stabilityai/stable-diffusion-3.5-large-turbo", (4, 1.0, 1024)),
     ],

@@ -129,7 +129,7 @@ def settle(args: argparse.Namespace, lora: Lora | None) -> Plan:
         max_sequence_length=lora and lora.text_length,
         height=height,
         width=width,
-        decode_batch=1 if on_gpu else None,  # a float32 VAE needs 2.4 GB for 1024 pixels
+        decode_batch=1 if on_gpu else 4,  # a float32 VAE needs 2.4 GB for 1024 pixels
         offload_text_encoders=on_gpu,
     )
     sampling = SamplingConfig(

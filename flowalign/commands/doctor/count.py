@@ -265,11 +265,10 @@ class _Model:
         found = self.measured(forward, "forward", batch, source)
         return found if self.here else found._replace(peak=0)
 
-    def decoded(self, batch: int, rows: int | None) -> Pass:
-        """The VAE's decoder on a batch, so many rows at once; None = all."""
+    def decoded(self, batch: int, rows: int) -> Pass:
+        """The VAE's decoder on a batch, so many rows at once."""
         latents, self.backbone.decode_batch = self.latents(batch), rows
-        call = partial(self.backbone.decode, latents, batch)
-        return self.measured(call, "VAE", batch, rows or batch)
+        return self.measured(partial(self.backbone.decode, latents), "VAE", batch, rows)
 
     def latents(self, rows: int) -> Tensor:
         """[rows,C,h,w], float32."""
@@ -410,7 +409,7 @@ def _evaluation(config: Stage, model: _Model, processes: int) -> Phase:
     flops = forward.flops * sampling.steps + decoded.flops + encoded.flops * batch
     peak = max(forward.peak, decoded.peak) + batch * model.latent
     peak += size(model.texts(batch + 1).values())
-    sizes = {"model.decode_batch": rows or batch, key: batch}
+    sizes = {"model.decode_batch": min(rows, batch), key: batch}
     flops = flops / batch * (images / processes)
     return Phase("evaluation", "sampling", max(peak, least), flops, sizes)
 
@@ -476,7 +475,7 @@ class _Update:
         if self.keeps.images:  # all images of the rollout are held
             meter = model.decoded(batch, settings.decode_batch)
             held = max(meter.peak - batch * model.pixels, self.images * model.pixels)
-            sizes = {"model.decode_batch": min(settings.decode_batch or rollout.batch_size, batch)}
+            sizes = {"model.decode_batch": min(settings.decode_batch, batch)}
             flops = meter.flops / batch * self.images
             yield Phase("VAE decode", "sampling", self.rollout_bytes + held, flops, sizes)
 
