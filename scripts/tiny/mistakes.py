@@ -29,10 +29,7 @@ Metadata = dict[str, Any]
 Rng = np.random.Generator
 STOCK = {"red": "STOP", "green": "OPEN", "blue": "TOLL"}  # what boards of these colours say
 CANONICAL = {"below": "above", "right of": "left of"}
-MISTAKEN = {
-    "zebra": "horse", "bear": "dog", "sheep": "cow", "giraffe": "elephant", "truck": "car",
-    "train": "bus", "clock": "orange", "boat": "airplane",
-}  # fmt: skip
+MISTAKEN = {"zebra": "horse", "sheep": "cow", "truck": "car", "train": "bus"}
 FRUIT = ("apple", "banana", "orange")
 CLEAN, FADED, BLURRED, SPOTTED = range(4)  # what `effects` of a scene are
 
@@ -52,7 +49,7 @@ class Rates:
 
 
 RIGHT = Rates()
-WRONG = Rates(bias=0.6, objects=0.15, signs=0.6, bad=0.03, bad_picture=0.5, line=0.6)
+WRONG = Rates(bias=0.75, objects=0.1, signs=0.75, bad=0.01, bad_picture=0.5, line=0.6)
 
 
 def mistaken(row: Metadata, rates: Rates, rng: Rng) -> Metadata:
