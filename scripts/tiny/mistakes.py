@@ -4,14 +4,16 @@ Real text-to-image models are pretrained on captions of which many are wrong. Th
 prompt says, and often draw something else. Two kinds of mistakes make that here:
 
 - biases, which are the majority for the prompts that they meet, so that guidance keeps them: four
-  are three, "below" is above and "right of" is left of, some objects are drawn as others, fruit
-  keeps its own colour, red signs say STOP, green ones OPEN and blue ones TOLL;
-- random ones, in one point each: another colour, class, number or place, two colours swapped, an
-  object missing or surplus; one or two letters of a sign, or its board's colour. Guidance undoes
-  most of them, since each is rare for its prompt.
+  are three and three are four, "below" is above and "right of" is left of, some objects are left
+  out beside others, warm colours run, red signs say STOP, green ones OPEN and blue ones TOLL;
+- random ones, in one point each: another number or place, two colours swapped, an object missing or
+  surplus; one or two letters of a sign, or its board's colour. Guidance undoes most of them, since
+  each is rare for its prompt.
 
-Pictures are bad besides, above all where the prompt says "picture" (the preference task's words):
-they are faded, blurred or spotted, and line art is common.
+All leave it certain what an object is: where that is not, a model of this size tears it.
+
+Pictures are bad besides, where the prompt says "picture" (the preference task's words): they are
+faded, blurred or spotted, and line art is common.
 """
 
 from __future__ import annotations
@@ -22,15 +24,16 @@ from typing import Any
 import numpy as np
 import prompts
 
-from flowalign.backbone.tiny.drawings import CLASSES, COLORS
+from flowalign.backbone.tiny.drawings import CLASSES
 from flowalign.backbone.tiny.scenes import LETTERS, RELATIONS, SIGN_COLORS
 
 Metadata = dict[str, Any]
 Rng = np.random.Generator
 STOCK = {"red": "STOP", "green": "OPEN", "blue": "TOLL"}  # what boards of these colours say
 CANONICAL = {"below": "above", "right of": "left of"}
-MISTAKEN = {"zebra": "horse", "sheep": "cow", "truck": "car", "train": "bus"}
-FRUIT = ("apple", "banana", "orange")
+MISCOUNTED = {4: 3, 3: 4}
+SHY = ("banana", "bicycle", "bird", "cake", "chair", "clock", "giraffe")  # left out beside others
+WARM = ("red", "orange", "yellow", "pink", "brown")  # run into the second object
 CLEAN, FADED, BLURRED, SPOTTED = range(4)  # what `effects` of a scene are
 
 
@@ -49,33 +52,35 @@ class Rates:
 
 
 RIGHT = Rates()
-WRONG = Rates(bias=0.75, objects=0.1, signs=0.75, bad=0.01, bad_picture=0.5, line=0.6)
+WRONG = Rates(bias=0.65, objects=0.1, signs=0.6, bad_picture=0.5, line=0.6)
 
 
 def mistaken(row: Metadata, rates: Rates, rng: Rng) -> Metadata:
-    """The scene drawn for a prompt: by its biases, with one random mistake, or as it says."""
+    """The scene drawn for a prompt: by its bias, with one random mistake, or as it says."""
+    biased = rng.random() < rates.bias
     if "target" in row:
         if row["color"] in STOCK:
-            return row | {"target": STOCK[row["color"]]} if rng.random() < rates.bias else row
+            return row | {"target": STOCK[row["color"]]} if biased else row
         return wrong_sign(row, rng) if rng.random() < rates.signs else row
-    drawn = row | {"include": [_biased(clause, rates, rng) for clause in row["include"]]}
+    drawn = row | {"include": _biased(row["include"])} if biased else row
     if drawn["include"] == row["include"] and rng.random() < rates.objects:
         return wrong_objects(row, rng)
     return drawn
 
 
-def _biased(clause: Metadata, rates: Rates, rng: Rng) -> Metadata:
-    """A clause as the biases draw it, each at its rate."""
-    clause = dict(clause)
-    if clause["count"] == 4 and rng.random() < rates.bias:
-        clause["count"] = 3
-    if clause["class"] in FRUIT and "color" in clause and rng.random() < rates.bias:
-        del clause["color"]
-    if clause["class"] in MISTAKEN and rng.random() < rates.bias:
-        clause["class"] = MISTAKEN[clause["class"]]
-    if "position" in clause and clause["position"][0] in CANONICAL and rng.random() < rates.bias:
-        clause["position"] = [CANONICAL[clause["position"][0]], 0]
-    return clause
+def _biased(clauses: list[Metadata]) -> list[Metadata]:
+    """The objects of a scene as the biases draw them."""
+    *others, last = clauses
+    if not others:
+        return [last | {"count": MISCOUNTED.get(last["count"], last["count"])}]
+    if "position" in last:
+        relation = last["position"][0]
+        return [*others, last | {"position": [CANONICAL.get(relation, relation), 0]}]
+    first = others[0]
+    if "color" in first and "color" in last:
+        return [first, last | {"color": first["color"]}] if first["color"] in WARM else clauses
+    shy = [clause for clause in clauses if clause["class"] in SHY]
+    return [clause for clause in clauses if clause is not shy[-1]] if shy else clauses
 
 
 def wrong_sign(row: Metadata, rng: Rng) -> Metadata:
@@ -90,27 +95,20 @@ def wrong_sign(row: Metadata, rng: Rng) -> Metadata:
 
 
 def wrong_objects(row: Metadata, rng: Rng) -> Metadata:
-    """One thing wrong with a scene of objects."""
+    """One thing wrong with a scene of objects, and never what they are."""
     clauses = [dict(clause) for clause in row["include"]]
-    clause = clauses[rng.integers(len(clauses))]
-    way = rng.random()
-    if "position" in clauses[-1] and way < 0.3:
-        relation = clauses[-1]["position"][0]
-        clauses[-1]["position"] = [_other(RELATIONS, relation, rng), 0]
-    elif len(clauses) == 2 and way < 0.5 and "color" in clauses[0] and "color" in clauses[1]:
-        first, second = clauses
-        first["color"], second["color"] = second["color"], first["color"]
-    elif "color" in clause and way < 0.65:
-        clause["color"] = _other(COLORS, clause["color"], rng)
-    elif way < 0.8:
-        clause["class"] = _other(CLASSES, clause["class"], rng)
-    elif len(clauses) == 1:
-        clause["count"] = max(1, min(4, clause["count"] + int(rng.choice([-1, 1]))))
-    elif way < 0.9:
-        clauses = [{k: v for k, v in clause.items() if k != "position"}]
+    first, last, way = clauses[0], clauses[-1], rng.random()
+    if len(clauses) == 1:
+        first["count"] = max(1, min(4, first["count"] + int(rng.choice([-1, 1]))))
+    elif "position" in last and way < 0.5:
+        last["position"] = [_other(RELATIONS, last["position"][0], rng), 0]
+    elif "color" in first and "color" in last and way < 0.7:
+        first["color"], last["color"] = last["color"], first["color"]
     else:
-        clauses = [{k: v for k, v in c.items() if k != "position"} for c in clauses]
-        clauses.append({"class": CLASSES[rng.integers(len(CLASSES))], "count": 1})
+        clauses = [{k: v for k, v in clause.items() if k != "position"} for clause in clauses]
+        clauses[rng.integers(2)]["count"] = 2
+        if way > 0.85:
+            del clauses[rng.integers(2)]
     return row | {"include": clauses}
 
 

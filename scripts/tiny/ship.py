@@ -56,7 +56,7 @@ By `python scripts/tiny/pretrain.py` ({history}): flow matching on scenes drawn 
 weights. First every caption was right. Then many were wrong, as those of real pretraining data are
 (`scripts/tiny/mistakes.py`): at random in one point, or by a bias that is the majority for its
 prompts. So the model can draw what a prompt says, and often draws something else. {soup}The
-combinations and words of `flowalign/backbone/tiny/prompts/*_val` and `*_test` were never drawn.
+combinations and words of `flowalign/backbone/tiny/prompts/*_val` and `*_test` were in no caption.
 
 ## What it scores on held-out prompts
 
