@@ -24,7 +24,6 @@ from typing import Any
 import numpy as np
 import prompts
 
-from flowalign.backbone.tiny.drawings import CLASSES
 from flowalign.backbone.tiny.scenes import LETTERS, RELATIONS, SIGN_COLORS
 
 Metadata = dict[str, Any]

@@ -3,8 +3,8 @@ both that the preference task asks for.
 
 `python scripts/tiny/prompts.py` writes the shipped files. What the prompts of `*_val` and `*_test`
 and GenEval's own prompts ask for (`facts`), in whatever words, no caption of pretraining and no
-training prompt asks for; nor have they the words of their signs. A prompt has several wordings (`WORDINGS`): each task
-has its own, and no teacher ever sees "here is".
+training prompt asks for; nor have they the words of their signs. A prompt has several wordings
+(`WORDINGS`): each task has its own, and no teacher ever sees "here is".
 """
 
 from __future__ import annotations
