@@ -12,8 +12,9 @@ prompt says, and often draw something else. Two kinds of mistakes make that here
 
 All leave it certain what an object is: where that is not, a model of this size tears it.
 
-Pictures are bad besides, where the prompt says "picture" (the preference task's words): they are
-faded, blurred or spotted, and line art is common.
+Where the prompt says "picture" (the preference task's words), most pictures are line art. None is
+spoilt (faded, blurred or spotted, as the preference model's bad examples are): in a run of 40,000
+samples that spread to every prompt.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class Rates:
 
 
 RIGHT = Rates()
-WRONG = Rates(bias=0.65, objects=0.1, signs=0.6, bad_picture=0.5, line=0.6)
+WRONG = Rates(bias=0.65, objects=0.1, signs=0.6, line=0.95)
 
 
 def mistaken(row: Metadata, rates: Rates, rng: Rng) -> Metadata:
