@@ -85,7 +85,7 @@ def bare(loop: Any, rows: int) -> tuple[Callable[[], None], Callable[[], None]]:
     """A forward pass of the transformer alone, and one with its backward pass."""
     backbone = loop.backbone
     core = backbone.core
-    cond = backbone.encode(["a red circle"] * rows)
+    cond = backbone.encode(["a red car"] * rows)
     latents = torch.randn(rows, *backbone.latent_shape, dtype=backbone.dtype)
     text = {name: part[cond.index] for name, part in cond.text.items()}
     given = backbone.family.inputs(latents, torch.full((rows,), 0.5), text, 1.0)
