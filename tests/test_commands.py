@@ -44,7 +44,7 @@ def test_a_wrong_command_gets_a_suggestion(capsys: pytest.CaptureFixture[str]) -
         "eval --out x --benchmarks ocr --images a=$A/x",
         "eval compare $A/a.json b.json", "sample cat --out=$A/x.png", "sample cat --model=$A/x",
         "merge a b --out=$A/x", "merge $A/a b --out x", "data fetch geneval --out=$A",
-        "data generate ocr --count 4 --out=$A/x.txt", "data check $A/x.txt",
+        "data generate ocr --count 4 --out=$A/x.txt",
         "init --stage grpo --out=$A/x.yaml", "watch $A/x", "doctor --reward similarity images=$A/x",
     ],
 )  # fmt: skip
@@ -71,7 +71,6 @@ def test_a_tilde_in_a_path_is_the_home_folder(
     prompts = ["--prompts=~/data/x_train.txt"]  # the validation set lies beside it
     assert cli.main(["init", "--stage=grpo", "--reward=ocr", *prompts, "--out=~/c.yaml"]) == 0
     assert "validation: " in (tmp_path / "home/c.yaml").read_text()
-    assert cli.main(["data", "check", "~/data/x_train.txt", "--against=~/data/x_val.txt"]) == 0
     assert [path.name for path in tmp_path.iterdir()] == ["home"]
 
 
