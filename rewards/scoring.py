@@ -117,7 +117,6 @@ def _checked(
 
 
 def failed(count: int, reason: str | Exception) -> Scores:
-    """Scores of images that are all invalid for one reason."""
     text = reason if isinstance(reason, str) else f"{type(reason).__name__}: {reason}"
     value, valid = torch.full((count,), math.nan), torch.zeros(count, dtype=torch.bool)
     return Scores(value, valid, {}, dict.fromkeys(range(count), text))
@@ -207,7 +206,6 @@ class AsyncScorer:
 
     @property
     def waiting(self) -> int:
-        """How many images were submitted and not collected."""
         return sum(len(images) for images, _, _ in self._jobs)
 
     def submit(self, images: Tensor, batch: PromptBatch) -> None:

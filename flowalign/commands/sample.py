@@ -39,7 +39,6 @@ FORMATS = (".png", ".jpg", ".jpeg", ".webp", ".pdf")
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line of `sample`."""
     parser = argparse.ArgumentParser(
         "flowalign sample",
         description="Sample images of prompts as one labelled grid. They are the images that an "
@@ -78,7 +77,6 @@ def _number(kind: type[int] | type[float], least: int, multiple: int | None = No
 
 @refusing("sample")
 def main(argv: Sequence[str]) -> int:
-    """Exit status: 0 done, 2 refused."""
     args = parser().parse_args(argv)
     quiet()
     family = partial(read_family, ModelConfig(id=args.model)) if args.model else None

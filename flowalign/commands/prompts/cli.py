@@ -51,7 +51,6 @@ def generate(args: argparse.Namespace) -> int:
 
 
 def _line(row: str | Mapping[str, Any]) -> bytes:
-    """Of a file of prompts."""
     return f"{row if isinstance(row, str) else json.dumps(row)}\n".encode()
 
 
@@ -100,6 +99,5 @@ def _parser() -> argparse.ArgumentParser:
 
 @refusing("data")
 def main(argv: Sequence[str]) -> int:
-    """The command line; 0 = done, 2 = it could not be done."""
     args = _parser().parse_args(argv)
     return args.run(args)
