@@ -76,7 +76,7 @@ def score(
         except OUTSIDE as error:
             pieces += [(rows, failed(len(rows), error)) for rows in (rows, *left)]
             break
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             if reward.groupwise or len(rows) == 1:
                 pieces.append((rows, failed(len(rows), error)))
             else:  # there is no other group
