@@ -1,9 +1,8 @@
 """report.html: the page of a run or a recipe, and what it shares with the page of an evaluation.
 
 A page is one file without a network: a template in `templates/` that extends `page.html.j2` (head,
-style, title). A run writes its page at each
-evaluation and at its end, a recipe after each stage. It is made from the files of the run, so
-`flowalign watch` can write it at any time.
+style, title). A run writes its page at each evaluation and at its end, a recipe after each stage.
+It is made from the files of the run, so `flowalign watch` can write it at any time.
 """
 
 from __future__ import annotations
