@@ -116,7 +116,7 @@ def _checked(
 # Putting scores together --------------------------------------------------------------------------
 
 
-def failed(count: int, reason: str | Exception) -> Scores:
+def failed(count: int, reason: str | BaseException) -> Scores:
     text = reason if isinstance(reason, str) else f"{type(reason).__name__}: {reason}"
     value, valid = torch.full((count,), math.nan), torch.zeros(count, dtype=torch.bool)
     return Scores(value, valid, {}, dict.fromkeys(range(count), text))
@@ -209,12 +209,15 @@ class AsyncScorer:
         return sum(len(images) for images, _, _ in self._jobs)
 
     def submit(self, images: Tensor, batch: PromptBatch) -> None:
-        """Start to score images [B,3,H,W] and their B rows; returns at once."""
-        if self._worker is None:
+        """Start to score images [B,3,H,W] and their B rows; waits for a thread's first batch, in
+        which a reward may load a model, and so change torch's default dtype for that long."""
+        if is_first := self._worker is None:
             self._worker = Worker()
             weakref.finalize(self, self._worker.close)
         future = self._worker.submit(partial(self.score, images, batch))
         self._jobs.append((images, batch, future))
+        if is_first:
+            wait([future], self.seconds)
 
     def collect(self) -> Scores:
         """The scores of everything submitted since the last call, in order: `results`, joined."""

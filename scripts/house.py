@@ -30,7 +30,7 @@ BUDGET = {
     "credit": 244,
     "eval": 2123,
     "flowalign": 64,
-    "rewards": 4135,
+    "rewards": 4138,
     "sde": 185,
     "system": 1124,
     "teachers": 1045,
