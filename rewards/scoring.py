@@ -8,12 +8,9 @@ from __future__ import annotations
 
 import logging
 import math
-import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager, suppress
-from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
@@ -24,14 +21,11 @@ from torch import Tensor
 from flowalign.rewards.base import RewardBase, as_reward
 from flowalign.system.devices import SideStream
 from flowalign.system.images import stacked
-from flowalign.system.signals import Interrupted
 from flowalign.types import Metadata, PromptBatch, Reward, Scores
 
 log = logging.getLogger(__name__)
 
 Score = Callable[[Tensor, PromptBatch], Scores]
-# while a reward is called: why the rewards failed that it calls by `score`
-NESTED: ContextVar[list[str] | None] = ContextVar("nested", default=None)
 OUTSIDE = (ConnectionError, TimeoutError, ImportError)  # no image's fault: the next would fail too
 
 
@@ -54,9 +48,7 @@ def score(
     (ConnectionError, TimeoutError, ImportError) ends the call: the reward is not called again.
     An answer that is no Scores, or has a wrong length, makes all its images invalid; NaN and
     infinity make their image invalid. Each distinct reason is logged once a call.
-    A reward that calls sys.exit has failed on its images, too: it must not end the run.
-    Raises ValueError if the inputs differ in length; Interrupted passes, and KeyboardInterrupt in
-    the main thread, which alone is interrupted.
+    Raises ValueError if the inputs differ in length.
     """
     reward, images = as_reward(reward), stacked(images)
     count = len(images)
@@ -84,15 +76,13 @@ def score(
         except OUTSIDE as error:
             pieces += [(rows, failed(len(rows), error)) for rows in (rows, *left)]
             break
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             if reward.groupwise or len(rows) == 1:
                 pieces.append((rows, failed(len(rows), error)))
             else:  # there is no other group
                 left = [[row] for row in rows]
     result = assemble(count, pieces)
 
-    if (nested := NESTED.get()) is not None:
-        nested += [f"{reward.name}: {text}" for text in dict.fromkeys(result.failures.values())]
     line = "reward %s failed on %d of %d images (rows %s), which are invalid: %s"
     for reason in dict.fromkeys(result.failures.values()):
         rows = [row for row, text in result.failures.items() if text == reason]
@@ -100,22 +90,12 @@ def score(
     return result
 
 
-@torch.no_grad()
 def _checked(
     reward: RewardBase, images: Tensor, prompts: Sequence[str], metadata: Metadata
 ) -> Scores:
     """One call with its answer checked: float32, on the CPU, NaN where invalid, with a reason."""
-    token = NESTED.set(nested := [])
-    try:
-        with settings_kept(reward.name):
-            scores: Any = reward(images, prompts, metadata)
-    except (SystemExit, KeyboardInterrupt) as error:
-        main = threading.current_thread() is threading.main_thread()
-        if isinstance(error, Interrupted) or (main and isinstance(error, KeyboardInterrupt)):
-            raise
-        raise RuntimeError(f"it raised {error!r}, which would have ended the run") from error
-    finally:
-        NESTED.reset(token)
+    with torch.no_grad():  # which puts back what was, whatever the reward leaves
+        scores: Any = reward(images, prompts, metadata)
     count = len(images)
     if not isinstance(scores, Scores):
         kind = type(scores).__name__
@@ -128,46 +108,15 @@ def _checked(
     valid = scores.valid.detach().cpu().bool() & torch.isfinite(value)
     reasons = dict(scores.reasons)
     for row in (~valid).nonzero().flatten().tolist():
-        inner = f" ({nested[0]})" if nested else ""
-        reasons[row] = reasons.get(row) or f"returned {float(value[row])}{inner}"
+        reasons[row] = reasons.get(row) or f"returned {float(value[row])}"
     parts = {name: part.detach().to("cpu", torch.float32) for name, part in scores.parts.items()}
     return Scores(value.masked_fill(~valid, math.nan), valid, parts, reasons)
-
-
-SETTINGS = ("default_dtype", "default_device", "num_threads", "deterministic_debug_mode")
-_changers = set[str]()  # rewards that left one of them changed
-
-
-@contextmanager
-def settings_kept(name: str) -> Iterator[None]:
-    """After the `with`, torch's global settings are as before. name: of the reward inside."""
-    before = _settings()
-    try:
-        with torch.set_grad_enabled(torch.is_grad_enabled()):
-            yield
-    finally:
-        now = _settings()
-        changed = {key: value for key, value in before.items() if now.get(key) != value}
-        for key, value in changed.items():  # None restores the default device, the CPU
-            getattr(torch, f"set_{key}")(None if value == torch.device("cpu") else value)
-        if changed and name not in _changers:
-            _changers.add(name)
-            text = "reward %s changes torch's %s, which is set back after each call"
-            log.warning(text, name, ", ".join(changed))
-
-
-def _settings() -> dict[str, Any]:
-    found = {key: getattr(torch, f"get_{key}")() for key in SETTINGS}
-    with suppress(RuntimeError):  # set by torch's other way, `fp32_precision`
-        found["float32_matmul_precision"] = torch.get_float32_matmul_precision()
-    return found
 
 
 # Putting scores together --------------------------------------------------------------------------
 
 
-def failed(count: int, reason: str | Exception) -> Scores:
-    """Scores of images that are all invalid for one reason."""
+def failed(count: int, reason: str | BaseException) -> Scores:
     text = reason if isinstance(reason, str) else f"{type(reason).__name__}: {reason}"
     value, valid = torch.full((count,), math.nan), torch.zeros(count, dtype=torch.bool)
     return Scores(value, valid, {}, dict.fromkeys(range(count), text))
@@ -246,8 +195,6 @@ class AsyncScorer:
     """Scores batches of images in order, in one thread, while the caller samples the next ones.
 
     The scores are those of calling `score` at once, as far as a reward judges each image by itself.
-    `submit` waits for a thread's first batch, and for all where a reward changes torch's global
-    settings, so that no image is sampled under these.
     seconds: a batch that takes longer is given up and its images are invalid (None = wait for
     ever). Python cannot end the thread that hangs: it is left behind, and a new one takes over.
     """
@@ -259,17 +206,17 @@ class AsyncScorer:
 
     @property
     def waiting(self) -> int:
-        """How many images were submitted and not collected."""
         return sum(len(images) for images, _, _ in self._jobs)
 
     def submit(self, images: Tensor, batch: PromptBatch) -> None:
-        """Start to score images [B,3,H,W] and their B rows; returns at once."""
+        """Start to score images [B,3,H,W] and their B rows; waits for a thread's first batch, in
+        which a reward may load a model, and so change torch's default dtype for that long."""
         if is_first := self._worker is None:
             self._worker = Worker()
             weakref.finalize(self, self._worker.close)
         future = self._worker.submit(partial(self.score, images, batch))
         self._jobs.append((images, batch, future))
-        if is_first or _changers:
+        if is_first:
             wait([future], self.seconds)
 
     def collect(self) -> Scores:

@@ -157,7 +157,6 @@ YAML
     step flowalign data generate geneval
     step flowalign data generate ocr
     step flowalign data list
-    step flowalign data check data/ocr_train.txt --reward ocr
 }
 
 mistakes() { # each is refused before anything is written
@@ -175,7 +174,6 @@ mistakes() { # each is refused before anything is written
     mistake flowalign serve-reward pickscor
     mistake flowalign watch runs/nobody
     mistake flowalign init --stage grpo --reward orc --out mine/init.yaml
-    mistake flowalign data check data/nothing.txt
     if [ -e runs/x ]; then fail "a refused command wrote runs/x"; fi
 }
 

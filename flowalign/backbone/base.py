@@ -312,7 +312,6 @@ class Backbone:
             self.activate(before)
 
     def base(self) -> AbstractContextManager[None]:
-        """Inside the `with`, no adapter is active."""
         return self.adapter(None)
 
     def activate(self, name: str | None) -> None:

@@ -80,7 +80,6 @@ class Estimate:
 
     @property
     def all_phases(self) -> list[Phase]:
-        """The phases of an update, and the evaluation."""
         return [*self.phases, *([self.evaluation] if self.evaluation else [])]
 
     @property
@@ -90,7 +89,6 @@ class Estimate:
 
     @property
     def worst(self) -> Phase:
-        """The phase with the highest peak."""
         return max(self.all_phases, key=lambda phase: phase.bytes)
 
     @property
@@ -217,7 +215,6 @@ class _Model:
         return self.base_nf4 if config.quantization == "nf4" else self.base
 
     def measured(self, call: Callable[[], object], *key: Any) -> Pass:
-        """A call, which this key tells from others."""
         if key not in self.passes:
             # an encoder's peak can be its hidden states, which few blocks do not show
             shown = () if key[0] in ("text", "VAE") else (self.backbone.core,)
@@ -243,7 +240,6 @@ class _Model:
         return self.frozen[key]
 
     def encoded(self, batch: int) -> Pass:
-        """The text encoders on `batch` prompts."""
         lengths = self.backbone.family.encoder_tokens(self.backbone.text.max_sequence_length)
 
         def encode() -> None:
@@ -255,7 +251,6 @@ class _Model:
         return self.measured(encode, "text", batch)
 
     def forward(self, batch: int, source: Source) -> Pass:
-        """A forward pass without gradient."""
         x, cond = self.inputs(batch)
 
         def forward() -> None:
@@ -271,17 +266,14 @@ class _Model:
         return self.measured(partial(self.backbone.decode, latents), "VAE", batch, rows)
 
     def latents(self, rows: int) -> Tensor:
-        """[rows,C,h,w], float32."""
         return torch.empty(rows, *self.latent_shape, device="meta")
 
     def texts(self, rows: int) -> dict[str, Tensor]:
-        """The embeddings of so many prompts."""
         shapes = self.backbone.family.text_shapes(self.backbone.text.max_sequence_length)
         make = partial(torch.empty, dtype=self.dtype, device="meta")
         return {name: make(rows, *shape) for name, shape in shapes.items()}
 
     def inputs(self, rows: int) -> tuple[Tensor, Conditioning]:
-        """Latents, each with its own prompt."""
         index = torch.empty(rows, device="meta", dtype=torch.long)
         return self.latents(rows), Conditioning(self.texts(rows), index, self.texts(1))
 
@@ -452,7 +444,6 @@ class _Update:
         return len(trained[0]), total / len(trained)
 
     def sampling(self) -> Iterator[Phase]:
-        """The phases of the rollout, without gradient, in order."""
         model, settings, rollout = self.model, self.config.model, self.config.rollout
         # with a cache, prompts are encoded once, one by one
         batch = 1 if settings.text_cache else min(self.prompts, TEXT_BATCH)
@@ -480,7 +471,6 @@ class _Update:
             yield Phase("VAE decode", "sampling", self.rollout_bytes + held, flops, sizes)
 
     def learning(self) -> Iterator[Phase]:
-        """The phases that follow, in order."""
         config, model = self.config, self.model
         if self.keeps.labels:  # each pair by its teacher, and by the anchor
             batch = min(config.batch_sizes["student.label_batch"], self.pairs)

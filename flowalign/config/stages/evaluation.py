@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from flowalign.config.run import AlarmConfig, BenchmarkConfig, SamplingConfig
+from flowalign.config.run import BenchmarkConfig, SamplingConfig
 from flowalign.config.section import (
     FileName,
     Location,
@@ -93,8 +93,6 @@ class EvalStage(Stage):
     sampling: SamplingConfig = SamplingConfig()
     fidelity: FidelityConfig | None = None
     report: ReportConfig = ReportConfig()
-    alarm: AlarmConfig | None = AlarmConfig()
-    """Of the images that the report shows; null = none."""
     score_seconds: Seconds | None = 1800.0
     """A batch of images is invalid if its reward takes longer; null = wait for ever."""
     timeout_seconds: Seconds | None = Field(default=None, examples=[7200.0])
@@ -118,7 +116,6 @@ class EvalStage(Stage):
 
     @property
     def given(self) -> dict[str, GivenImages]:
-        """{name: images that another program made}."""
         return {name: g for name, g in self.models.items() if isinstance(g, GivenImages)}
 
     @property
@@ -154,12 +151,10 @@ class EvalStage(Stage):
         return {"sampling.guidance": self.sampling.guidance, **own}
 
     def sampling_of(self, model: str) -> SamplingConfig:
-        """How the images of one of the models are sampled."""
         scale = self.guidance.get(model, self.sampling.guidance)
         return self.sampling.model_copy(update={"guidance": scale})
 
     def problems(self) -> Iterator[str]:
-        """Names that tables and files cannot hold or tell apart; models that are not there."""
         yield from same_names([("models", name) for name in self.models])
         columns = [{b.name, *b.judges} for b in self.benchmarks]
         columns += [{"average"}, {"fidelity"}]  # of every table

@@ -1,9 +1,8 @@
 """report.html: the page of a run or a recipe, and what it shares with the page of an evaluation.
 
 A page is one file without a network: a template in `templates/` that extends `page.html.j2` (head,
-style, title). Drift is shown by the macro of `drift.html.j2`. A run writes its page at each
-evaluation and at its end, a recipe after each stage. It is made from the files of the run, so
-`flowalign watch` can write it at any time.
+style, title). A run writes its page at each evaluation and at its end, a recipe after each stage.
+It is made from the files of the run, so `flowalign watch` can write it at any time.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from html import escape
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from urllib.parse import quote
 
 import jinja2
@@ -42,16 +41,6 @@ FACTS = (  # of the newest update that has them: metric, label, format
 
 class NoRun(ValueError):
     """A folder that holds no run: what was seen, what to do."""
-
-
-class Panel(NamedTuple):
-    """A check of the drift. title: whose images. warn: sigmas beyond which a statistic stands
-    out. reference: what they are compared with."""
-
-    title: str
-    warn: float
-    check: Check
-    reference: str = "base"
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:
@@ -108,7 +97,8 @@ def write(run: Path, config: TrainingStage | None = None) -> Path:
         as_table=table,
         meanings={chart.title: chart.about for chart in charts},
         pictures=_pictures(run),
-        drifts=_drifts(run, keys.get("alarm") or {}),
+        drifts=_drifts(run),
+        alarm=AlarmConfig(**(keys.get("alarm") or {})),
         config=to_yaml(config) if config else (run / "config.yaml").read_text("utf-8"),
     )
     with replacing(out) as part:
@@ -117,7 +107,6 @@ def write(run: Path, config: TrainingStage | None = None) -> Path:
 
 
 def _config(run: Path) -> Mapping[str, Any]:
-    """Of the run in a folder, as it wrote it."""
     try:
         config = read(run / "config.yaml")
         config["stage"]
@@ -149,7 +138,6 @@ def _stage(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
 def _facts(
     run: Path, config: Mapping[str, Any], curves: Mapping[str, pictures.Curve]
 ) -> list[tuple[str, str]]:
-    """The figures above the curves: (name, value)."""
     facts, chosen, rows = [], results.kept(run), results.evaluations(run)
     if last := max((points[-1][0] for points in curves.values()), default=0):
         total = (config.get("train") or {}).get("updates", "?")
@@ -164,7 +152,6 @@ def _facts(
 
 
 def _pictures(run: Path) -> list[tuple[str, str]]:
-    """(title, data URI) of those that there are."""
     found = {"Curves": run / pictures.CURVES}
     held_out, training = (samples.updates(run, k) for k in (samples.EVALUATION, samples.TRAINING))
     for update in [*held_out[:1], *held_out[-1:]]:  # before and after
@@ -180,13 +167,12 @@ def _pictures(run: Path) -> list[tuple[str, str]]:
     ]
 
 
-def _drifts(run: Path, alarm: Mapping[str, Any]) -> list[Panel]:
-    """The newest checks of a run: of an evaluation, of a rollout. alarm: as in its config."""
-    warn, reference = alarm.get("warn", AlarmConfig().warn), alarm.get("reference", "base")
+def _drifts(run: Path) -> list[tuple[str, Check]]:
+    """The newest checks of a run, each with its title: of an evaluation, of a rollout."""
     kinds = {"held-out prompts": samples.HELD_OUT_DRIFT, "training prompts": samples.DRIFT}
     newest = {where: samples.read_drift(run, kind) for where, kind in kinds.items()}
     return [
-        Panel(f"Update {found[0]}, {where}", warn, Check.from_json(found[1]), reference)
+        (f"Update {found[0]}, {where}", Check.from_json(found[1]))
         for where, found in newest.items()
         if found
     ]
