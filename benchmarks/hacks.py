@@ -32,7 +32,7 @@ from flowalign.backbone import Backbone
 from flowalign.backbone.tiny.detector import TinyDetector
 from flowalign.commands.build import student
 from flowalign.commands.run import train
-from flowalign.config import AlarmConfig, TaskConfig, TrainingStage, load
+from flowalign.config import TaskConfig, TrainingAlarmConfig, TrainingStage, load
 from flowalign.training.algorithm import STUDENT
 from flowalign.training.data import PromptSampler, load_prompts
 from flowalign.training.report import samples
@@ -199,7 +199,7 @@ def main() -> int:
     args = parser.parse_args()
     quiet()
     rewards_room.add_config_folder(__file__)
-    warn, good = AlarmConfig().warn, True
+    warn, good = TrainingAlarmConfig().warn, True
     print(
         "| run | alarm at rollout | by statistic | most certain drift, sigma |\n|---|---|---|---|"
     )

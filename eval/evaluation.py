@@ -26,6 +26,10 @@ from flowalign.system import files
 from flowalign.system.escape import harmless
 from flowalign.training.preflight import Launch, check_world, scale_problems
 from flowalign.training.report import results
+from flowalign.training.report.alarm import Alarm
+from flowalign.training.report.drift.compare import Pair, check_drift
+from flowalign.training.report.drift.statistics import ImageStatistics
+from flowalign.training.report.page import Panel
 from flowalign.training.report.progress import quiet
 from flowalign.training.run import lock, processes
 
@@ -106,9 +110,11 @@ def _evaluate(config: EvalStage, accelerator: Accelerator) -> None:
             if reference
         }
         benchmarks = [judge for images in sets for judge in images.judges]
+        panels = drift_panels(config, backbone, sets, judged)
         seeds = {config.settings_of(model)["seed"] for model in config.models}
         alike = f"same prompts{' and noise' * (len(seeds) == 1 and None not in seeds)}"
-        print(write_files(config, Results(benchmarks, judged, distances, alike)))
+        print(write_files(config, Results(benchmarks, judged, distances, panels, alike)))
+        warn_of_drift(config, panels)
 
 
 def load_adapters(backbone: Backbone, config: EvalStage) -> dict[str, str | None]:
@@ -177,3 +183,51 @@ def score_models(
                     "command again: it scores only the images that have no score."
                 )
     return judged
+
+
+# The alarm ---------------------------------------------------------------------------------------
+
+
+def drift_panels(
+    config: EvalStage,
+    backbone: Backbone | None,
+    sets: Sequence[ImageSet],
+    judged: Mapping[str, Mapping[str, Judged]],
+) -> list[Panel]:
+    """Drift of every model but the base on every image set, as far as pictures were kept; none
+    without `alarm`, and without the base model among the models."""
+    base = next((name for name, adapter in config.adapters.items() if adapter is None), None)
+    panels: list[Panel] = []
+    if config.alarm is None or base is None or backbone is None:
+        return panels
+    for images, first in ((images, images.judges[0].name) for images in sets):
+        before = judged[base][first]
+        pictured = before.pictured(images.copies)  # the same for all models
+        numbers = [prompt for prompt in pictured for _ in range(images.copies)]
+        batch = images.prompts.select(numbers)
+        # what one judge reads is measured of its images
+        read = dict((images.name, j.reward) for j in images.judges if hasattr(j.reward, "engine"))
+        statistics = ImageStatistics.of(backbone.family, read)
+        for model in (name for name in config.models if name != base and pictured):
+            both = zip(before.pictures, judged[model][first].pictures, strict=True)
+            about = zip(numbers, batch.prompts, batch.metadata, strict=True)
+            pairs = [Pair(*two, images.name, *rest) for two, rest in zip(both, about, strict=True)]
+            check = check_drift(pairs, statistics)
+            panels.append(Panel(f"{model} on {images.name}", config.alarm.warn, check))
+    return panels
+
+
+def warn_of_drift(config: EvalStage, panels: Sequence[Panel]) -> None:
+    """A warning for each statistic beyond alarm.warn; EvaluationError if one is beyond stop."""
+    too_far = []
+    for panel in panels:
+        assert config.alarm  # else there are no panels
+        drifts = panel.check.by_size
+        for text in Alarm().drift(drifts, panel.warn, panel.title):
+            log.warning(text)
+        too_far += [f"{panel.title}: {d}" for d in drifts if d.beyond(config.alarm.stop)]
+    if too_far:
+        raise EvaluationError(
+            f"images drift from the base, beyond alarm.stop: {'; '.join(too_far)}. The report is "
+            f"written: look at {Path(config.output) / 'report.html'}."
+        )

@@ -12,6 +12,8 @@ from functools import cached_property
 from itertools import chain
 from typing import Any
 
+import numpy as np
+
 from flowalign.eval.fidelity import Distance
 from flowalign.eval.stats import (
     AVERAGE,
@@ -29,6 +31,7 @@ from flowalign.eval.suite import Benchmark, Judged
 from flowalign.rewards import as_reward, describe
 from flowalign.system import escape
 from flowalign.system.escape import escaped
+from flowalign.training.report.page import Panel
 from flowalign.types import EvalRow
 
 LOWER_IS_BETTER = {FIDELITY}
@@ -42,6 +45,7 @@ class Results:
     benchmarks: Sequence[Benchmark]
     judged: Mapping[str, Mapping[str, Judged]]  # {model: {benchmark: its images}}
     distances: Mapping[str, Distance]  # by model; empty where fidelity was not measured
+    drifts: Sequence[Panel] = ()  # of the other models from the base
     shared: str = "same prompts and noise"  # what all models have in common
 
     @cached_property
@@ -94,6 +98,26 @@ class Results:
             columns |= {f"{name}_{part}": number(benchmark, part) for part in reward.columns}
         columns |= {FIDELITY: fidelity} if fidelity else {}
         return columns | ({AVERAGE: average(averaged)} if averaged else {})
+
+
+def tallies(results: Results, compare: Mapping[str, Sequence[str]]) -> list[list[str]]:
+    """For all that is compared: on how many prompts a model is better, worse, and equal. The cells
+    of a table, the heads first; of one model alone none."""
+    first, *others = results.judged
+    pairs = [(model, other) for model in compare for other in compare[model]]
+    pairs += [(model, first) for model in others]
+    heads = ["prompts won / lost / equal", *(benchmark.name for benchmark in results.benchmarks)]
+    rows = []
+    for model, other in dict.fromkeys(pairs):
+        cells = []
+        for benchmark in results.benchmarks:
+            means = results.means(benchmark, model), results.means(benchmark, other)
+            gaps = [a - b for a, b in zip(*means, strict=True)]
+            won, lost, equal = (sum(np.sign(gaps) == sign) for sign in (1, -1, 0))
+            unknown = f" ({n} without a score)" if (n := len(gaps) - won - lost - equal) else ""
+            cells.append(f"{won} / {lost} / {equal}{unknown}")
+        rows.append([f"{model} − {other}", *cells])
+    return [heads, *rows] if rows else []
 
 
 @dataclass(frozen=True)

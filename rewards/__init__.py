@@ -34,7 +34,7 @@ import torch
 from flowalign.rewards import source
 from flowalign.rewards.base import Cost, RewardBase, as_reward, reward_class
 from flowalign.rewards.options import check_call, suggestion
-from flowalign.rewards.scoring import score
+from flowalign.rewards.scoring import score, settings_kept
 from flowalign.system.devices import resolve
 from flowalign.system.packages import entry_points, installed
 from flowalign.types import Metadata, Reward
@@ -101,7 +101,7 @@ def build(name: str, **options: Any) -> Reward:
     check(name, options)
     factory = _find(name)
     if not _is_reward(factory, options):
-        with torch.set_grad_enabled(torch.is_grad_enabled()):  # put back, whatever it leaves
+        with settings_kept(name):
             reward: Reward = factory(**options)
         if not callable(reward):
             raise ValueError(f"{name!r} makes a {type(reward).__name__}, which is no reward.")

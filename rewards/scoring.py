@@ -11,6 +11,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -94,7 +95,7 @@ def _checked(
     reward: RewardBase, images: Tensor, prompts: Sequence[str], metadata: Metadata
 ) -> Scores:
     """One call with its answer checked: float32, on the CPU, NaN where invalid, with a reason."""
-    with torch.no_grad():  # which puts back what was, whatever the reward leaves
+    with torch.no_grad(), settings_kept(reward.name):
         scores: Any = reward(images, prompts, metadata)
     count = len(images)
     if not isinstance(scores, Scores):
@@ -111,6 +112,35 @@ def _checked(
         reasons[row] = reasons.get(row) or f"returned {float(value[row])}"
     parts = {name: part.detach().to("cpu", torch.float32) for name, part in scores.parts.items()}
     return Scores(value.masked_fill(~valid, math.nan), valid, parts, reasons)
+
+
+SETTINGS = ("default_dtype", "default_device", "num_threads", "deterministic_debug_mode")
+_changers = set[str]()  # rewards that left one of them changed
+
+
+@contextmanager
+def settings_kept(name: str) -> Iterator[None]:
+    """After the `with`, torch's global settings are as before. name: of the reward inside."""
+    before = _settings()
+    try:
+        with torch.set_grad_enabled(torch.is_grad_enabled()):
+            yield
+    finally:
+        now = _settings()
+        changed = {key: value for key, value in before.items() if now.get(key) != value}
+        for key, value in changed.items():  # None restores the default device, the CPU
+            getattr(torch, f"set_{key}")(None if value == torch.device("cpu") else value)
+        if changed and name not in _changers:
+            _changers.add(name)
+            text = "reward %s changes torch's %s, which is set back after each call"
+            log.warning(text, name, ", ".join(changed))
+
+
+def _settings() -> dict[str, Any]:
+    found = {key: getattr(torch, f"get_{key}")() for key in SETTINGS}
+    with suppress(RuntimeError):  # set by torch's other way, `fp32_precision`
+        found["float32_matmul_precision"] = torch.get_float32_matmul_precision()
+    return found
 
 
 # Putting scores together --------------------------------------------------------------------------
@@ -209,14 +239,14 @@ class AsyncScorer:
         return sum(len(images) for images, _, _ in self._jobs)
 
     def submit(self, images: Tensor, batch: PromptBatch) -> None:
-        """Start to score images [B,3,H,W] and their B rows; waits for a thread's first batch, in
-        which a reward may load a model, and so change torch's default dtype for that long."""
+        """Start to score images [B,3,H,W] and their B rows. Waits for a thread's first batch, and
+        for all where a reward changes torch's global settings: no image is sampled under these."""
         if is_first := self._worker is None:
             self._worker = Worker()
             weakref.finalize(self, self._worker.close)
         future = self._worker.submit(partial(self.score, images, batch))
         self._jobs.append((images, batch, future))
-        if is_first:
+        if is_first or _changers:
             wait([future], self.seconds)
 
     def collect(self) -> Scores:

@@ -26,15 +26,15 @@ LINKED = ("rewards", "teachers", "eval")
 BUDGET = {
     "backbone": 3213,
     "commands": 4473,
-    "config": 2073,
+    "config": 2080,
     "credit": 244,
-    "eval": 2123,
+    "eval": 2208,
     "flowalign": 64,
-    "rewards": 4138,
+    "rewards": 4168,
     "sde": 185,
     "system": 1124,
     "teachers": 1045,
-    "training": 5151,
+    "training": 5162,
     "types": 259,
 }
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)

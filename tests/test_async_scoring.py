@@ -9,6 +9,7 @@ import fakes
 import pytest
 import torch
 
+from flowalign.rewards import scoring
 from flowalign.rewards.scoring import AsyncScorer, score
 from flowalign.types import PromptBatch, Scores
 
@@ -57,16 +58,20 @@ def test_a_batch_that_hangs_is_masked_and_the_others_are_scored():
     assert calls == [2, 2, 2], "a batch was scored twice"
 
 
-def test_no_image_is_sampled_while_a_reward_loads_its_model():
-    def loading(images, prompts, metadata):
-        torch.set_default_dtype(torch.float64)  # as transformers does for a while
+def test_no_image_is_sampled_while_a_reward_changes_a_setting_of_torch(monkeypatch):
+    monkeypatch.setattr(scoring, "_changers", set())
+    seen = []
+
+    def meddling(images, prompts, metadata):
+        torch.set_default_dtype(torch.float64)
         time.sleep(0.05)
-        torch.set_default_dtype(torch.float32)
         return Scores.of(images.mean((1, 2, 3)))
 
-    scorer = AsyncScorer(asking(loading))
-    scorer.submit(IMAGES[:2], BATCH)
-    assert torch.get_default_dtype() == torch.float32 and scorer.collect().valid.all()
+    scorer = AsyncScorer(asking(meddling))
+    for start in (0, 2, 4):
+        scorer.submit(IMAGES[start : start + 2], BATCH)
+        seen.append(torch.get_default_dtype())
+    assert seen == [torch.float32] * 3 and scorer.collect().valid.all()
 
 
 def test_the_thread_ends_with_the_one_who_asks():

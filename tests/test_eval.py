@@ -278,7 +278,7 @@ def test_the_command_writes_results_table_and_grid(
     assert table.startswith(printed.strip()) and "grid.png" in places
     assert (folder / "grid.png").stat().st_size > 1000
     page = (folder / "report.html").read_text()
-    assert "base − fresh" in page
+    assert "base − fresh" in page and "Drift from the base" in page
     shown = sorted(str(path.relative_to(folder)) for path in folder.glob("images/**/*.png"))
     names = [
         f"images/{model}/red/0000{index}_0.png" for model in ("base", "fresh") for index in (0, 1)

@@ -24,6 +24,7 @@ from flowalign.rewards import (
     names,
     register,
     score,
+    scoring,
 )
 from flowalign.rewards.options import located
 from flowalign.types import Detections, Scores
@@ -311,16 +312,47 @@ def test_a_run_tells_a_reward_its_device_unless_its_options_do():
             check(name, {**options, "device": "nowhere"})
 
 
+class Meddling:
+    """Leaves torch with another setting, where it is made or where it is called."""
+
+    def __init__(self, call: bool, kind: str) -> None:
+        self.call, self.kind = call, kind
+        if not call:
+            self.meddle()
+
+    def meddle(self):
+        settings = {
+            "default_dtype": torch.float64,
+            "default_device": "meta",
+            "num_threads": torch.get_num_threads() + 1,
+            "deterministic_debug_mode": "warn",
+            "float32_matmul_precision": "medium",
+            "grad_enabled": False,
+        }
+        getattr(torch, f"set_{self.kind}")(settings[self.kind])
+
+    def __call__(self, images, prompts, metadata):
+        value = images.double().mean((1, 2, 3))
+        scores = Scores.of(value, half=value.half())
+        if self.call:
+            self.meddle()
+        return scores
+
+
 @pytest.mark.parametrize("call", [True, False])
-def test_the_grad_mode_is_put_back(call: bool, registry):
-    class Meddling:
-        def __init__(self):
-            torch.set_grad_enabled(call)
-
-        def __call__(self, images, prompts, metadata):
-            torch.set_grad_enabled(False)
-            return Scores.of(images.double().mean((1, 2, 3)))
-
+@pytest.mark.parametrize("kind", ["grad_enabled", "float32_matmul_precision", *scoring.SETTINGS])
+def test_what_a_reward_changes_in_torch_is_set_back(
+    call: bool, kind: str, registry, monkeypatch, caplog
+):
+    monkeypatch.setattr(scoring, "_changers", set())
     register("meddling")(Meddling)
-    score(build_on("cpu", "meddling", {}), IMAGES, PROMPTS, METADATA)
-    assert torch.is_grad_enabled()
+    read = torch.is_grad_enabled if "grad" in kind else getattr(torch, f"get_{kind}")
+    before = read()
+    reward = build_on("cpu", "meddling", {"call": call, "kind": kind})
+    for _ in range(2):
+        scores = score(reward, IMAGES, PROMPTS, METADATA)
+    assert read() == before
+    assert scores.value.dtype == scores.parts["half"].dtype == torch.float32
+    assert torch.allclose(scores.value, IMAGES.mean((1, 2, 3)))
+    said = [r.getMessage() for r in caplog.records]
+    assert len(said) == ("grad" not in kind) and all(kind in text for text in said)  # once

@@ -28,6 +28,7 @@ from flowalign.config.run import (
     EvaluationConfig,
     SamplingConfig,
     TrainConfig,
+    TrainingAlarmConfig,
 )
 from flowalign.config.section import ADAPTER, ConfigError, Section
 from flowalign.config.stages import STAGES, RecipeStage, stage_class, stage_names

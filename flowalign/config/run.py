@@ -141,14 +141,18 @@ class EvaluationConfig(Section):
 
 
 class AlarmConfig(Section):
-    """An alarm at images that drift from those of the base, which the run samples for it: see
-    docs/alarm.md."""
+    """An alarm at images that drift from the base model's: see docs/alarm.md."""
 
     warn: Positive = 3.0
     """Sigmas of a statistic's drift beyond which it is warned of. One sigma is half of what honest
     training moved it; see flowalign.training.report.drift.compare."""
     stop: Positive | None = Field(default=None, examples=[6.0])
     """Sigmas beyond which the run ends; null = never."""
+
+
+class TrainingAlarmConfig(AlarmConfig):
+    """The same for a run, which samples the base for it."""
+
     every: Many = 4
     """Rollouts between two checks. Evaluations are checked always. 4 rollouts cost about 3 % of a
     run."""

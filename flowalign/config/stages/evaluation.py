@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from flowalign.config.run import BenchmarkConfig, SamplingConfig
+from flowalign.config.run import AlarmConfig, BenchmarkConfig, SamplingConfig
 from flowalign.config.section import (
     FileName,
     Location,
@@ -93,6 +93,8 @@ class EvalStage(Stage):
     sampling: SamplingConfig = SamplingConfig()
     fidelity: FidelityConfig | None = None
     report: ReportConfig = ReportConfig()
+    alarm: AlarmConfig | None = AlarmConfig()
+    """Of the images that the report shows; null = none."""
     score_seconds: Seconds | None = 1800.0
     """A batch of images is invalid if its reward takes longer; null = wait for ever."""
     timeout_seconds: Seconds | None = Field(default=None, examples=[7200.0])

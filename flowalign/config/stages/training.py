@@ -30,7 +30,7 @@ class TrainingStage(Job):
     ema: learning.EmaConfig | None = learning.EmaConfig()
     train: run.TrainConfig = run.TrainConfig()
     evaluation: run.EvaluationConfig | None = run.EvaluationConfig()
-    alarm: run.AlarmConfig | None = run.AlarmConfig()
+    alarm: run.TrainingAlarmConfig | None = run.TrainingAlarmConfig()
     """null = no alarm at drift."""
 
     @property

@@ -1,8 +1,9 @@
 """report.html: the page of a run or a recipe, and what it shares with the page of an evaluation.
 
 A page is one file without a network: a template in `templates/` that extends `page.html.j2` (head,
-style, title). A run writes its page at each evaluation and at its end, a recipe after each stage.
-It is made from the files of the run, so `flowalign watch` can write it at any time.
+style, title). Drift is shown by the macro of `drift.html.j2`. A run writes its page at each
+evaluation and at its end, a recipe after each stage. It is made from the files of the run, so
+`flowalign watch` can write it at any time.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from html import escape
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import quote
 
 import jinja2
@@ -41,6 +42,16 @@ FACTS = (  # of the newest update that has them: metric, label, format
 
 class NoRun(ValueError):
     """A folder that holds no run: what was seen, what to do."""
+
+
+class Panel(NamedTuple):
+    """A check of the drift. title: whose images. warn: sigmas beyond which a statistic stands
+    out. reference: what they are compared with."""
+
+    title: str
+    warn: float
+    check: Check
+    reference: str = "base"
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:
@@ -97,8 +108,7 @@ def write(run: Path, config: TrainingStage | None = None) -> Path:
         as_table=table,
         meanings={chart.title: chart.about for chart in charts},
         pictures=_pictures(run),
-        drifts=_drifts(run),
-        alarm=AlarmConfig(**(keys.get("alarm") or {})),
+        drifts=_drifts(run, keys.get("alarm") or {}),
         config=to_yaml(config) if config else (run / "config.yaml").read_text("utf-8"),
     )
     with replacing(out) as part:
@@ -167,12 +177,13 @@ def _pictures(run: Path) -> list[tuple[str, str]]:
     ]
 
 
-def _drifts(run: Path) -> list[tuple[str, Check]]:
-    """The newest checks of a run, each with its title: of an evaluation, of a rollout."""
+def _drifts(run: Path, alarm: Mapping[str, Any]) -> list[Panel]:
+    """The newest checks of a run: of an evaluation, of a rollout. alarm: as in its config."""
+    warn, reference = alarm.get("warn", AlarmConfig().warn), alarm.get("reference", "base")
     kinds = {"held-out prompts": samples.HELD_OUT_DRIFT, "training prompts": samples.DRIFT}
     newest = {where: samples.read_drift(run, kind) for where, kind in kinds.items()}
     return [
-        (f"Update {found[0]}, {where}", Check.from_json(found[1]))
+        Panel(f"Update {found[0]}, {where}", warn, Check.from_json(found[1]), reference)
         for where, found in newest.items()
         if found
     ]
