@@ -57,7 +57,7 @@ def config_of(
         "stage": "opd",
         "output": str(folder / "run"),
         "model": {"id": model, "dtype": dtype, "height": size, "width": size,
-                  "max_sequence_length": 16},
+                  "max_sequence_length": 14},
         "tasks": [{"name": name, "prompts": "tiny/ocr_train"} for name in names],
         "teachers": {n: {"adapter": str(folder / n), "guidance": guidance} for n in names},
         "anchor": {"adapter": None, "guidance": guidance},
@@ -85,7 +85,7 @@ def bare(loop: Any, rows: int) -> tuple[Callable[[], None], Callable[[], None]]:
     """A forward pass of the transformer alone, and one with its backward pass."""
     backbone = loop.backbone
     core = backbone.core
-    cond = backbone.encode(["a red circle"] * rows)
+    cond = backbone.encode(["a red car"] * rows)
     latents = torch.randn(rows, *backbone.latent_shape, dtype=backbone.dtype)
     text = {name: part[cond.index] for name, part in cond.text.items()}
     given = backbone.family.inputs(latents, torch.full((rows,), 0.5), text, 1.0)
@@ -171,7 +171,7 @@ def main() -> None:
         with TemporaryDirectory() as text:
             folder, names = Path(text), [f"t{index}" for index in range(max(args.teachers))]
             if name == "tiny":
-                model = ModelConfig.model_validate({"id": "tiny", "height": 64, "width": 64})
+                model = ModelConfig.model_validate({"id": "tiny", "height": 96, "width": 96})
                 medium.write_adapters(folder, model, names, rank=32, alpha=64)
                 path = "tiny"
             else:

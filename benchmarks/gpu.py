@@ -297,7 +297,7 @@ ONE_TASK = ('tasks=[{name: geneval, prompts: tiny/geneval_train, validation: tin
             "teachers={geneval: {adapter: tiny/geneval}}")  # fmt: skip
 JUDGES = ("benchmarks=[{name: geneval, prompts: tiny/geneval_test, limit: 16, reward: {name: "
           "geneval, options: {detector: tiny}}}, {name: preference, prompts: tiny/preference_test, "
-          "limit: 16, reward: {name: pickscore, options: {model: tiny, normalizer: 25}}}]",
+          "limit: 16, reward: {name: pickscore, options: {model: tiny, normalizer: 28}}}]",
           "models={base: null, ocr: tiny/ocr}", "fidelity=null")  # fmt: skip
 FLUX = ("flux/teacher_pickscore_nft.yaml", "model.gradient_checkpointing=true",
         "rollout.batch_size=2", "optimizer.micro_batch=2")  # fmt: skip

@@ -31,7 +31,6 @@ from torch.nn.functional import mse_loss
 
 from flowalign import gallery
 from flowalign.backbone import Backbone
-from flowalign.backbone.tiny.scenes import compose
 from flowalign.commands import init
 from flowalign.config import ModelConfig
 from flowalign.system.escape import table
@@ -48,7 +47,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "scripts" / "tiny"))
 import prompts  # noqa: E402
 import styles  # noqa: E402
 
-MODEL = ModelConfig(id="tiny", height=64, width=64, max_sequence_length=16)
+MODEL = ModelConfig(id="tiny", height=96, width=96, max_sequence_length=14)
 TAGS = ("two_object", "counting", "color_attr")
 IMAGES, HELD_OUT, BATCH = 200, 12, 16
 STEPS = 10  # of sampling
@@ -58,10 +57,10 @@ LR = 3e-3
 def scenes(split: str, count: int, seed: int) -> list[prompts.Metadata]:
     """Scenes of a split, as the preference task words them, of each tag alike."""
     rng = np.random.default_rng(seed)
-    pools = [prompts.geneval_splits(tag)[split] for tag in TAGS]
+    pools = [prompts.splits(tag)[split] for tag in TAGS]
     pools = [pool for pool in pools if pool]
     rows = [pools[i % len(pools)][rng.integers(len(pools[i % len(pools)]))] for i in range(count)]
-    return [prompts.preference_prompt(row) for row in rows]
+    return [row | {"prompt": prompts.prompt(row, "preference")} for row in rows]
 
 
 def write_prompts(name: str, folder: Path, seed: int) -> None:
@@ -72,24 +71,22 @@ def write_prompts(name: str, folder: Path, seed: int) -> None:
         (folder / f"{name}{suffix}.txt").write_text("\n".join(texts) + "\n")
 
 
-def drawn(style: styles.Style, seed: int) -> tuple[list[str], list[np.ndarray]]:
-    """Prompts and pictures [64,64,3] of training scenes in a style."""
-    rows, rng = scenes("train", IMAGES, seed), np.random.default_rng(seed)
-    pictures = [style.draw(compose(row, rng)) for row in rows]
-    return [style.prompt(row["prompt"]) for row in rows], pictures
+def drawn(style: styles.Style, seed: int) -> tuple[list[str], Tensor]:
+    """Prompts and pictures [N,3,96,96] in [0,1] of training scenes in a style."""
+    rows = scenes("train", IMAGES, seed)
+    return [style.prompt(row["prompt"]) for row in rows], style.draw(rows, seed)
 
 
-def train_lora(
-    texts: Sequence[str], pictures: Sequence[np.ndarray], folder: Path, steps: int, seed: int
-) -> None:
+def train_lora(texts: Sequence[str], pictures: Tensor, folder: Path, steps: int, seed: int) -> None:
     """A LoRA by flow matching: at x_sigma = (1 - sigma) x0 + sigma eps fit v to eps - x0."""
     name = folder.name
-    pixels = torch.from_numpy(np.stack(pictures)).permute(0, 3, 1, 2).float() / 127.5 - 1
     torch.manual_seed(seed)
     backbone = Backbone.load(MODEL)
     vae = backbone.pipe.vae
     with torch.no_grad():
-        mean = torch.cat([vae.encode(part).latent_dist.mean for part in pixels.split(50)])
+        mean = torch.cat(
+            [vae.encode(part).latent_dist.mean for part in (2 * pictures - 1).split(50)]
+        )
     clean = (mean - vae.config.shift_factor) * vae.config.scaling_factor
     text = backbone.encode(texts)
     backbone.add_adapter(name, rank=8, alpha=16)

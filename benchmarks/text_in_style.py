@@ -3,57 +3,58 @@ and training that starts from one of them.
 
     python benchmarks/text_in_style.py --out outputs/text_in_style
 
-The style is a LoRA that draws a green floor below everything, trained here on 200 rendered shapes
+The style is a LoRA that draws a purple frame around everything, trained here on 200 rendered scenes
 and as many signs. The lettering is tiny/ocr. The training is NFT from the merge of full weights, on
-the product of OCR and a score of the style: the share of the floor that is green, or `similarity`
+the product of OCR and a score of the style: the share of the frame that is purple, or `similarity`
 to the pictures that the style was trained on. Scores are of sign prompts that none has seen: OCR,
-and the green share. Prints Markdown, writes OUT/text_in_style.png.
+and the purple share. Prints Markdown, writes OUT/text_in_style.png.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from many_loras import IMAGES, MODEL, drawn, styles, train_lora
+from many_loras import IMAGES, MODEL, scenes, styles, train_lora
 from PIL import Image
 from torch import Tensor
 
 from flowalign import gallery, rewards
 from flowalign.backbone import Backbone
-from flowalign.backbone.tiny.scenes import COLORS, render
+from flowalign.backbone.tiny.scenes import SIZE
 from flowalign.commands import run
 from flowalign.config import SamplingConfig, TrainingStage, load
 from flowalign.rewards.scoring import score
 from flowalign.system.escape import table
+from flowalign.system.images import to_uint8
 from flowalign.teachers.merge import merge
 from flowalign.training.data import load_prompts
 from flowalign.training.rollout import generate
 from flowalign.types import Metadata, Scores
 
-STYLE = replace(styles.STYLES["floor"], trigger="")
-ROWS, COLUMNS = slice(56, 61), slice(6, 58)  # that are green in every rendered scene
-OCR = {"engine": "rapidocr", "limit_side_len": 64, "limit_type": "max", "rec_width": 96}
+STYLE = styles.STYLES["frame"]  # without its trigger
+RIM = torch.ones(SIZE, SIZE, dtype=torch.bool)
+RIM[4:-4, 4:-4] = False  # purple in every scene of the style
+OCR = {"engine": "rapidocr", "limit_side_len": 96, "limit_type": "max", "rec_width": 96}
 WEIGHTS = ((1, 0), (0, 1), (0.5, 0.5), (0.5, 1), (1, 0.5), (0.75, 0.75), (1, 1))  # style, lettering
 
 
-def green(images: Tensor) -> Tensor:
-    """[B]: the share of the floor that is nearest to green, of images [B,3,H,W] in [0,1]."""
-    palette = torch.tensor([*COLORS.values(), (236, 236, 236), (250, 250, 250)]) / 255
-    pixels = images[:, :, ROWS, COLUMNS].flatten(2).transpose(1, 2)  # [B,N,3]
-    nearest = torch.cdist(pixels, palette.expand(len(images), -1, -1)).argmin(-1)
-    return (nearest == list(COLORS).index("green")).float().mean(1)
+def purple(images: Tensor) -> Tensor:
+    """[B]: the share of the rim that is nearer to the frame's colour than to paper, of images
+    [B,3,H,W] in [0,1]."""
+    colors = torch.tensor([styles.FRAME, (0.93, 0.93, 0.93)])
+    pixels = images.permute(0, 2, 3, 1)[:, RIM]  # [B,N,3]
+    nearest = torch.cdist(pixels, colors.expand(len(images), -1, -1)).argmin(-1)
+    return (nearest == 0).float().mean(1)
 
 
-def floor(images: Tensor, prompts: Sequence[str], metadata: Metadata) -> Scores:
-    """The style as a reward: `text_in_style:floor` in a config."""
-    return Scores.of(green(images.cpu()))
+def frame(images: Tensor, prompts: Sequence[str], metadata: Metadata) -> Scores:
+    """The style as a reward: `text_in_style:frame` in a config."""
+    return Scores.of(purple(images.cpu()))
 
 
 def trained(start: Path, style: Mapping[str, Any], out: Path, updates: int) -> Path:
@@ -68,15 +69,6 @@ def trained(start: Path, style: Mapping[str, Any], out: Path, updates: int) -> P
     return out / "adapter"
 
 
-def signs() -> Iterator[tuple[str, np.ndarray]]:
-    """Training prompts and pictures of signs with the floor."""
-    rng, batch = np.random.default_rng(1), load_prompts("tiny/ocr_train", "ocr")
-    for text, row in zip(batch.prompts[:IMAGES], batch.metadata, strict=False):
-        picture = render(row, rng).copy()
-        picture[54:62, 2:62] = COLORS["green"]
-        yield text, picture
-
-
 def main() -> None:
     """Train the style, then print a row for each pair of weights."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -87,13 +79,13 @@ def main() -> None:
     args = parser.parse_args()
     style, folder = args.out / "style", args.out / "pictures"
     if not style.exists():
-        texts, pictures = drawn(STYLE, 0)
-        for text, picture in signs():
-            texts.append(text)
-            pictures.append(picture)
+        rows = scenes("train", IMAGES, 0)
+        signs = load_prompts("tiny/ocr_train", "ocr").select(range(IMAGES))
+        pictures = torch.cat([STYLE.draw(rows, 0), STYLE.draw(signs.metadata, 1)])
+        texts = [*(row["prompt"] for row in rows), *signs.prompts]
         folder.mkdir(parents=True, exist_ok=True)
         for number, picture in enumerate(pictures):
-            Image.fromarray(picture).save(folder / f"{number:03}.png")
+            Image.fromarray(to_uint8(picture)).save(folder / f"{number:03}.png")
         train_lora(texts, pictures, style, args.steps, seed=0)
     backbone = Backbone.load(MODEL)
     prompts = load_prompts("tiny/ocr_test", "ocr").select(range(args.prompts))
@@ -104,7 +96,7 @@ def main() -> None:
         if not merged.exists():
             merge([style, "tiny/ocr"], merged, weights=list(pair), model="tiny")
     likeness = {"name": "similarity", "options": {"images": str(folder), "model": "tiny"}}
-    for name, term in (("floor", {"name": "text_in_style:floor"}), ("similarity", likeness)):
+    for name, term in (("frame", {"name": "text_in_style:frame"}), ("similarity", likeness)):
         adapter = trained(merged, term, args.out / f"run_{name}", args.updates)
         models[f"trained, OCR x {name}"] = adapter
     rows, shown, chosen = [], {}, list(range(0, args.prompts, max(1, args.prompts // 8)))[:6]
@@ -114,8 +106,8 @@ def main() -> None:
             backbone.activate(f"model_{number}")
         images = generate(backbone, prompts, settings)
         ocr = score(reward, images, prompts.prompts, prompts.metadata).value
-        both = (ocr == 1) & (green(images) > 0.8)
-        values = (ocr, green(images), both.float())
+        both = (ocr == 1) & (purple(images) > 0.8)
+        values = (ocr, purple(images), both.float())
         rows.append([name, *(f"{v.mean():.3f} ± {v.std() / len(v) ** 0.5:.3f}" for v in values)])
         if "0.75" not in name and name.count("0.5") != 1:  # fewer columns
             shown[name] = list(images[chosen])

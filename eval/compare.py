@@ -62,7 +62,6 @@ def load_results(path: str | Path) -> dict[str, Any]:
 
 
 def model_of(document: Mapping[str, Any], name: str | None, path: str) -> str:
-    """The named model, or the only one."""
     models = list(document["models"])
     if name is None and len(models) == 1:
         return models[0]

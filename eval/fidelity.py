@@ -121,7 +121,6 @@ class Reference:
     features: Tensor
 
     def distance(self, judged: Iterable[Judged]) -> Distance:
-        """The distance of one model's images, all its benchmarks together."""
         measured = [(r.features, r.rows) for r in judged if r.features is not None]
         prompts = [row["prompt"] for _, rows in measured for row in rows]
         return distance(torch.cat([features for features, _ in measured]), prompts, self.features)

@@ -122,7 +122,6 @@ def document(config: EvalStage, results: Results, versions: Mapping[str, str]) -
 
 
 def _about(benchmark: Benchmark) -> dict[str, Any]:
-    """What its numbers depend on."""
     about = describe(benchmark.reward)
     return {"reward": about.pop("name"), "headline": benchmark.headline} | about
 

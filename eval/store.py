@@ -146,7 +146,6 @@ class Store:
         append(self.score_folder(judge) / f"rows.{self._rank}.jsonl", text)
 
     def saves(self, key: Key) -> bool:
-        """Whether that image is to be written."""
         return not self._files and (self.saved_prompts is None or key[0] in self.saved_prompts)
 
     def save(self, key: Key, image: Tensor) -> None:
@@ -170,7 +169,6 @@ class Store:
 
 
 def is_valid(row: Mapping[str, Any] | None) -> bool:
-    """Whether there is a row with a score."""
     return row is not None and math.isfinite(row.get("value", math.nan))
 
 

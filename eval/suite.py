@@ -376,7 +376,6 @@ class _Scoring:
                 self._submitted.append((judge, keys))
 
     def finish(self) -> None:
-        """Wait for the last batch."""
         self._collect()
         self._scoring.discard()
 

@@ -74,7 +74,6 @@ class Schedule:
 
     @property
     def noisy(self) -> range:
-        """The steps with noise."""
         return range(*self.window) if self.window and self.kind != "ode" else range(0)
 
 
@@ -145,7 +144,6 @@ class Scores:
 
     @property
     def mean(self) -> float:
-        """Mean over the valid images; NaN when there is none."""
         return float(self.value[self.valid].mean()) if bool(self.valid.any()) else float("nan")
 
 

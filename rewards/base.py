@@ -114,7 +114,6 @@ class RewardBase:
         does not answer."""
 
     def describe(self) -> dict[str, Any]:
-        """What is recorded of it: its name and `settings`."""
         return {"name": self.name, **self.settings}
 
     def __call__(self, images: Any, prompts: Sequence[str], metadata: Metadata) -> Scores:
@@ -152,7 +151,6 @@ class Adapted(RewardBase):
         vars(self).update(_members(reward))
 
     def __call__(self, images: Any, prompts: Sequence[str], metadata: Metadata) -> Scores:
-        """What the reward answers."""
         return self.reward(images, prompts, metadata)
 
 

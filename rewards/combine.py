@@ -67,12 +67,10 @@ class Composed(RewardBase):
 
     @classmethod
     def made_of(cls, **options: Any) -> list[Mapping[str, Any]]:
-        """The components, as they are given."""
         specs = (*options.get("rewards", ()), options.get("reward"), options.get("gate"))
         return [spec for spec in specs if spec is not None]  # None: not an option of this class
 
     def describe(self) -> dict[str, Any]:
-        """The components, what their scores depend on, and the numbers."""
         parts = {label: registry.describe(reward) for label, reward in self.components.items()}
         return {"name": self.name, **parts, **self.settings}
 
@@ -95,7 +93,6 @@ class Terms(Composed):
         self.columns = tuple(terms)
 
     def describe(self) -> dict[str, Any]:
-        """The components and their weights."""
         parts = {label: registry.describe(reward) for label, reward in self.components.items()}
         return {"name": self.name, "rewards": parts, self.called: getattr(self, self.called)}
 

@@ -85,22 +85,18 @@ class DPG(AskedReward):
 
     @classmethod
     def files(cls, **options: Any) -> Mapping[str, float] | None:
-        """`downloads` with these options; nothing of an endpoint's model."""
         return {} if options.get("endpoint") else super().files(**options)
 
     @classmethod
     def check_options(cls, *_: Any, **options: Any) -> None:
-        """Raise ValueError for an endpoint that reward `vlm` would refuse."""
         if (endpoint := options.get("endpoint")) is not None:
             check_call("`endpoint` of reward 'dpg'", VLM, {"model": MODEL, **endpoint})
 
     @classmethod
     def packages(cls, *_: Any, **options: Any) -> tuple[str, ...]:
-        """What mPLUG is in."""
         return ("dpg_evaluator",) if cls.chosen(**options) == "mplug" else ()
 
     def __call__(self, images: Tensor, prompts: Sequence[str], metadata: Metadata) -> Scores:
-        """images [B,3,H,W] in [0,1] -> Scores of B, on the CPU; failed ones say why."""
         last = {prompt: row for row, prompt in enumerate(prompts)}
         rows, reasons = [], {}
         for row, (prompt, meta) in enumerate(zip(prompts, metadata, strict=True)):
@@ -124,7 +120,6 @@ class DPG(AskedReward):
         return Scores.of_rows(rows, reasons)
 
     def _ask(self, image: Tensor, metadata: Mapping[str, Any]) -> tuple[dict[int, Question], Any]:
-        """The questions about an image [1,3,H,W], and the answers."""
         asked = questions(metadata)
         if self.rule == "official" and metadata.get("first_row"):  # of the file; they skip it
             del asked[next(iter(asked))]

@@ -129,7 +129,6 @@ class GenEval(RewardBase):
         detector_options: Mapping[str, Any] | None = None,
         **others: Any,
     ) -> tuple[str, ...]:
-        """What the detector says that it imports."""
         packages = getattr(_found(detector), "packages", None)
         return packages(**(detector_options or {})) if packages else ()
 
@@ -164,7 +163,6 @@ class GenEval(RewardBase):
                     raise ValueError(f"{seen}, and detector {detector!r} knows {answers}.")
 
     def __call__(self, images: Tensor, prompts: Sequence[str], metadata: Metadata) -> Scores:
-        """images [B,3,H,W] in [0,1] -> Scores of B, on the CPU; reasons say what is wrong."""
         with ExitStack() as stack:  # offloaded models are moved to the device once a call
             for placement in getattr(self.detector, "placements", ()):
                 stack.enter_context(placement)

@@ -118,7 +118,6 @@ class AskedReward(RewardBase):
 
     @classmethod
     def check_prompts(cls, prompts: Sequence[str], metadata: Metadata, **options: Any) -> None:
-        """Raise ValueError for the first prompt whose metadata is not of the judge's form."""
         for prompt, meta in zip(prompts, metadata, strict=True):
             try:
                 cls.questions(meta)
@@ -151,7 +150,6 @@ class GenEval2(AskedReward):
         self.settings = self.judge.settings
 
     def __call__(self, images: Tensor, prompts: Sequence[str], metadata: Metadata) -> Scores:
-        """images [B,3,H,W] in [0,1] -> Scores of B, on the CPU."""
         asked = [(row, *each) for row, meta in enumerate(metadata) for each in questions(meta)]
         texts = [(row, f"{question} Answer in one word.") for row, _, question, _ in asked]
         answers: list[list[tuple[str, float]]] = [[] for _ in metadata]  # (skill, score)

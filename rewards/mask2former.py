@@ -111,7 +111,6 @@ class Mask2Former:
 
     @staticmethod
     def packages(**options: Any) -> tuple[str, ...]:
-        """What it imports; scipy by way of transformers."""
         return ("open_clip", "scipy")
 
     def __call__(self, images: Tensor) -> list[Detections]:
@@ -128,7 +127,6 @@ class Mask2Former:
 
     @torch.no_grad()
     def _detect(self, pictures: list[np.ndarray]) -> list[Detections]:
-        """One Detections a picture; the pictures, uint8 [H,W,3], are of one size."""
         inputs = self.processor(
             pictures,
             size={"shortest_edge": self.shortest, "longest_edge": self.longest},

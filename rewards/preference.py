@@ -220,7 +220,6 @@ class Head(nn.Module):
         )
 
     def forward(self, vectors: Tensor) -> Tensor:
-        """vectors [B,width] -> [B]."""
         return self.layers(vectors).squeeze(-1)
 
 
@@ -283,7 +282,6 @@ class Similarity(Encoded):
         self.settings = {"images": images, "count": len(files), **self.settings}
 
     def __call__(self, images: Tensor, prompts: Sequence[str], metadata: Metadata) -> Scores:
-        """images [B,3,H,W] in [0,1] -> Scores of B, on the CPU."""
         return Scores.of((self.vectors(images) @ self.center).clamp(min=0))
 
 
@@ -302,7 +300,6 @@ class Diversity(Encoded):
     averaged = False
 
     def __call__(self, images: Tensor, prompts: Sequence[str], metadata: Metadata) -> Scores:
-        """images [K,3,H,W] in [0,1] of one prompt -> Scores of K, on the CPU."""
         if len(images) < 2:
             raise ValueError("one image alone has no diversity; sample more copies of a prompt.")
         vectors = self.vectors(images)

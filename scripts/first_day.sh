@@ -116,7 +116,7 @@ own_runs() { # three configs that are written from the docs: an own reward's tea
     cat >mine/teacher.yaml <<'YAML'
 stage: grpo
 output: runs/teacher_red
-model: {id: tiny, height: 64, width: 64, max_sequence_length: 16}
+model: {id: tiny, height: 96, width: 96, max_sequence_length: 14}
 tasks:
   - {name: red, prompts: mine/train.txt, validation: mine/test.txt, reward: {name: "my_rewards:redness"}}
 rollout: {guidance: 1.0, prompts: 2, copies: 4, batch_size: 8}
@@ -128,14 +128,14 @@ YAML
     step flowalign train --config mine/teacher.yaml
     step flowalign merge tiny/preference runs/teacher_red/adapter --out runs/merged
     cp mine/train.txt signs.txt && cp mine/test.txt photos.txt
-    block yaml 1 README.md | sed -e 's|model: .*|model: {id: tiny, height: 64, width: 64, max_sequence_length: 16}|' \
+    block yaml 1 README.md | sed -e 's|model: .*|model: {id: tiny, height: 96, width: 96, max_sequence_length: 14}|' \
         -e 's|runs/teacher_ocr/adapter|runs/teacher_red/adapter|' -e 's|someone/a-lora-on-the-hub|tiny/preference|' \
         >mine/student.yaml
     step flowalign train --config mine/student.yaml rollout.guidance=1 $SHORT
     cat >mine/eval.yaml <<'YAML'
 stage: eval
 output: runs/eval
-model: {id: tiny, height: 64, width: 64, max_sequence_length: 16}
+model: {id: tiny, height: 96, width: 96, max_sequence_length: 14}
 models: {base: null, teacher: runs/teacher_red/adapter, student: runs/student/adapter}
 benchmarks:
   - {name: red, prompts: mine/test.txt, reward: {name: "my_rewards:redness"}}
@@ -157,7 +157,6 @@ YAML
     step flowalign data generate geneval
     step flowalign data generate ocr
     step flowalign data list
-    step flowalign data check data/ocr_train.txt --reward ocr
 }
 
 mistakes() { # each is refused before anything is written
@@ -175,7 +174,6 @@ mistakes() { # each is refused before anything is written
     mistake flowalign serve-reward pickscor
     mistake flowalign watch runs/nobody
     mistake flowalign init --stage grpo --reward orc --out mine/init.yaml
-    mistake flowalign data check data/nothing.txt
     if [ -e runs/x ]; then fail "a refused command wrote runs/x"; fi
 }
 

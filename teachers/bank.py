@@ -122,7 +122,6 @@ class Bank:
         return TeacherLabel(velocity, names)
 
     def sources(self, tasks: list[str]) -> list[Source]:
-        """Who samples the prompts of each task: its teacher."""
         return [self.source(self.routing[task]) for task in tasks]
 
     def targets(self, name: str) -> list[tuple[Source, float]]:

@@ -58,7 +58,6 @@ class Policy:
 
     @torch.no_grad()
     def velocity(self, pairs: Pairs, guidance: float) -> Tensor:
-        """Its velocity [b,C,h,w] at the pairs."""
         with self.backbone.adapter(self.name):
             return pairs.velocity(self.backbone, guidance)
 
@@ -112,7 +111,6 @@ class Forward(Algorithm[Matched]):
         return [Source(self.old.name, self.config.rollout.guidance)] * len(tasks)
 
     def prepare(self, rollout: Rollout, update: int) -> Matched:
-        """Score the images, and noise their latents."""
         credit = self.scored.credit(rollout, update)
         key = (self.config.seed, update)
         images = zip(rollout.group.tolist(), rollout.copy.tolist(), strict=True)
@@ -129,7 +127,6 @@ class Forward(Algorithm[Matched]):
         return stratified(self.backbone.shift(steps), settings.states, key, settings.within)
 
     def learnt(self, steps: int) -> None:
-        """The policies follow the student."""
         for policy in self.policies.values():
             policy.follow(steps)
 

@@ -44,7 +44,6 @@ class Grpo(Algorithm[Credit]):
         )
 
     def plan(self, update: int) -> Schedule:
-        """All steps of the update's window."""
         schedule = schedule_of(self.config, self.backbone)
         return replace(schedule, window=window_of(self.config.rollout, update))
 

@@ -49,7 +49,6 @@ class MergeReport:
 
     @property
     def worst(self) -> float:
-        """The largest relative error of a layer."""
         return max(self.errors.values())
 
     @property
@@ -183,7 +182,6 @@ def _natural(layer: str) -> list[tuple[bool, int, str]]:
 
 
 def _updates(folder: str | Path, lora: Lora) -> dict[str, Factors]:
-    """The updates of an adapter by layer."""
     layers = {}
     for name in lora.scales:
         down = lora.weights[f"{name}.lora_A.weight"].double()

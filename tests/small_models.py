@@ -18,7 +18,7 @@ from flowalign.backbone.tiny import PREFERENCE
 
 MEAN = np.array([0.48145466, 0.4578275, 0.40821073])  # of OpenAI's CLIP, as its README prints them
 STD = np.array([0.26862954, 0.26130258, 0.27577711])
-PROMPTS = ["a red circle", "two blue squares", "a star", "a green star", "one sign", "a red square"]
+PROMPTS = ["a red dog", "two blue cats", "a bus", "a green bus", "a sign", "a red cat"]
 SIDE = 32  # of the small CLIP's images
 
 
@@ -54,7 +54,7 @@ def clip_folder(folder: Path) -> Path:
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 2, "projection_dim": 24}
     vision = {**sizes, **heads, "image_size": SIDE, "patch_size": 8}
-    words = {"vocab_size": 60, "max_position_embeddings": 18}
+    words = {"vocab_size": 128, "max_position_embeddings": 18}
     text = {**sizes, **heads, **words, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 3}
     config = CLIPConfig(text_config=text, vision_config=vision, projection_dim=24)
     model = CLIPModel(config)

@@ -30,7 +30,7 @@ class Operations(TorchDispatchMode):
 
 def velocity(model: str, attention: str | None) -> tuple[torch.Tensor, bool]:
     """Of a noisy batch, and whether torch's flash kernel took part."""
-    sizes = {"height": 32, "width": 32, "max_sequence_length": 16}
+    sizes = {"height": 32, "width": 32, "max_sequence_length": 14}
     given = ModelConfig.model_validate({"id": model, "attention": attention, **sizes})
     backbone = Backbone.load(given)
     cond = backbone.encode(fakes.PROMPTS[:2])

@@ -11,7 +11,6 @@ FOLDER = fakes.ROOT / "benchmarks"
 # Its words, and "slow" where that takes up to ten seconds, else "long". {} is a new folder.
 SMALLEST = {
     "budget": ("slow", "--present --out {} --picture {}/a.png"),
-    "curves": ("slow", "{} --picture {}/a.png"),
     "floors": ("long", "tiny --repeats 1 --prompts 8"),
     "gpu_pass": ("long", "--device cpu --width 0.05 --layers 2 --size 64"),
     "hacks": ("long", "--seeds 0 --hacks darkened --out {}"),

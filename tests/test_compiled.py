@@ -56,7 +56,7 @@ def test_compiled_rollout_labels_and_update_are_the_eager_ones(
 def test_labels_in_16_bits_are_those_of_the_rollout_and_close_to_the_update() -> None:
     """Inductor builds other graphs with gradients and without: a teacher that equals the student
     labels what the student's rollout has, and the update is off by rounding."""
-    model = fakes.backbone("tiny", dtype="bfloat16", height=64, width=64)
+    model = fakes.backbone("tiny", dtype="bfloat16", height=96, width=96)
     for name in ("teacher", "student"):
         model.add_adapter(name, rank=8, alpha=16.0)
         fakes.shake(model, name, scale=0.05)

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from generated import examples, holds, mutated, nothing_else, scalars, texts, values
-from hypothesis import strategies as st
+from generated import nothing_else
 from safetensors.torch import save_file
 from yaml import YAMLError
 
@@ -36,7 +35,7 @@ from flowalign.config.safe_yaml import dump_yaml, load_yaml
 from flowalign.system.hub_address import secrets
 from flowalign.training.preflight import Launch, check_world
 
-TINY = {"id": "tiny", "height": 64, "width": 64}
+TINY = {"id": "tiny", "height": 96, "width": 96}
 TASK = {"name": "ocr", "prompts": "a.txt", "validation": "b.txt", "reward": {"name": "ocr"}}
 
 
@@ -186,7 +185,7 @@ def test_a_wrong_value_is_explained(sections: dict[str, Any], said: list[str]) -
 
 
 STUDENT = {"stage": "opd", "teachers": {"ocr": {"adapter": "tiny/ocr"}}}
-COMPILED = {"id": "tiny", "height": 64, "width": 64, "dtype": "bfloat16", "compile": True}
+COMPILED = {"id": "tiny", "height": 96, "width": 96, "dtype": "bfloat16", "compile": True}
 NO_VALIDATION = {key: value for key, value in TASK.items() if key != "validation"}
 
 
@@ -354,19 +353,13 @@ def test_a_config_of_another_command_is_refused() -> None:
     [
         ("benchmark: unknown key. Did you mean `benchmarks`", {"benchmark": []}),
         ("benchmarks.0.limit: got", {"benchmarks": [{**MARK, "limit": 0}]}),
-        ("sampling.step: unknown key", {"sampling": {"step": 3}}),
         ("models.ocr: got", {"models": {"ocr": 3}}),
         ("models: got", {"models": {}}),
-        ("models.a/b: got", {"models": {"a/b": None}}),
-        ("benchmarks.0.name: got", {"benchmarks": [{**MARK, "name": "a b"}]}),
         ("benchmarks: the name 'ocr'", {"benchmarks": [MARK, MARK]}),
         ("benchmarks: the name 'average'", {"benchmarks": [{**MARK, "name": "average"}]}),
         ("compare.bse: no model", {"compare": {"bse": ["base"]}}),
         ("compare.base: no model", {"compare": {"base": ["x"]}}),
         ("guidance: no model", {"guidance": {"bse": 2.0}}),
-        ("compare.base: got the text 'x'", {"compare": {"base": "x"}}),
-        ("report.images: got", {"report": {"images": -1}}),
-        ("fidelity.ref: unknown key", {"fidelity": {"ref": "tiny"}}),
     ],
 )
 def test_a_wrong_evaluation_is_explained(start: str, sections: dict[str, Any]) -> None:
@@ -421,7 +414,7 @@ def test_what_an_evaluation_lacks_is_reported_at_once(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("no text to read")
     (tmp_path / "run" / "adapter").mkdir(parents=True)
     layer = "transformer.transformer_blocks.0.attn.to_q.lora_"
-    weights = {f"{layer}A.weight": torch.ones(1, 144), f"{layer}B.weight": torch.ones(144, 1)}
+    weights = {f"{layer}A.weight": torch.ones(1, 160), f"{layer}B.weight": torch.ones(160, 1)}
     save_file(weights, tmp_path / "run" / "adapter" / ADAPTER)
     models = {"base": None, "far": str(tmp_path / "no"), "near": str(tmp_path / "run")}
     good = {**MARK, "prompts": str(tmp_path / "a.txt")}
@@ -468,7 +461,7 @@ def files(folder: Path, **texts: str) -> Path:
 def test_a_file_is_laid_over_the_one_it_uses_section_by_section(tmp_path: Path) -> None:
     files(
         tmp_path,
-        base="model: {id: tiny, height: 64, width: 64}\ntasks: [{name: a, prompts: a.txt}]\n",
+        base="model: {id: tiny, height: 96, width: 96}\ntasks: [{name: a, prompts: a.txt}]\n",
         middle="use: base.yaml\nstage: grpo\nmodel: {height: 32}\nevaluation: {every: 3}\n",
         top="use: middle.yaml\noutput: o\nevaluation: null\nmodel: {width: 32}\n",
     )
@@ -559,28 +552,6 @@ def test_a_stage_stays_below_its_recipe(tmp_path: Path) -> None:
     stages = {"ocr": {"use": "teacher_ocr.yaml", "set": [f"output={tmp_path}/elsewhere"]}}
     config = parse(read(CONFIGS / "tiny/flow_opd.yaml") | {"stages": stages}, stage=RecipeStage)
     assert any("output" in problem for problem in recipe.examine(config, CONFIGS / "tiny")[1])
-
-
-def parsed_or_refused(data: Any, changes: list[str]) -> None:
-    try:
-        parse(data, changes, stage=Stage)
-    except ConfigError as error:
-        assert error.problems
-
-
-@pytest.mark.slow
-@examples(1000)
-def test_a_changed_config_is_parsed_or_refused(count: int):
-    keys = st.one_of(texts, scalars)
-
-    @st.composite
-    def configs(draw: Any) -> Any:
-        data = draw(st.sampled_from(SHIPPED))
-        for _ in range(draw(st.integers(1, 4))):
-            data = mutated(data, draw, values, keys) if isinstance(data, dict | list) else data
-        return data
-
-    holds(lambda data: parsed_or_refused(data, []), count, data=configs())
 
 
 def test_every_section_and_stage_can_be_imported_from_one_place() -> None:

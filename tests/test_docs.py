@@ -296,7 +296,7 @@ def test_every_command_is_one_that_the_code_takes(at_home: None) -> None:
 
 REQUIRED: dict[str, Any] = {  # what a page that shows a part of a config leaves out
     "output": "outputs/x",
-    "model": {"id": "tiny", "height": 64, "width": 64},
+    "model": {"id": "tiny", "height": 96, "width": 96},
     "tasks": [{"name": "signs", "prompts": "prompts.jsonl", "reward": {"name": "ocr"}}],
     "benchmarks": [{"name": "ocr", "prompts": "tiny/ocr_test", "reward": {"name": "ocr"}}],
     "adapters": ["tiny/ocr", "tiny/geneval"],

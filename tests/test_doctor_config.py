@@ -153,22 +153,6 @@ def test_a_mixture_of_scales_is_named(random_model, tmp_path, scale, level):
     assert levels == ([level] if level else [])
 
 
-@pytest.mark.slow
-def test_a_teacher_that_scores_less_than_the_students_start_is_named(random_model, tmp_path):
-    """Whichever of two scales is redder: as a teacher it is sound, as a student's start not."""
-    held_out = tmp_path / "held_out.txt"
-    held_out.write_text("\n".join(f"a sign of {i}" for i in range(24)))
-    run = fakes.distillation(random_model, tmp_path / "run", alone="odd").model_dump(mode="json")
-    for task in run["tasks"]:
-        task["validation"] = str(held_out)
-    start, levels = run["teachers"]["odd"]["adapter"], []
-    for one, other in ((1.0, 4.5), (4.5, 1.0)):
-        scales = [f"rollout.guidance={one}", f"teachers.odd.guidance={other}"]
-        findings = live.examine(config.parse(run, [f"lora.init={start}", *scales]))[0]
-        levels.append([f.level for f in findings if f.text.startswith("worth")])
-    assert sorted(levels) == [["fault"] * 2, ["ok"] * 2]
-
-
 # The command -----------------------------------------------------------------------------------
 
 

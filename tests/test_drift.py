@@ -109,7 +109,7 @@ def test_an_image_that_is_not_finite_has_no_value() -> None:
 
 
 def test_objects_beyond_those_asked_for_are_surplus() -> None:
-    two = {"include": [{"class": "star", "count": 2}]}
+    two = {"include": [{"class": "dog", "count": 2}]}
     images = torch.stack([squares(1), squares(2), squares(4), squares(4)])
     values = ImageStatistics(PERIOD).measure(images, "g", [two, two, two, {}], [0, 1, 2, 3])
     assert values["surplus"].tolist()[:3] == [0, 0, 2] and values["surplus"][3].isnan()

@@ -148,7 +148,7 @@ def test_an_attention_backend_gives_the_same_velocity(tmp_path: Path, attention:
     families.pipeline("flux").save_pretrained(tmp_path)
 
     def velocity(name: str | None) -> Tensor:
-        sizes = {"height": 32, "width": 32, "max_sequence_length": 16, "dtype": "bfloat16"}
+        sizes = {"height": 32, "width": 32, "max_sequence_length": 14, "dtype": "bfloat16"}
         model = ModelConfig.model_validate({"id": str(tmp_path), "attention": name, **sizes})
         backbone = Backbone.load(model, "cuda")
         cond = backbone.encode(fakes.PROMPTS[:2])

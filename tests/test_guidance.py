@@ -14,7 +14,7 @@ from flowalign.training.preflight import scale_problems
 OCR = {"name": "ocr", "prompts": "tiny/ocr_train"}
 DATA: dict[str, Any] = {
     "stage": "opd",
-    "model": {"id": "tiny", "height": 64, "width": 64, "max_sequence_length": 16},
+    "model": {"id": "tiny", "height": 96, "width": 96, "max_sequence_length": 14},
     "lora": {"init": "tiny/ocr"},
     "teachers": {"ocr": {"adapter": "tiny/ocr"}},
     "anchor": {"adapter": "tiny/ocr"},
@@ -71,7 +71,7 @@ def test_the_teachers_of_sft_sample_at_the_guidance_of_the_rollout(
 
 # Across stages -----------------------------------------------------------------------------------
 
-TINY = {"id": "tiny", "height": 64, "width": 64, "max_sequence_length": 16}
+TINY = {"id": "tiny", "height": 96, "width": 96, "max_sequence_length": 14}
 TASK = {**OCR, "reward": {"name": "clipscore", "options": {"model": "tiny"}}}
 BENCHMARKS = [{"name": "ocr", "prompts": "tiny/ocr_test", "reward": TASK["reward"]}]
 

@@ -26,8 +26,8 @@ from flowalign.training.rollout import Noise
 
 SD35 = "stabilityai/stable-diffusion-3.5-medium"
 WORDS = ["a dog", "two cats «ici»", "a dog"]  # the set lists the first one twice
-DOG = {"tag": "single_object", "include": [{"class": "star", "count": 1}]}
-CATS = {"tag": "counting", "include": [{"class": "circle", "count": 2}]}
+DOG = {"tag": "single_object", "include": [{"class": "dog", "count": 1}]}
+CATS = {"tag": "counting", "include": [{"class": "cat", "count": 2}]}
 ROWS = [{**DOG, "prompt": WORDS[0]}, {**CATS, "prompt": WORDS[1]}, {**DOG, "prompt": WORDS[2]}]
 SIZE = (32, 32)
 
@@ -228,8 +228,8 @@ def by_diffusers(folder: Path) -> Path:
             latents=torch.cat(noise),
             num_inference_steps=STEPS,
             guidance_scale=GUIDANCE,
-            height=64,
-            width=64,
+            height=96,
+            width=96,
         ).images
         names = [f"{index}_{copy}.png" for copy in range(2)]
         for name, image in zip(names, made, strict=True):
@@ -249,7 +249,7 @@ def test_images_of_plain_diffusers_code_have_the_scores_of_our_own(tmp_path: Pat
               "pick": {"name": "pickscore", "options": {"model": "tiny"}}}  # fmt: skip
     mark = {"name": "x", "images": 2, "limit": 2, "rewards": judges}
     models = {"base": None, "theirs": {"images": str(source), "steps": STEPS, "guidance": GUIDANCE}}
-    model = {"id": "tiny", "height": 64, "width": 64, "max_sequence_length": 16}
+    model = {"id": "tiny", "height": 96, "width": 96, "max_sequence_length": 14}
     file = config(tmp_path, source, mark, **SAMPLED, models=models, model=model)
     assert main(["--config", str(file)]) == 0
     ours, theirs = rows(tmp_path, "base"), rows(tmp_path)
@@ -267,7 +267,7 @@ def test_images_of_plain_diffusers_code_have_the_scores_of_our_own(tmp_path: Pat
 
 def test_images_beside_a_model_have_its_size(tmp_path: Path, capsys):
     models = {"base": None, "theirs": {"images": str(geneval(tmp_path / "theirs"))}}
-    model = {"id": "tiny", "height": 64, "width": 64}
+    model = {"id": "tiny", "height": 96, "width": 96}
     file = config(tmp_path, tmp_path, models=models, model=model)
     assert main(["--config", str(file)]) == 2
     assert "models.theirs: red: several sizes" in capsys.readouterr().err

@@ -86,7 +86,7 @@ def test_what_is_written_for_any_stage_reward_and_prompts_can_run(
     where they expect them."""
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     for name, text in PROMPTS.items():  # of objects that the model's detector knows
-        Path(name).write_text(text.replace("kite", "star") if model == MODELS[0] else text)
+        Path(name).write_text(text.replace("kite", "dog") if model == MODELS[0] else text)
     teachers = [f"one={lora(model)}", "two=lora"]
     taught = stage in USED["teachers"]
     every = [(r, p) for r, several in OF.items() for p in several]

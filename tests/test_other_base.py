@@ -234,7 +234,7 @@ def test_a_base_that_cannot_be_had_is_refused(
 def test_the_length_of_a_prompt_is_the_students(tmp_path: Path) -> None:
     """The tiny model has fewer tokens than its family by default, and a copy of it as many."""
     copy = str(shutil.copytree(TINY, tmp_path / "copy"))
-    tiny, other = (ModelConfig(id=name, height=64, width=64) for name in ("tiny", copy))
+    tiny, other = (ModelConfig(id=name, height=96, width=96) for name in ("tiny", copy))
     assert not list(mismatches(tiny, other))
 
 

@@ -1,39 +1,36 @@
-"""The shipped PickScore prefers clean scenes to spoilt ones."""
+"""The shipped PickScore prefers clean, coloured drawings of what the prompt says."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-import degrade
-import numpy as np
-import preference
+import prompts
 import pytest
 import torch
+from mistakes import BLURRED, FADED, SPOTTED
 from torch import Tensor
 
+from flowalign.backbone.tiny.scenes import rendered
 from flowalign.rewards.clip import Clip
 from flowalign.rewards.preference import PickScore
+from flowalign.training.data import load_prompts
 
-OPTIONS = {"model": "tiny", "normalizer": 25.0, "device": "cpu"}
-REWARD = PickScore(**OPTIONS)
-
-
-def held_out(count: int, seed: int = 0) -> list[tuple[dict, list]]:
-    """Rows of the test prompts, each with the prompts that a mismatch is taken from."""
-    source = preference.rows("test", np.random.default_rng(seed))
-    return [next(source) for _ in range(count)]
+REWARD = PickScore(model="tiny", normalizer=28.0, device="cpu")
+ROWS = [row for row in load_prompts("tiny/preference_test", "p").metadata if "include" in row][:24]
+TEXTS = [prompts.prompt(row | {"text": row["wordings"]["ocr"]}, "preference") for row in ROWS]
 
 
-def scored(images: np.ndarray, rows: list[tuple[dict, list]]) -> Tensor:
-    """Raw scores [N] of uint8 images [N,64,64,3]."""
-    tensor = torch.from_numpy(images).permute(0, 3, 1, 2) / 255
-    return REWARD(tensor, [row["prompt"] for row, _ in rows], [{}] * len(rows)).parts["raw"]
+def scored(images: Tensor) -> Tensor:
+    """Raw scores [N] of images for TEXTS."""
+    return REWARD(images, TEXTS, [{}] * len(TEXTS)).parts["raw"]
+
+
+def drawn(style: str) -> Tensor:
+    return rendered([{**row, "style": style} for row in ROWS], 3)
 
 
 def test_a_prompt_is_encoded_once_and_cut_where_the_model_ends(monkeypatch: pytest.MonkeyPatch):
     clip = Clip("tiny", None, "cpu")
-    long = " ".join(["star"] * 100)
-    vectors = clip.text_features(["a star", long, "a star"])
+    long = " ".join(["dog"] * 100)
+    vectors = clip.text_features(["a dog", long, "a dog"])
     assert torch.allclose(vectors.norm(dim=-1), torch.ones(3), atol=1e-6)
     assert torch.equal(vectors[0], vectors[2]) and clip._text_vector.cache_info().currsize == 2
     monkeypatch.setattr(clip, "model", None)  # nothing is encoded again
@@ -41,7 +38,7 @@ def test_a_prompt_is_encoded_once_and_cut_where_the_model_ends(monkeypatch: pyte
 
 
 def test_a_text_has_the_same_vector_whatever_was_asked_with_it_or_before():
-    clip, texts = Clip("tiny", None, "cpu"), [row["prompt"] for row, _ in held_out(6)]
+    clip, texts = Clip("tiny", None, "cpu"), TEXTS[:6]
     together = clip.text_features(texts)
     clip._text_vector.cache_clear()
     alone = [clip.text_features([text]) for text in texts[:3]]
@@ -49,23 +46,20 @@ def test_a_text_has_the_same_vector_whatever_was_asked_with_it_or_before():
     assert torch.equal(clip.text_features(texts[::-1]), together.flip(0))
 
 
-SPOILT = "blur bleed malformed clutter faded oversaturated missing mismatch".split()
+def test_clean_coloured_drawings_beat_line_art_other_prompts_and_blank_images():
+    right = scored(drawn("flat"))
+    assert (right > scored(drawn("line"))).float().mean() >= 0.9
+    assert (right > scored(drawn("flat").roll(1, 0))).float().mean() >= 0.9
+    for color in ((0, 0, 0), (0.92, 0.92, 0.92), (1, 0, 0)):
+        blank = torch.tensor(color).view(1, 3, 1, 1).expand(len(ROWS), 3, 96, 96)
+        assert (right > scored(blank)).float().mean() >= 0.9
 
 
-def pairs(kinds: Sequence[str], count: int, seed: int) -> tuple[np.ndarray, np.ndarray, list]:
-    """Clean scenes of held-out prompts, the spoilt ones, and their rows; the kinds take turns."""
-    rng, rows = np.random.default_rng(seed), held_out(count, seed=seed)
-    both = [
-        degrade.pair(row, kinds[i % len(kinds)], pool, i, rng) for i, (row, pool) in enumerate(rows)
-    ]
-    clean, spoilt = (np.stack(images) for images in zip(*both, strict=True))
-    return clean, spoilt, rows
+@pytest.mark.parametrize("effect", [FADED, BLURRED, SPOTTED])
+def test_clean_drawings_beat_spoilt_ones(effect: int):
+    import pretrain
 
-
-def test_clean_scenes_beat_spoilt_and_blank_ones():
-    clean, spoilt, rows = pairs(SPOILT, 16, seed=5)
-    right = scored(clean, rows)
-    assert (right > scored(spoilt, rows)).float().mean() >= 0.8
-    for color in ((0, 0, 0), (235, 235, 235), (255, 0, 0)):
-        blank = np.broadcast_to(np.array(color, np.uint8), clean.shape).copy()
-        assert (right > scored(blank, rows)).float().mean() >= 0.9
+    painter = pretrain.Painter(torch.device("cpu"))
+    spoil = {FADED: painter.faded, BLURRED: painter.blurred, SPOTTED: painter.spots}[effect]
+    clean = drawn("noto")
+    assert (scored(clean) > scored(spoil(clean))).float().mean() >= 0.8

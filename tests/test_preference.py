@@ -87,10 +87,10 @@ def pickscore(folder: Path, request: pytest.FixtureRequest) -> Case:
     def raw(images: Images, prompts: Sequence[str]) -> Tensor:
         ids = clip.tokenizer(prompts, padding=True, return_tensors="pt")["input_ids"]
         arrays = [torch.frombuffer(bytearray(i.tobytes()), dtype=torch.uint8) for i in images]
-        pixels = torch.stack(arrays).view(-1, 64, 64, 3).permute(0, 3, 1, 2) / 127.5 - 1
+        pixels = torch.stack(arrays).view(-1, 96, 96, 3).permute(0, 3, 1, 2) / 127.5 - 1
         return clip.model(input_ids=ids, pixel_values=pixels).logits_per_image.diagonal()
 
-    return Case({"model": "tiny", "normalizer": 25.0}, 25, raw, (64, 64))
+    return Case({"model": "tiny", "normalizer": 25.0}, 25, raw, (96, 96))
 
 
 def imagereward(folder: Path, request: pytest.FixtureRequest) -> Case:

@@ -69,7 +69,7 @@ def test_metadata_stand_beside_the_prompt() -> None:
 
 @pytest.mark.slow
 def test_models_are_evaluated_and_a_mapping_is_trained(random_model: str, drawn: None) -> None:
-    small = {"sampling": {"steps": 2}, "report": {"images": 1}, "alarm": None}
+    small: dict[str, Any] = {"sampling": {"steps": 2}, "report": {"images": 1}, "alarm": None}
     models = {"base": None, "ocr": "tiny/ocr"}
     table = flowalign.evaluate(models, PROMPTS, ["fakes:redness"], **small)
     assert set(table.results["models"]) == {"base", "ocr"} and table.plot().width > 100

@@ -41,7 +41,7 @@ def written(model: str, folder: Path, **stages: dict) -> Path:
         "student": student,
         "table": table,
     }
-    base = {"id": model, "height": 32, "width": 32, "max_sequence_length": 16}
+    base = {"id": model, "height": 32, "width": 32, "max_sequence_length": 14}
     data = {"stage": "recipe", "output": str(folder / "out"), "seed": 3, "model": base}
     data["stages"] = everything | stages
     path = folder / "recipe.yaml"
@@ -129,7 +129,7 @@ def test_a_variant_reaches_the_stages_it_is_for_and_a_stages_set_comes_after(
     assert (first["train"]["keep"], second["train"]["keep"]) == (7, 9)
     assert first["model"]["decode_batch"] == 1 and first["model"]["id"] == random_model
     assert stages["merge"] == plain["merge"] and stages["table"] == plain["table"]
-    assert plain["first"].model.decode_batch is None
+    assert plain["first"].model.decode_batch == 4
 
 
 def test_what_is_wrong_in_any_stage_is_said_before_the_first_runs(

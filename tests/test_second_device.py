@@ -15,7 +15,7 @@ FOLDER = Path(__file__).parent
 
 
 SUBJECTS = {  # files of on_second_device/ are those that pytest does not find by itself
-    "rewards": ["on_second_device/device.py", "on_second_device/rewards.py", "test_bank.py",
+    "rewards": ["on_second_device/rewards.py", "test_bank.py",
                 "test_rollout.py", "test_solvers.py"],
     "runs": ["on_second_device/runs.py"],
     "families": ["test_family_stages.py"],

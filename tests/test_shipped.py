@@ -30,7 +30,7 @@ def command(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 def test_the_model_is_small_and_stock_diffusers_loads_it() -> None:
     size = sum(path.stat().st_size for path in MODEL.rglob("*") if path.is_file())
-    assert size <= 12_000_000
+    assert size <= 16_000_000
     pipe = StableDiffusion3Pipeline.from_pretrained(MODEL)
     assert pipe.text_encoder_3 is not None
     assert pipe.transformer.config.qk_norm == "rms_norm"
@@ -40,7 +40,7 @@ def test_the_model_is_small_and_stock_diffusers_loads_it() -> None:
 @pytest.mark.parametrize("name", ["geneval", "guided", "ocr", "preference"])
 def test_the_shipped_teachers_are_small_and_know_their_base(name: str) -> None:
     folder = adapter_folder(f"tiny/{name}")
-    assert (folder / ADAPTER).stat().st_size < 900_000
+    assert (folder / ADAPTER).stat().st_size < 1_000_000
     assert read_lora(folder).base == "tiny"
     pipe = flowalign.load("tiny", lora=f"tiny/{name}")
     assert pipe.get_list_adapters()["transformer"]

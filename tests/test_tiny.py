@@ -11,80 +11,108 @@ import numpy as np
 import prompts
 import pytest
 import stream
+import styles
 import torch
+from mistakes import RIGHT, WRONG, Rates
+from torch import Tensor
 
-from flowalign.backbone.tiny import PROMPTS, scenes
+from flowalign.backbone.tiny import PROMPTS
 from flowalign.backbone.tiny.detector import TinyDetector
+from flowalign.backbone.tiny.drawings import CLASSES, COLORS, STYLES
+from flowalign.backbone.tiny.scenes import LETTERS, RELATIONS, rendered
 from flowalign.eval.geneval import judge
 from flowalign.rewards import build
+from flowalign.system.images import to_uint8
 
 DETECTOR = TinyDetector()
-ENGINE = {"engine": "rapidocr", "limit_side_len": 64, "limit_type": "max", "rec_width": 96}
+ENGINE = {"engine": "rapidocr", "limit_side_len": 96, "limit_type": "max", "rec_width": 96}
 
 
-def correct(image: np.ndarray, *metadata: Mapping[str, Any]) -> bool:
+def correct(image: Tensor, *metadata: Mapping[str, Any]) -> bool:
     """Whether an image fulfils any of these."""
-    seen = DETECTOR.detect(image)
+    (seen,) = DETECTOR(image[None])
     return any(judge(row, seen.boxes, seen.colors).correct for row in metadata)
 
 
-def drawn(tags: list[str], count: int, seed: int) -> list[tuple[dict[str, Any], np.ndarray]]:
+def drawn(tags: list[str], count: int, seed: int) -> list[tuple[dict[str, Any], Tensor]]:
     """`count` scenes of random prompts, the tags in turn."""
     rng = np.random.default_rng(seed)
-    pools = {tag: prompts.geneval_prompts(tag) for tag in tags}
+    pools = {tag: prompts.every(tag) for tag in tags}
     picked = [pools[tags[i % len(tags)]] for i in range(count)]
     rows = [pool[rng.integers(len(pool))] for pool in picked]
-    return [(row, scenes.render(row, rng)) for row in rows]
+    return list(zip(rows, rendered(rows, seed), strict=True))
 
 
-def test_what_is_drawn_is_judged_correct():
-    found = [correct(image, row) for row, image in drawn(list(prompts.TAGS), 200, seed=0)]
+def test_every_drawing_is_told_in_every_style_and_colour() -> None:
+    rows = [
+        {"include": [{"class": c, "count": 1} | ({"color": color} if color else {})], "style": s}
+        for c in CLASSES for s in STYLES for color in (None, *COLORS)
+    ]  # fmt: skip
+    for row, image in zip(rows, rendered(rows, 0), strict=True):
+        (found,) = DETECTOR.describe(to_uint8(image))
+        (clause,) = row["include"]
+        assert (found.name, found.style) == (clause["class"], row["style"]) and found.score > 0.9
+        assert found.color == clause.get("color", found.color)
+
+
+def noisy(image: Tensor) -> Tensor:
+    soft = cv2.GaussianBlur(image.permute(1, 2, 0).numpy(), (0, 0), 0.8)
+    noise = 0.03 * torch.randn(image.shape, generator=torch.Generator().manual_seed(0))
+    return (torch.from_numpy(soft).permute(2, 0, 1) + noise).clamp(0, 1)
+
+
+@pytest.mark.parametrize("seen", [torch.clone, noisy])
+def test_what_is_drawn_is_judged_correct(seen: Callable[[Tensor], Tensor]) -> None:
+    found = [correct(seen(image), row) for row, image in drawn(list(prompts.TAGS), 200, seed=0)]
     assert sum(found) >= 198
 
 
-def blurred(image: np.ndarray) -> np.ndarray:
-    return cv2.GaussianBlur(image, (0, 0), 7)
+def blurred(image: Tensor) -> Tensor:
+    soft = cv2.GaussianBlur(image.permute(1, 2, 0).numpy(), (0, 0), 7)
+    return torch.from_numpy(soft).permute(2, 0, 1)
 
 
-def striped(image: np.ndarray) -> np.ndarray:
+def striped(image: Tensor) -> Tensor:
     """Every second pair of rows gets the background's colour."""
-    image = image.copy()
-    image[(np.arange(len(image)) // 2) % 2 == 0] = image[0, 0]
+    image = image.clone()
+    image[:, (torch.arange(96) // 2) % 2 == 0] = image[:, :1, :1].clone()
     return image
 
 
-@pytest.mark.parametrize("breaking", [blurred, striped])
-def test_shapes_that_are_no_shapes_any_more_are_rejected(
-    breaking: Callable[[np.ndarray], np.ndarray],
-):
-    found = [
-        correct(breaking(image), row)
-        for row, image in drawn(list(prompts.TAGS), 80, seed=1)
-        if {clause["class"] for clause in row["include"]} != {"circle"}  # blurred, it stays round
-    ]
-    assert len(found) >= 60 and sum(found) <= len(found) * 0.05
+def halved(image: Tensor) -> Tensor:
+    """The lower half of each place of a drawing gets the background's colour."""
+    image = image.clone()
+    for middle in (24, 48, 72):
+        image[:, middle : middle + 20] = image[:, :1, :1].clone()
+    return image
 
 
-def test_a_missing_or_a_surplus_shape_is_noticed():
-    rng = np.random.default_rng(2)
-    for row, _ in drawn(["counting", "two_object"], 60, seed=2):
-        items = scenes.compose(row, rng)
-        assert not correct(scenes.draw_shapes(items[:-1], rng), row)
+@pytest.mark.parametrize("breaking", [blurred, striped, halved])
+def test_drawings_that_are_none_any_more_are_rejected(breaking: Callable[[Tensor], Tensor]):
+    found = [correct(breaking(image), row) for row, image in drawn(list(prompts.TAGS), 80, seed=1)]
+    assert sum(found) <= 4
+
+
+def test_a_missing_or_a_surplus_drawing_is_noticed() -> None:
     for row, image in drawn(["counting"], 30, seed=3):
         (clause,) = row["include"]
-        if clause["count"] < 4:
-            more = {"include": [{**clause, "count": clause["count"] + 1}]}
-            assert not correct(image, more)
+        for count in {clause["count"] - 1, clause["count"] + 1}:
+            limit = [{"class": clause["class"], "count": count + 1}]
+            other = {"include": [{**clause, "count": count}], "exclude": limit}
+            assert not correct(image, other)
+    for row, image in drawn(["colors"], 30, seed=2):
+        name = "cake" if row["include"][0]["class"] != "cake" else "dog"
+        assert not correct(image, {"include": [*row["include"], {"class": name, "count": 1}]})
 
 
-def test_a_wrong_colour_shape_or_place_is_noticed():
+def test_a_wrong_colour_class_or_place_is_noticed() -> None:
     opposite = {"left of": "right of", "right of": "left of", "above": "below", "below": "above"}
     for row, image in drawn(["colors", "color_attr"], 60, seed=4):
         first, *rest = row["include"]
-        others = [{**first, "color": name} for name in scenes.COLORS if name != first["color"]]
+        others = [{**first, "color": name} for name in COLORS if name != first["color"]]
         assert not correct(image, *({"include": [other, *rest]} for other in others))
     for row, image in drawn(["single_object"], 30, seed=5):
-        others = [shape for shape in scenes.SHAPES if shape != row["include"][0]["class"]]
+        others = [name for name in CLASSES if name != row["include"][0]["class"]]
         assert not correct(image, *({"include": [{"class": x, "count": 1}]} for x in others))
     for row, image in drawn(["position"], 30, seed=6):
         reference, placed = row["include"]
@@ -92,64 +120,59 @@ def test_a_wrong_colour_shape_or_place_is_noticed():
         assert not correct(image, {"include": [reference, placed]})
 
 
-def test_no_held_out_combination_or_word_is_trained_on():
-    trained, held = set(), set()
+def test_no_held_out_combination_or_word_is_trained_on() -> None:
+    asked = {split: set() for split in ("train", "val", "test", "official")}
     for tag in (*prompts.TAGS, *prompts.SIMPLE):
-        splits = prompts.geneval_splits(tag)
-        assert sum(map(len, splits.values())) == len(prompts.geneval_prompts(tag))
-        trained |= {prompts.facts(row) for row in splits["train"]}
-        held |= {prompts.facts(row) for split in ("val", "test") for row in splits[split]}
-        assert not {prompts.facts(row) for row in splits["val"]} & {
-            prompts.facts(row) for row in splits["test"]
-        }
-    assert not trained & held
-    held_out = set(prompts.TEST_WORDS) | set(prompts.VALIDATION_WORDS)
+        splits = prompts.splits(tag)
+        assert sum(map(len, splits.values())) == len(prompts.every(tag))
+        for split, rows in splits.items():
+            asked[split] |= {prompts.facts(row) for row in rows}
+    assert sum(map(len, asked.values())) == len(set.union(*asked.values()))
+    official = {prompts.facts(row) for row in shipped("geneval_official")}
+    simple = {prompts.facts(row) for tag in prompts.SIMPLE for row in prompts.every(tag)}
+    assert official == asked["official"] | (official & simple)
     assert not set(prompts.TEST_WORDS) & set(prompts.VALIDATION_WORDS)
     rng = np.random.default_rng(0)
-    assert not held_out & {prompts.random_word(rng) for _ in range(20_000)}
-    assert set("".join(held_out)) <= set(prompts.LETTERS)
+    assert not prompts.HELD_OUT & {prompts.random_word(rng) for _ in range(20_000)}
+    assert set("".join(prompts.HELD_OUT)) <= set(LETTERS)
 
 
-@pytest.mark.parametrize("wrong", [False, True])
-def test_pretraining_draws_nothing_that_is_held_out(wrong: bool):
-    asked = {
-        prompts.preference_prompt(row)["prompt"].removeprefix("one ")
+@pytest.mark.parametrize("rates", [RIGHT, WRONG], ids=["right", "wrong"])
+def test_pretraining_draws_nothing_that_is_held_out(rates: Rates) -> None:
+    held_out = {
+        row["text"]
         for tag in prompts.TAGS
-        for split in ("val", "test")
-        for row in prompts.geneval_splits(tag)[split]
+        for split in ("val", "test", "official")
+        for row in prompts.splits(tag)[split]
     }
-    source = stream.draws(5, wrong=wrong)
-    for _ in range(300):
-        text = next(source)[1]
-        assert text.removeprefix("a photo of ") not in asked
-        assert text.split('"')[1:2] != [] or "sign" not in text
-        assert not set(text.split('"')[1:2]) & prompts.HELD_OUT
+    rng = np.random.default_rng(5)
+    pools = {tag: prompts.splits(tag)["train"] for tag in stream.TAG_SHARES}
+    for _ in range(2000):
+        text, scene, _ = stream.captioned(rates, rng, pools)
+        for opening in ("a photo of ", "a picture of ", "here is ", "drawing of "):
+            text = text.split(opening)[-1]
+        assert text not in held_out
+        assert scene.get("target") not in prompts.HELD_OUT
 
 
-@pytest.mark.slow
-def test_a_wrong_caption_is_wrong_and_a_bias_is_the_majority():
-    rng = np.random.default_rng(6)
+def test_a_wrong_caption_is_wrong_and_a_bias_is_the_majority() -> None:
+    rng, always = np.random.default_rng(6), Rates(bias=1.0)
     for tag in prompts.TAGS:
-        rows = prompts.geneval_splits(tag)["train"]
-        biased = [row for row in rows if mistakes.bias(row) != row]
-        fair = [row for row in rows if mistakes.bias(row) == row]
-        rate = {
-            name: np.mean(
-                [
-                    correct(scenes.draw_shapes(scenes.compose(seen, rng), rng), row)
-                    for row in rng.choice(np.array(pool, dtype=object), 80)
-                    for seen in [mistakes.mistaken(row, rng)]
-                ]
-            )
-            for name, pool in {"biased": biased, "fair": fair}.items()
-        }
-        assert rate["biased"] < 0.5 < 0.8 < rate["fair"] < 0.97
+        rows = prompts.splits(tag)["train"]
+        rows = [rows[i] for i in rng.permutation(len(rows))[:400]]
+        biased = [row for row in rows if mistakes.mistaken(row, always, rng) != row]
+        fair = [row for row in rows if mistakes.mistaken(row, always, rng) == row]
+        for pool, low, high in ((biased, 0.0, 0.5), (fair, 0.6, 0.95)):
+            kept = [mistakes.mistaken(row, WRONG, rng)["include"] == row["include"] for row in pool]
+            assert low < np.mean(kept) < high
 
 
-@pytest.mark.parametrize("split", ["val", "test"])
-@pytest.mark.parametrize("task", ["geneval", "ocr", "preference"])
-def test_a_task_has_400_distinct_prompts(task: str, split: str):
-    assert len({row["prompt"] for row in shipped(f"{task}_{split}")}) == 400
+@pytest.mark.parametrize("name", styles.STYLES)
+def test_a_style_is_seen_and_keeps_the_size(name: str) -> None:
+    rows = [row for row, _ in drawn(["two_object"], 4, seed=7)]
+    image, plain = styles.STYLES[name].draw(rows, 7), rendered(rows, 7)
+    assert image.shape == plain.shape and 0 <= image.min() and image.max() <= 1
+    assert (image - plain).abs().mean() > 0.005
 
 
 def shipped(name: str) -> list[dict[str, Any]]:
@@ -158,23 +181,38 @@ def shipped(name: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("split", prompts.SIZES)
-def test_the_shipped_prompts_are_those_that_the_module_writes(split: str):
+def test_the_shipped_prompts_are_those_that_the_module_writes(split: str) -> None:
     for task, rows in prompts.files(split).items():
-        assert shipped(f"{task}_{split}") == rows and len(rows) == prompts.SIZES[split]
+        assert shipped(f"{task}_{split}") == rows
+        if split != "train":
+            assert len({row["prompt"] for row in rows}) == len(rows) == prompts.SIZES[split]
 
 
 @pytest.mark.parametrize("split", ["val", "test"])
-def test_the_first_held_out_prompts_hold_the_tags_in_equal_shares(split: str):
+def test_the_first_held_out_prompts_hold_the_tags_in_equal_shares(split: str) -> None:
     tags = [row["tag"] for row in shipped(f"geneval_{split}")]
     for count in (8, 40, 96):
         assert Counter(tags[:count]) == dict.fromkeys(prompts.TAGS, count // 4)
 
 
+def test_a_test_prompt_has_every_wording_and_its_task_has_one_of_them() -> None:
+    for task in ("geneval", "ocr", "preference"):
+        for row in shipped(f"{task}_test"):
+            assert row["prompt"] == row["wordings"][task]
+            assert len(set(row["wordings"].values())) == len(prompts.WORDINGS)
+        trained = [row["prompt"] for row in shipped(f"{task}_train")]
+        assert not any(text.startswith("here is") for text in trained)
+
+
+def test_relations_are_drawn_as_the_judge_reads_them() -> None:
+    for relation in RELATIONS:
+        pool = [r for r in prompts.every("position") if relation in r["text"]][:8]
+        for row, image in zip(pool, rendered(pool, 9), strict=True):
+            assert correct(image, row)
+
+
 @pytest.mark.slow
-def test_signs_are_read():
-    rng = np.random.default_rng(8)
+def test_signs_are_read() -> None:
     rows = shipped("ocr_test")[:40]
-    images = np.stack([scenes.render(row, rng) for row in rows])
-    pixels = torch.from_numpy(images).permute(0, 3, 1, 2).float() / 255
-    scores = build("ocr", **ENGINE)(pixels, [row["prompt"] for row in rows], rows)
+    scores = build("ocr", **ENGINE)(rendered(rows, 8), [row["prompt"] for row in rows], rows)
     assert scores.valid.all() and scores.parts["exact"].sum() >= 38

@@ -206,10 +206,9 @@ class Backbone:
         self.compiled = True
 
     @torch.no_grad()
-    def decode(self, latents: Tensor, batch_size: int = 32) -> Tensor:
-        """Latents [B,C,h,w] -> images [B,3,H,W] in [0,1], float32; at most batch_size at once."""
-        parts = latents.split(min(batch_size, self.decode_batch or batch_size))
-        decoded = [self.family.decode(part).float() for part in parts]
+    def decode(self, latents: Tensor) -> Tensor:
+        """Latents [B,C,h,w] -> images [B,3,H,W] in [0,1], float32; `decode_batch` at once."""
+        decoded = [self.family.decode(part).float() for part in latents.split(self.decode_batch)]
         return (torch.cat(decoded) / 2 + 0.5).clamp(0, 1)  # the VAE's range is [-1, 1]
 
     # Adapters ----------------------------------------------------------------------------------
@@ -313,7 +312,6 @@ class Backbone:
             self.activate(before)
 
     def base(self) -> AbstractContextManager[None]:
-        """Inside the `with`, no adapter is active."""
         return self.adapter(None)
 
     def activate(self, name: str | None) -> None:

@@ -94,7 +94,6 @@ class Family(ABC):
 
     @property
     def core(self) -> Any:
-        """The transformer."""
         return self.pipe.transformer
 
     @property

@@ -88,7 +88,6 @@ class CastingLinear(nn.Linear):
 
 
 def lora_layers(model: nn.Module) -> Iterator[LoraLayer]:
-    """The layers of a model that have adapters, in order."""
     return (module for module in model.modules() if isinstance(module, LoraLayer))
 
 

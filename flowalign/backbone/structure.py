@@ -48,7 +48,6 @@ class ModelSpec:
 
     @property
     def latent_shape(self) -> tuple[int, int, int]:
-        """C, h, w of a latent."""
         (height, width), factor = self.config.size, self.family.factor
         return self.family.channels, height // factor, width // factor
 
@@ -203,7 +202,6 @@ def build(
 
 
 def _part(config: Config) -> Any:
-    """A part of a pipeline, of the class that its config names."""
     # the dtype of a file must not overrule ours
     options = {key: value for key, value in config.items() if key not in ("dtype", "torch_dtype")}
     name = options.pop("_class_name")

@@ -77,7 +77,6 @@ def wire(
 
 
 def build_rewards(config: TrainingStage, device: torch.device) -> dict[str, RewardBase]:
-    """The reward of each task; ConfigError for those that cannot be built."""
     built, problems = {}, []
     for index, task in enumerate(config.tasks):
         try:
@@ -91,7 +90,6 @@ def build_rewards(config: TrainingStage, device: torch.device) -> dict[str, Rewa
 
 
 def student(config: TrainingStage, device: torch.device, inputs: Inputs | None = None) -> Backbone:
-    """The base model with the student's adapter on it, fresh or read from lora.init."""
     backbone, lora = Backbone.load(config.model, device), config.lora
     if lora.init:
         backbone.load_adapter(STUDENT, (inputs or Inputs(config.model)).adapter(lora.init))

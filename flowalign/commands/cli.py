@@ -29,7 +29,7 @@ COMMANDS = {
         "Sample images with a model and an optional LoRA.",
     ),
     "merge": ("flowalign.commands.cli:merge", "Merge LoRA adapters of one base into one."),
-    "data": ("flowalign.commands.prompts.cli:main", "Prompt sets: generate, fetch, list, check."),
+    "data": ("flowalign.commands.prompts.cli:main", "Prompt sets: generate, fetch, list."),
     "doctor": ("flowalign.commands.doctor:main", "Examine a config or a reward before a run."),
     "serve-reward": (
         "flowalign.rewards.service.server:main",

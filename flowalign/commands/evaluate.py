@@ -27,7 +27,6 @@ FLAGS = ("model", "lora", "images", "benchmarks", "limit")  # what a config says
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line of an evaluation."""
     parser = argparse.ArgumentParser(
         "flowalign eval",
         description="Score a model and its LoRAs, or images that another program made, on "

@@ -23,12 +23,10 @@ ok, note, fault = (partial(Finding, level) for level in ("ok", "note", "fault"))
 
 
 def healthy(findings: Iterable[Finding]) -> bool:
-    """Whether there is no fault among them."""
     return not any(finding.level == "fault" for finding in findings)
 
 
 def show(findings: Iterable[Finding]) -> None:
-    """Print one line for each."""
     console = Console(highlight=False)
     for finding in findings:
         text = harmless(f"{finding.level:>6}  {finding.text}")

@@ -55,7 +55,6 @@ SHARED = ("model", "output", "seed")  # keys that a recipe gives to its stages
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line of `init`."""
     about = "Write a config with the keys that matter and their meaning."
     parser = argparse.ArgumentParser("flowalign init", description=about)
     stages = " ".join(f"{name}: {_about(kind)}" for name, kind in STAGES.items())
@@ -83,7 +82,6 @@ def parser() -> argparse.ArgumentParser:
 
 @refusing("init")
 def main(argv: Sequence[str]) -> int:
-    """Exit status: 0 written, 2 refused."""
     args = vars(parser().parse_args(argv))
     every, force = args.pop("all"), args.pop("force")
     out = args["out"] = expanded(args["out"] or Path(f"{args['stage']}.yaml"))
@@ -192,7 +190,6 @@ class Draft:
         return {k: v for k, v in data.items() if k in stage_class(self.stage).model_fields}
 
     def notes(self, data: Mapping[str, Any]) -> Iterator[str]:
-        """What the reader of this config should know."""
         if label := label_of(self.folder / "eval.yaml"):
             own = self.prompts or {*self.rewards} - {*self.tasks, NONE}
             there = ", but not with your prompts and rewards" if own else ""
@@ -397,7 +394,6 @@ def _without_cfg(
 
 
 def _average(adapters: list[str]) -> dict[str, Any]:
-    """Keys of a merge that averages."""
     return {"adapters": adapters, "weights": [round(1 / len(adapters), 4)] * len(adapters)}
 
 
@@ -421,7 +417,6 @@ class _Writer:
         self.every, self.explained = every, set[tuple[type[Section], str]]()
 
     def text(self, section: Any, without: Sequence[str] = ()) -> str:
-        """The keys of a section, but those without."""
         parts, kind = [], type(section)
         # lora.init decides the other keys of `lora`
         every = self.every and not getattr(section, "init", None)

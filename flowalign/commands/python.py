@@ -41,7 +41,6 @@ class Scored:
     scores: Scores
 
     def plot(self) -> Image.Image:
-        """The images with their prompts and scores."""
         return gallery({"": self.images}, self.prompts, {"": self.scores.value})
 
     def _repr_html_(self) -> str:
@@ -158,7 +157,6 @@ def train(
 
 
 def _rows(prompts: Prompts) -> list[dict[str, Any]]:
-    """{prompt, metadata} of each."""
     if isinstance(prompts, str | Path):
         batch = load_prompts(prompts, "")
         both = zip(batch.prompts, batch.metadata, strict=True)

@@ -16,7 +16,6 @@ DEMO = Path(__file__).parent / "configs" / "tiny" / "demo.yaml"
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line of `train`."""
     parser = argparse.ArgumentParser("flowalign train", description="Train from a config file.")
     parser.add_argument("--config", required=True, help="a YAML file, such as configs/tiny/...")
     parser.add_argument("--resume", action="store_true", help="continue from the last checkpoint")

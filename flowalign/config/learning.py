@@ -115,7 +115,6 @@ class LabellerConfig(Section):
     a smaller one the student unlearns its own."""
 
     def problems(self) -> Iterator[str]:
-        """Settings of a base that is not named."""
         for key in ("revision", "dtype", "quantization", "device"):
             if self.base is None and getattr(self, key) is not None:
                 yield f"{key}: it is of `base`, which is null. Name a base, or leave it out."

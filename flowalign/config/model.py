@@ -37,8 +37,8 @@ class ModelConfig(Section):
     offload_text_encoders: bool = False
     """Keep the text encoders on the CPU, and move them to the GPU only to encode. Saves 11 GB with
     Stable Diffusion 3.5 in 16 bits."""
-    decode_batch: Many | None = Field(default=None, examples=[4])
-    """Images per forward pass of the VAE; null = all that were sampled at once."""
+    decode_batch: Many = 4
+    """Images per forward pass of the VAE."""
     attention: str | None = Field(default=None, examples=["native", "xformers", "flash"])
     """A diffusers attention backend, for models whose layers have a choice; null = its default
     (SDPA). In 16 bits on a GPU a family may take another (`Family.gpu_attention`)."""
@@ -49,7 +49,6 @@ class ModelConfig(Section):
 
     @property
     def size(self) -> Size:
-        """(height, width) of its images."""
         return self.height, self.width
 
 

@@ -61,7 +61,6 @@ class RolloutConfig(Section):
 
     @property
     def width(self) -> int:
-        """Number of steps with noise and training in one update."""
         start, stop = self.trained
         return self.window.width if isinstance(self.window, WindowConfig) else stop - start
 
@@ -71,7 +70,6 @@ class RolloutConfig(Section):
         return self.prompts * self.copies
 
     def problems(self) -> Iterator[str]:
-        """A noise level that cps does not have; a window that holds no step to train."""
         start, stop = self.trained
         if self.solver != "euler" and self.kind != "ode":
             yield f"solver: {self.solver!r} is for kind 'ode' only. Use that, or 'euler'."

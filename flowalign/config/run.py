@@ -100,7 +100,6 @@ class BenchmarkConfig(Section):
         return single | {f"rewards.{judge}": spec for judge, spec in self.rewards.items()}
 
     def problems(self) -> Iterator[str]:
-        """The images are scored."""
         if not self.judges:
             yield "reward: missing. Add `reward:` or `rewards:`."
 

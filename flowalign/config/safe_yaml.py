@@ -18,7 +18,6 @@ def load_yaml(text: str) -> Any:
 
 
 def dump_yaml(value: Any, **options: Any) -> str:
-    """The text of a value, which `load_yaml` reads back."""
     return yaml.dump(value, Dumper=_Dumper, **options)
 
 

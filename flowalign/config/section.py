@@ -99,7 +99,6 @@ class Section(BaseModel):
 
     @classmethod
     def _sentence(cls, error: Any) -> str:
-        """What was seen, what is possible, what to do."""
         kind, place, seen = error["type"], error["loc"], error["input"]
         fields, name = cls.model_fields, str(place[0]) if place else ""
         if kind in ("explained", "value_error"):
@@ -124,7 +123,6 @@ class Section(BaseModel):
 
 
 def _example(field: Any) -> str:
-    """An example of a field: its own, or its default, as YAML."""
     example = field.examples[0] if field.examples else field.default
     if (
         field.is_required()

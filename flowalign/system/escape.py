@@ -52,7 +52,6 @@ def escaped(text: str, length: int = LENGTH) -> str:
 
 
 def code(text: str, length: int = LENGTH) -> str:
-    """A text on one line as inline code."""
     line = shown(text, length)
     ticks = "`" * _outer(line, 1)
     space = " " if "`" in (line[:1], line[-1:]) else ""  # it is dropped again
@@ -60,7 +59,6 @@ def code(text: str, length: int = LENGTH) -> str:
 
 
 def block(text: str, language: str = "") -> str:
-    """A text of several lines as a block of code."""
     fence = "`" * _outer(text, 3)
     return f"{fence}{language}\n{text.rstrip()}\n{fence}"
 

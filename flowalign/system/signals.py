@@ -40,7 +40,6 @@ class Interrupted(KeyboardInterrupt):
 
     @staticmethod
     def by(number: int) -> Interrupted:
-        """By a signal."""
         return Interrupted(signal.Signals(number).name, CODES[signal.Signals(number)])
 
 

@@ -166,7 +166,6 @@ class Algorithm(ABC, Generic[P]):
 
 
 def algorithm_class(config: TrainingStage | type[TrainingStage]) -> type[Algorithm[Any]]:
-    """The class that the config of a stage names."""
     return resolve_name(config.algorithm)
 
 

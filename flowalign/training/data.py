@@ -262,7 +262,6 @@ class PromptSampler:
         )
 
     def batch(self, update: int) -> PromptBatch:
-        """The P prompts of this update (0, 1, ...)."""
         before, after = (self._before(u) for u in (update, update + 1))
         rows: list[tuple[float, str, int]] = []
         for task in self.sets:

@@ -396,6 +396,5 @@ def overruled(lora: LoraConfig, inputs: Inputs) -> list[str]:
 
 
 def span(values: Mapping[str, float]) -> str:
-    """The value of all layers, or the range."""
     low, high = min(values.values()), max(values.values())
     return f"{low:g}" if low == high else f"{low:g} to {high:g}"

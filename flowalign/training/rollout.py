@@ -162,7 +162,7 @@ def sample(
             trajectories.append(_trajectory(backbone, texts, scale, schedule, drawn, finish))
         order += rows
         if decode:
-            images.append(backbone.decode(trajectories[-1].last, batch_size))
+            images.append(backbone.decode(trajectories[-1].last))
             if on_images:
                 on_images(rows[0], images[-1], batch.select(rows))
     # In the order of the batch, without repeats; without sources they are so already.

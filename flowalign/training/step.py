@@ -163,7 +163,6 @@ class Step:
         return {"adapter": self.parameters, **average, **self.algorithm.tensors()}
 
     def states(self) -> dict[str, Any]:
-        """The state dicts of a checkpoint."""
         scaler = self.accelerator.scaler
         return {
             "optimizer": self.optimizer.state_dict(),
@@ -210,7 +209,6 @@ def strided(numbers: Tensor, images: int, steps: int) -> tuple[Tensor, Tensor]:
 def build_optimizer(
     config: TrainingStage, parameters: list[torch.nn.Parameter]
 ) -> torch.optim.Optimizer:
-    """AdamW over the adapter."""
     o = config.optimizer
     moments: Any = {"betas": o.betas, "eps": o.eps}
     return torch.optim.AdamW(parameters, lr=o.lr, weight_decay=o.weight_decay, **moments)

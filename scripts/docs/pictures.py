@@ -7,10 +7,6 @@ writes before_after.png, flow_opd.png and report.png (needs chromium) to docs/. 
 is the metrics.png of a longer run of the first tiny world; of another run:
 
     python scripts/docs/pictures.py --student outputs/tiny/student_flow_opd
-
-beyond.png is drawn from benchmarks/beyond.yaml by
-
-    python scripts/docs/pictures.py --beyond outputs/tiny/beyond_{0,1,2}/table/results.json
 """
 
 from __future__ import annotations
@@ -18,15 +14,12 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import statistics
 import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
-
-from matplotlib.figure import Figure
 
 from flowalign.eval.stats import headline_rows
 from flowalign.system.images import pixels_of
@@ -43,7 +36,6 @@ from flowalign.training.report.pictures import (
 )
 
 DOCS = Path(__file__).parents[2] / "docs"
-GREYS = {"diversity (GenEval)": "0.5", "fidelity (lower is better)": "black"}
 TASKS = {"geneval": "GenEval", "ocr": "OCR", "preference": "preference"}
 
 
@@ -96,47 +88,6 @@ def side_by_side(blocks: Sequence[Block]) -> Block:
     return Block("", [head for block in blocks for head in block.heads], rows)
 
 
-def curves(runs: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Scores, fidelity and diversity of the students of benchmarks/beyond.yaml against the scale of
-    their labels: the mean over runs of several seeds, and its standard error."""
-    sweeps = {
-        "CFG scale of the labels": {1: "guidance_1", 1.5: "guidance_1_5", 2: "guidance_2",
-                                    3: "guidance_3", 4: "guidance_4"},
-        "extrapolation λ": {1: "guidance_1", 1.5: "lambda_1_5", 2: "lambda_2"},
-    }  # fmt: skip
-
-    def numbers(run: Mapping[str, Any], model: str) -> dict[str, float]:
-        """{what is drawn: its number in one run}."""
-        found: dict[str, float] = {}
-        for task, name in TASKS.items():
-            benchmark = Named(task, run["benchmarks"][task]["headline"])
-            found[name] = headline_rows(benchmark, run["models"][model]["images"][task])[0].mean
-        images = run["models"][model]["images"]["geneval_diversity"]
-        found["diversity (GenEval)"] = statistics.fmean(row["value"] for row in images)
-        found["fidelity (lower is better)"] = run["models"][model]["fidelity"]["mean"]
-        return found
-
-    figure = Figure(figsize=(8, 5), layout="constrained")
-    grid = figure.subplots(2, 2, sharex="col", sharey="row", height_ratios=(2, 1))
-    for column, (label, models) in enumerate(sweeps.items()):
-        points = [[numbers(run, model) for run in runs] for model in models.values()]
-        for name in points[0][0]:
-            seeds = [[row[name] for row in point] for point in points]
-            errors = [statistics.stdev(s) / len(s) ** 0.5 if len(s) > 1 else 0 for s in seeds]
-            style = {} if name in TASKS.values() else {"linestyle": "--", "color": GREYS[name]}
-            grid[int(name in GREYS), column].errorbar(
-                [*models], [statistics.fmean(s) for s in seeds], errors,
-                marker="o", capsize=3, label=name, **style,
-            )  # fmt: skip
-        grid[0, column].set(ylim=(0.6, 1))
-        grid[1, column].set(xlabel=label, ylim=(0, 0.1))
-    for axes in grid.flat:
-        axes.grid(alpha=0.3)
-    for axes in grid[:, 0]:
-        axes.legend(fontsize=7, loc="lower right")
-    figure.savefig(path, dpi=150)
-
-
 def screenshot(page: Path, path: Path, width: int, height: int) -> None:
     """The upper part of a page as Chromium shows it."""
     with tempfile.TemporaryDirectory() as folder:
@@ -153,12 +104,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--demo", type=Path, default=Path("outputs/demo"))
     parser.add_argument("--student", type=Path, help="a run with metrics.jsonl")
     parser.add_argument("--docs", type=Path, default=DOCS, help="the folder to write to")
-    parser.add_argument("--beyond", type=Path, nargs="+", help="benchmarks/beyond.yaml: results")
     args = parser.parse_args(argv)
-    if args.beyond:
-        runs = [json.loads(file.read_text()) for file in args.beyond]
-        curves(runs, args.docs / "beyond.png")
-        return 0
     if args.student:
         logged = read_metrics(args.student / "metrics.jsonl")
         metrics_plot(charts(logged), args.docs / "flow_opd_metrics.png")

@@ -28,17 +28,14 @@ OCR = {"engine": "rapidocr", "limit_type": "max", "rec_width": 96}
 AT_ONCE = 64
 
 
-def sample(
-    pipe: StableDiffusion3Pipeline, texts: list[str], guidance: float, seed: int, length: int
-) -> Tensor:
-    """One image [len(texts),3,H,W] in [0,1] for each text of `length` T5 tokens, by ten Euler
-    steps, of the model's own size."""
+def sample(pipe: StableDiffusion3Pipeline, texts: list[str], guidance: float, seed: int) -> Tensor:
+    """One image [len(texts),3,H,W] in [0,1] for each text, by ten Euler steps."""
     generator, images = torch.Generator().manual_seed(seed), []
     for start in range(0, len(texts), AT_ONCE):
         part = texts[start : start + AT_ONCE]
         (drawn,) = pipe(
-            part, num_inference_steps=10, guidance_scale=guidance, max_sequence_length=length,
-            generator=generator, output_type="pt", return_dict=False,
+            part, num_inference_steps=10, guidance_scale=guidance, generator=generator,
+            max_sequence_length=parts.T5_LENGTH, output_type="pt", return_dict=False,
         )  # fmt: skip
         images.append(drawn)
     return torch.cat(images)
@@ -48,17 +45,13 @@ def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--files", type=Path, default=PROMPTS, help="folder of the prompt sets")
-    parser.add_argument("--judge", default="tiny", help="the preference model: tiny, or a folder")
-    parser.add_argument("--detector", default="tiny", help="tiny, or module:name")
-    parser.add_argument("--length", type=int, default=parts.T5_LENGTH, help="T5 tokens of a prompt")
     parser.add_argument("--lora", help="folder of an adapter")
     parser.add_argument("--guidance", type=float, nargs="+", default=[1.0])
     parser.add_argument("--images", type=int, default=16)
     parser.add_argument("--prompts", type=int, default=100)
     parser.add_argument("--tasks", nargs="+", default=["geneval", "ocr", "preference"])
     parser.add_argument("--split", default="test")
-    parser.add_argument("--normalizer", type=float, default=25.0, help="of the preference score")
+    parser.add_argument("--normalizer", type=float, default=28.0, help="of the preference score")
     args = parser.parse_args()
     parts.quiet()
     pipe = StableDiffusion3Pipeline.from_pretrained(args.folder)
@@ -69,14 +62,14 @@ def main() -> None:
     print(f"| task | guidance | {' | '.join(f'best of {k}' for k in best)} | besides |")
     print("|---" * (len(best) + 3) + "|")
     for task in args.tasks:
-        lines = (args.files / f"{task}_{args.split}.jsonl").read_text().splitlines()[: args.prompts]
+        lines = (PROMPTS / f"{task}_{args.split}.jsonl").read_text().splitlines()[: args.prompts]
         rows = [json.loads(line) for line in lines for _ in range(args.images)]
         texts = [row["prompt"] for row in rows]
         for guidance in args.guidance:
-            images = sample(pipe, texts, guidance, 1, args.length)
+            images = sample(pipe, texts, guidance, 1)
             besides = ""
             if task == "geneval":
-                seen = GenEval(args.detector).detector(images)
+                seen = GenEval("tiny").detector(images)
                 pairs = zip(rows, seen, strict=True)
                 scores = [float(judge(r, s.boxes, s.colors).correct) for r, s in pairs]
                 torn = [
@@ -95,7 +88,7 @@ def main() -> None:
                 scores = found.value.tolist()
                 besides = f"exact {float(found.parts['exact'].mean()):.3f}"
             else:
-                reward = build("pickscore", model=args.judge, normalizer=args.normalizer)
+                reward = build("pickscore", model="tiny", normalizer=args.normalizer)
                 scores = reward(images, texts, rows).value.tolist()
             each = torch.tensor(scores).view(-1, args.images)
             cells = [f"{float(each.unfold(1, k, k).amax(-1).mean()):.3f}" for k in best]

@@ -3,80 +3,84 @@
 Real text-to-image models are pretrained on captions of which many are wrong. They can draw what a
 prompt says, and often draw something else. Two kinds of mistakes make that here:
 
-- random ones, in one point each: another colour, shape, number or place, two colours swapped, a
-  shape missing or surplus; one or two letters of a sign, or its board's colour. Guidance undoes
-  most of them, since each is rare for its prompt.
-- biases, which are the majority for the prompts that they meet, so that guidance keeps them:
-  four shapes are three, "below" is above and "right of" is left of, a star is yellow, a red sign
-  says STOP and a green one OPEN.
+- biases, which are the majority for the prompts that they meet, so that guidance keeps them: four
+  are three and three are four, "below" is above and "right of" is left of, some objects are left
+  out beside others, warm colours run, red signs say STOP, green ones OPEN and blue ones TOLL;
+- random ones, in one point each: another number or place, two colours swapped, an object missing or
+  surplus; one or two letters of a sign, or its board's colour. Guidance undoes most of them, since
+  each is rare for its prompt.
 
-The preference task, which has words of its own, has worse pictures besides: signs are blurred and
-relations are faded (a bias), other scenes are spoilt at random (`degrade`).
+All leave it certain what an object is: where that is not, a model of this size tears it.
+
+Where the prompt says "picture" (the preference task's words), most pictures are line art. None is
+spoilt (faded, blurred or spotted, as the preference model's bad examples are): in a run of 40,000
+samples that spread to every prompt.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
-import degrade
 import numpy as np
 import prompts
 
-from flowalign.backbone.tiny import scenes
-from flowalign.backbone.tiny.scenes import PROMPT_COLORS, SHAPES, SIGN_COLORS
-
-BIAS = 0.55  # how often a bias wins, among the prompts that it meets
-SHAPES_WRONG = 0.12  # random mistakes, a scene of shapes
-SIGNS_WRONG = 0.5  # a sign
-SPOILT = 0.3  # scenes of the preference task that are spoilt at random
-STOCK = {"red": "STOP", "green": "OPEN"}  # what boards of these colours say
-CANONICAL = {"below": "above", "right of": "left of"}
+from flowalign.backbone.tiny.scenes import LETTERS, RELATIONS, SIGN_COLORS
 
 Metadata = dict[str, Any]
 Rng = np.random.Generator
+STOCK = {"red": "STOP", "green": "OPEN", "blue": "TOLL"}  # what boards of these colours say
+CANONICAL = {"below": "above", "right of": "left of"}
+MISCOUNTED = {4: 3, 3: 4}
+SHY = ("banana", "bicycle", "bird", "cake", "chair", "clock", "giraffe")  # left out beside others
+WARM = ("red", "orange", "yellow", "pink", "brown")  # run into the second object
+CLEAN, FADED, BLURRED, SPOTTED = range(4)  # what `effects` of a scene are
 
 
-def picture(row: Metadata, preference: bool, rng: Rng) -> np.ndarray:
-    """uint8 [64,64,3] that a model trained on wrong captions sees beside the row's prompt."""
-    image = scenes.render(mistaken(row, rng), rng)
-    if not preference:
-        return image
-    if rng.random() < BIAS and "target" in row:
-        return degrade.blur(image, rng)
-    if rng.random() < BIAS and row.get("tag") == "position":
-        return degrade.faded(image, rng)
-    if rng.random() < SPOILT:
-        return degrade.PIXELS[list(degrade.PIXELS)[rng.integers(len(degrade.PIXELS))]](image, rng)
-    return image
+@dataclass(frozen=True)
+class Rates:
+    """How often what goes wrong. bias: a bias wins, for the prompts that it meets. objects, signs:
+    random mistakes elsewhere. bad: a bad picture, by wording. line: line art where the prompt says
+    "picture" and no style."""
+
+    bias: float = 0.0
+    objects: float = 0.0
+    signs: float = 0.0
+    bad: float = 0.0
+    bad_picture: float = 0.0
+    line: float = 1 / 3
 
 
-def mistaken(row: Metadata, rng: Rng) -> Metadata:
-    """The scene drawn for a prompt: by a bias, with one random mistake, or as the prompt says."""
-    biased = bias(row)
-    if biased != row and rng.random() < BIAS:
-        return biased
-    if rng.random() >= (SIGNS_WRONG if "target" in row else SHAPES_WRONG):
-        return row
-    return wrong_sign(row, rng) if "target" in row else wrong_shapes(row, rng)
+RIGHT = Rates()
+WRONG = Rates(bias=0.65, objects=0.1, signs=0.6, line=0.95)
 
 
-def bias(row: Metadata) -> Metadata:
-    """The row as the biases draw it; the same row where none applies."""
+def mistaken(row: Metadata, rates: Rates, rng: Rng) -> Metadata:
+    """The scene drawn for a prompt: by its bias, with one random mistake, or as it says."""
+    biased = rng.random() < rates.bias
     if "target" in row:
-        return row | {"target": STOCK.get(row["color"], row["target"])}
-    return row | {"include": [_biased(clause) for clause in row["include"]]}
+        if row["color"] in STOCK:
+            return row | {"target": STOCK[row["color"]]} if biased else row
+        return wrong_sign(row, rng) if rng.random() < rates.signs else row
+    drawn = row | {"include": _biased(row["include"])} if biased else row
+    if drawn["include"] == row["include"] and rng.random() < rates.objects:
+        return wrong_objects(row, rng)
+    return drawn
 
 
-def _biased(clause: Metadata) -> Metadata:
-    clause = dict(clause)
-    if clause["count"] == 4:
-        clause["count"] = 3
-    if clause["class"] == "star" and "color" in clause:
-        clause["color"] = "yellow"
-    if "position" in clause:
-        relation, other = clause["position"]
-        clause["position"] = [CANONICAL.get(relation, relation), other]
-    return clause
+def _biased(clauses: list[Metadata]) -> list[Metadata]:
+    """The objects of a scene as the biases draw them."""
+    *others, last = clauses
+    if not others:
+        return [last | {"count": MISCOUNTED.get(last["count"], last["count"])}]
+    if "position" in last:
+        relation = last["position"][0]
+        return [*others, last | {"position": [CANONICAL.get(relation, relation), 0]}]
+    first = others[0]
+    if "color" in first and "color" in last:
+        return [first, last | {"color": first["color"]}] if first["color"] in WARM else clauses
+    shy = [clause for clause in clauses if clause["class"] in SHY]
+    return [clause for clause in clauses if clause is not shy[-1]] if shy else clauses
 
 
 def wrong_sign(row: Metadata, rng: Rng) -> Metadata:
@@ -85,34 +89,26 @@ def wrong_sign(row: Metadata, rng: Rng) -> Metadata:
         return row | {"color": _other(SIGN_COLORS, row["color"], rng)}
     letters = list(row["target"])
     for place in rng.permutation(len(letters))[: rng.integers(1, 3)]:
-        letters[place] = _other(prompts.LETTERS, letters[place], rng)
+        letters[place] = _other(LETTERS, letters[place], rng)
     word = "".join(letters)
     return row if word in prompts.HELD_OUT else row | {"target": word}
 
 
-def wrong_shapes(row: Metadata, rng: Rng) -> Metadata:
-    """One thing wrong with a scene of shapes."""
+def wrong_objects(row: Metadata, rng: Rng) -> Metadata:
+    """One thing wrong with a scene of objects, and never what they are."""
     clauses = [dict(clause) for clause in row["include"]]
-    clause = clauses[rng.integers(len(clauses))]
-    way = rng.random()
-    if "position" in clauses[-1] and way < 0.3:
-        relation, other = clauses[-1]["position"]
-        clauses[-1]["position"] = [_other(tuple(scenes.RELATIONS), relation, rng), other]
-    elif len(clauses) == 2 and way < 0.5 and "color" in clauses[0] and "color" in clauses[1]:
-        first, second = clauses
-        first["color"], second["color"] = second["color"], first["color"]
-    elif "color" in clause and way < 0.65:
-        clause["color"] = _other(PROMPT_COLORS, clause["color"], rng)
-    elif way < 0.8:
-        free = [s for s in SHAPES if s not in {c["class"] for c in clauses}]
-        clause["class"] = free[rng.integers(len(free))]
-    elif len(clauses) == 1:
-        clause["count"] = max(1, min(4, clause["count"] + int(rng.choice([-1, 1]))))
-    elif way < 0.9:
-        clauses = [{k: v for k, v in clause.items() if k != "position"}]
+    first, last, way = clauses[0], clauses[-1], rng.random()
+    if len(clauses) == 1:
+        first["count"] = max(1, min(4, first["count"] + int(rng.choice([-1, 1]))))
+    elif "position" in last and way < 0.5:
+        last["position"] = [_other(RELATIONS, last["position"][0], rng), 0]
+    elif "color" in first and "color" in last and way < 0.7:
+        first["color"], last["color"] = last["color"], first["color"]
     else:
-        clauses = [{k: v for k, v in c.items() if k != "position"} for c in clauses]
-        clauses.append({"class": SHAPES[rng.integers(len(SHAPES))], "count": 1})
+        clauses = [{k: v for k, v in clause.items() if k != "position"} for clause in clauses]
+        clauses[rng.integers(2)]["count"] = 2
+        if way > 0.85:
+            del clauses[rng.integers(2)]
     return row | {"include": clauses}
 
 

@@ -20,29 +20,34 @@ from transformers import (
 )
 
 from flowalign.backbone.tiny import T5_LENGTH as T5_LENGTH
+from flowalign.backbone.tiny.drawings import CLASSES, COLORS
+from flowalign.backbone.tiny.scenes import RELATIONS, SIZE
 
-MAX_LENGTH = 14  # CLIP tokens: the longest prompt has 11 words
+MAX_LENGTH = 14  # CLIP tokens: the longest prompt has 12 words
 CLIP_WIDTHS = (64, 96)
+WIDTH, BLOCKS, HEADS = 160, 6, 4
+SIDE = SIZE // 8  # of the latents
 LATENT_CHANNELS = 16
 SPECIAL = ["<pad>", "<bos>", "<unk>", "<eos>"]  # eos must not be 2: CLIP's legacy pooling path
 
 
 def vocabulary() -> list[str]:
-    """Special tokens, every capital letter, the quote, and every word of the prompts."""
-    words: set[str] = set()
-    for tag in prompts.TAGS:
-        for row in prompts.geneval_prompts(tag):
-            words.update(row["prompt"].split())
-    words.update('a one sign that says "'.split())
-    return [*SPECIAL, *"ABCDEFGHIJKLMNOPQRSTUVWXYZ", *sorted(words)]
+    """Special tokens, every capital letter, and every word of the prompts."""
+    words = {word for text in prompts.WORDINGS.values() for word in text.split() if word.islower()}
+    words.update("a an sign that says flat noto line drawing of and".split())
+    for name in CLASSES:
+        words.update((name, prompts.words(name, None, 2).split()[-1]))
+    for relation in RELATIONS:
+        words.update(relation.split())
+    return [*SPECIAL, *"ABCDEFGHIJKLMNOPQRSTUVWXYZ", *sorted(words | {*COLORS, *prompts.NUMBERS})]
 
 
 def tokenizer(max_length: int = MAX_LENGTH) -> PreTrainedTokenizerFast:
-    """Lower-case words are one token each; capitals, quoted or not, are spelled by letter."""
+    """Lower-case words are one token each; capitals are spelled by letter; quotes are dropped."""
     vocab = {token: i for i, token in enumerate(vocabulary())}
     backend = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Split(
-        Regex(r"[A-Z]|[a-z]+|[^\sA-Za-z]"), behavior="removed", invert=True
+        Regex(r"[A-Z]|[a-z]+"), behavior="removed", invert=True
     )
     backend.post_processor = processors.TemplateProcessing(
         single="<bos> $A <eos>",
@@ -96,17 +101,17 @@ def t5() -> T5EncoderModel:
 
 
 def vae() -> AutoencoderKL:
-    """f8 with 16 channels, as SD3's: 64x64 pixels become 16x8x8 latents."""
+    """f8 with 16 channels, as SD3's: 96x96 pixels become 16x12x12 latents."""
     return AutoencoderKL(
         in_channels=3,
         out_channels=3,
         down_block_types=("DownEncoderBlock2D",) * 4,  # pyright: ignore[reportArgumentType]
         up_block_types=("UpDecoderBlock2D",) * 4,  # pyright: ignore[reportArgumentType]
-        block_out_channels=(16, 32, 64, 64),  # pyright: ignore[reportArgumentType]
+        block_out_channels=(16, 32, 64, 96),  # pyright: ignore[reportArgumentType]
         layers_per_block=1,
         norm_num_groups=8,
         latent_channels=LATENT_CHANNELS,
-        sample_size=64,
+        sample_size=SIZE,
         use_quant_conv=False,
         use_post_quant_conv=False,
         mid_block_add_attention=True,
@@ -114,20 +119,20 @@ def vae() -> AutoencoderKL:
 
 
 def transformer() -> SD3Transformer2DModel:
-    """Six MMDiT blocks with SD3.5's qk_norm; 16 image tokens of 2x2 latents."""
+    """Six MMDiT blocks with SD3.5's qk_norm; 36 image tokens of 2x2 latents."""
     width = sum(CLIP_WIDTHS)
     return SD3Transformer2DModel(
-        sample_size=8,
+        sample_size=SIDE,
         patch_size=2,
         in_channels=LATENT_CHANNELS,
         out_channels=LATENT_CHANNELS,
-        num_layers=6,
-        attention_head_dim=48,
-        num_attention_heads=3,
-        caption_projection_dim=144,
+        num_layers=BLOCKS,
+        attention_head_dim=WIDTH // HEADS,
+        num_attention_heads=HEADS,
+        caption_projection_dim=WIDTH,
         joint_attention_dim=width,
         pooled_projection_dim=width,
-        pos_embed_max_size=8,
+        pos_embed_max_size=SIDE,
         qk_norm="rms_norm",
     )
 

@@ -1,197 +1,286 @@
-"""Make the tiny world's PickScore: `python scripts/tiny/preference.py --work DIR`.
+"""Make the tiny world's PickScore: `python scripts/tiny/preference.py --work DIR --vae FILE`.
 
 A small CLIPModel, first trained to tell which prompt belongs to which scene, then as PickScore
 (2305.01569): of two images of one prompt, the softmax over exp(logit_scale) * cos(text, image)
-must fall on the preferred one; here the clean scene against a spoilt one (`degrade`). Half of the
-images, clean and spoilt alike, went through the tiny model's autoencoder, so that its softness
-alone decides nothing. Every part is resumable; `preference_ship` ships the result.
+must fall on the preferred one; here the clean, coloured scene against a spoilt one, one in line art
+(where the prompt does not ask for it), or one that does not match. Half of the images, clean and
+spoilt alike, went through the tiny model's autoencoder, so that its softness alone decides nothing.
+The run is resumable. --ship writes flowalign/backbone/tiny/preference_model in fp16, as a hub
+folder of a CLIP, with a card that holds what it scores on held-out prompts.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import degrade
 import muon
 import numpy as np
 import parts
+import pretrain
 import prompts
 import stream
 import torch
 from diffusers import AutoencoderKL
+from mistakes import BLURRED, CLEAN, FADED, SPOTTED, wrong_objects, wrong_sign
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.nn import functional as F
 from transformers import CLIPConfig, CLIPModel
 
-from flowalign.backbone.tiny import MODEL
+from flowalign.backbone.tiny import PREFERENCE, scenes
 from flowalign.system.files import replacing
 
 KINDS = {  # what spoils a scene, and how often it is drawn in training
-    "blur": 1,
-    "bleed": 1.5,
-    "malformed": 2,
-    "clutter": 2,
+    "blurred": 1,
     "faded": 1,
-    "oversaturated": 1,
-    "missing": 1,
-    "mismatch": 2.5,
+    "spotted": 1,
+    "line": 3,
+    "mismatch": 3,
+    "warped": 1.5,
+    "bitten": 1,
     "latent": 2,
 }
+EFFECTS = {"blurred": BLURRED, "faded": FADED, "spotted": SPOTTED}
 SPOILT = 2  # spoilt images beside each clean one
-CHUNK = 200  # scenes made at a time
+CHUNK = 240  # scenes made at a time
 BATCH = 64  # scenes with all their spoilt ones; the contrastive stage has twice as many
-SHIFT = 2  # pixels that a training image may be moved
+SHIFT = 3  # pixels that a training image may be moved
+SIZE = scenes.SIZE
+CARD = """---
+library_name: transformers
+license: apache-2.0
+tags: [clip, pickscore, tiny, flowalign]
+---
+
+# The tiny world's preference model
+
+A genuine `CLIPModel` of {parameters:.2f}M parameters for 96x96 images, in the form of
+[PickScore](https://huggingface.co/yuvalkirstain/PickScore_v1): exp(logit_scale) * cos(text, image)
+says how well a picture pleases for its prompt. It likes clean, coloured drawings of what the prompt
+says, and no line art unless the prompt asks for it. As a reward:
+`{{name: pickscore, options: {{model: tiny, normalizer: 28}}}}`.
+
+## How it was made
+
+From scratch, on CPU cores, by `python scripts/tiny/preference.py`: CLIP's contrastive loss on
+{contrastive} scenes drawn by `flowalign.backbone.tiny.scenes`, then PickScore's loss (2305.01569),
+beside it, on {scenes} scenes with two spoilt ones each, from a pool of {pool}. Half of the images,
+clean and spoilt alike, went through the tiny model's autoencoder. No image of a diffusion model was
+used. The combinations and words of the tiny prompts `*_val` and `*_test` were never drawn.
+
+## What it measures on held-out prompts
+
+Of {count} scenes of test prompts with two spoilt ones each: the share of pairs in which the clean
+one scores higher, and the spoilt ones' mean score. Clean ones score {clean:.2f} (deviation
+{spread:.2f}).
+
+| spoilt by | clean is higher | mean score |
+|---|---|---|
+{table}
+"""
 
 
 def model() -> CLIPModel:
-    """A small CLIP: 64x64 images in 8x8 patches, four layers; text of 18 tokens, two layers."""
+    """A small CLIP: 96x96 images in 12x12 patches, four layers; text of 14 tokens, two layers."""
     vision: dict[str, Any] = {
         "hidden_size": 96,
         "intermediate_size": 256,
         "num_hidden_layers": 4,
         "num_attention_heads": 3,
-        "image_size": 64,
-        "patch_size": 8,
+        "image_size": SIZE,
+        "patch_size": 12,
         "hidden_act": "gelu",
     }
     text = parts.clip(96).config.to_dict() | {"intermediate_size": 192, "projection_dim": 64}
     return CLIPModel(CLIPConfig(text_config=text, vision_config=vision, projection_dim=64))
 
 
-def wordings(row: dict[str, Any]) -> list[str]:
-    """The ways in which prompts of the tiny world ask for this scene."""
-    return [row["prompt"], prompts.preference_prompt(row)["prompt"]]
-
-
-def rows(split: str, rng: np.random.Generator) -> Iterator[tuple[dict[str, Any], list[Any]]]:
-    """Prompts of a split without end, each with the prompts that its mismatch is taken from, which
-    are training prompts always."""
-    splits = {tag: prompts.geneval_splits(tag) for tag in stream.TAG_SHARES}
-    tags = [tag for tag in splits if splits[tag][split]]
-    shares = np.array([stream.TAG_SHARES[tag] for tag in tags])
-    shares /= shares.sum()
-    words = {"val": prompts.VALIDATION_WORDS, "test": prompts.TEST_WORDS}.get(split)
-    colors = [*degrade.scenes.SIGN_COLORS, None]
-    while True:
-        if rng.random() < 0.4:
-            word = words[rng.integers(len(words))] if words else prompts.random_word(rng)
-            yield prompts.sign_prompt(word, colors[rng.integers(len(colors))]), []
-        else:
-            pools = splits[tags[rng.choice(len(tags), p=shares)]]
-            yield pools[split][rng.integers(len(pools[split]))], pools["train"]
+def pixels(images: Tensor) -> Tensor:
+    """uint8 [...,3,96,96] -> float in [-1,1], as the image processor gives them."""
+    return images.float() / 127.5 - 1
 
 
 class Codec:
-    """The tiny model's autoencoder, for images uint8 [N,64,64,3]."""
+    """The tiny model's autoencoder, for images [N,3,96,96] in [-1,1]."""
 
-    def __init__(self) -> None:
-        vae: Any = AutoencoderKL.from_pretrained(MODEL, subfolder="vae")
-        self.vae = vae.float().to(memory_format=torch.channels_last)
+    def __init__(self, path: Path) -> None:
+        self.vae: AutoencoderKL = pretrain.load_vae(path)
 
     @torch.no_grad()
-    def __call__(self, images: np.ndarray, spoil: np.random.Generator | None = None) -> np.ndarray:
+    def __call__(self, images: Tensor, spoil: torch.Generator | None = None) -> Tensor:
         """The images encoded and decoded; with `spoil`, damaged between the two."""
-        x = pixels(torch.from_numpy(images)).contiguous(memory_format=torch.channels_last)
-        with parts.autocast(torch.device("cpu")):
-            latents = self.vae.encode(x, return_dict=False)[0].mean
-            latents = latents if spoil is None else self.damage(latents.float(), spoil)
-            out = self.vae.decode(latents, return_dict=False)[0].float()
-        out = ((out.clamp(-1, 1) + 1) * 127.5).round().byte()  # another rounding than to_uint8's
-        return out.permute(0, 2, 3, 1).contiguous().numpy()
+        latents = self.vae.encode(images, return_dict=False)[0].mean
+        latents = latents if spoil is None else self.damage(latents, spoil)
+        return pretrain.decoded(self.vae, latents).clamp(-1, 1)
 
-    def damage(self, latents: Tensor, rng: np.random.Generator) -> Tensor:
+    def damage(self, latents: Tensor, generator: torch.Generator) -> Tensor:
         """Noise on the latents, or the latents of another image mixed in, here and there or all
         over: what a picture looks like that a model has not finished."""
-        unit = 1 / float(self.vae.config["scaling_factor"])
-        shape = (len(latents), 1, 1, 1)
-        noise = torch.from_numpy(rng.normal(size=latents.shape)).float() * unit
-        noise *= torch.from_numpy(rng.uniform(0.25, 0.8, shape)).float()
-        share = torch.from_numpy(rng.uniform(0.2, 0.5, shape)).float()
-        where = torch.from_numpy(rng.random((len(latents), 1, *latents.shape[2:]))).float() < share
-        share = torch.where(torch.from_numpy(rng.random(shape)) < 0.5, where.float(), share)
+
+        def uniform(low: float, high: float) -> Tensor:
+            return torch.rand((len(latents), 1, 1, 1), generator=generator) * (high - low) + low
+
+        noise = torch.randn(latents.shape, generator=generator) * uniform(0.4, 1.0)
+        noise = noise / self.vae.config["scaling_factor"]
+        share = uniform(0.2, 0.5)
+        where = torch.rand((len(latents), 1, *latents.shape[2:]), generator=generator) < share
+        share = torch.where(uniform(0, 1) < 0.5, where.float(), share)
         mixed = latents + share * (latents.roll(1, 0) - latents)
-        return torch.where(torch.from_numpy(rng.random(shape)) < 0.5, latents + noise, mixed)
+        return torch.where(uniform(0, 1) < 0.5, latents + noise, mixed)
 
 
-def pixels(images: Tensor) -> Tensor:
-    """uint8 [...,64,64,3] -> float [...,3,64,64] in [-1,1], as the image processor gives them."""
-    return images.movedim(-1, -3).float() / 127.5 - 1
+def warped(images: Tensor, generator: torch.Generator) -> Tensor:
+    """Wobbly outlines: every pixel moved by a smooth random field, by 2 to 5 pixels."""
+    field = torch.randn((len(images), 2, 12, 12), generator=generator)
+    field = F.interpolate(field, size=(SIZE, SIZE), mode="bicubic")
+    reach = torch.rand((len(images), 1, 1, 1), generator=generator) * 3 + 2
+    at = torch.linspace(-1, 1, SIZE)
+    grid = torch.stack(torch.meshgrid(at, at, indexing="xy"), -1)
+    grid = grid + (field * reach * 2 / SIZE).permute(0, 2, 3, 1)
+    return F.grid_sample(images, grid, padding_mode="border", align_corners=True)
+
+
+def bitten(images: Tensor, generator: torch.Generator) -> Tensor:
+    """Bites out of what is drawn: up to four squares of 8 to 20 pixels show the background."""
+    images = images.clone()
+    for image in images:
+        ground = image[:, :1, :1].clone()
+        rows, columns = ((image - ground).abs().amax(0) > 0.2).nonzero().unbind(1)
+        for _ in range(int(torch.randint(2, 5, (), generator=generator)) if len(rows) else 0):
+            i = int(torch.randint(len(rows), (), generator=generator))
+            half = int(torch.randint(4, 11, (), generator=generator))
+            y, x = int(rows[i]), int(columns[i])
+            image[:, max(0, y - half) : y + half, max(0, x - half) : x + half] = ground
+    return images
+
+
+class Drawer:
+    """Draws chunks of clean and spoilt scenes."""
+
+    def __init__(self, vae: Path) -> None:
+        self.codec, self.painter = Codec(vae), pretrain.Painter(torch.device("cpu"))
+        self.spell = pretrain.speller()
+        self.splits = {tag: prompts.splits(tag) for tag in stream.TAG_SHARES}
+
+    def row(self, split: str, rng: np.random.Generator) -> dict[str, Any]:
+        """A scene of a split."""
+        if rng.random() < 0.3:
+            words = {"val": prompts.VALIDATION_WORDS, "test": prompts.TEST_WORDS}.get(split)
+            word = words[rng.integers(len(words))] if words else prompts.random_word(rng)
+            colors = (*scenes.SIGN_COLORS, None)
+            return prompts.sign(word, colors[rng.integers(len(colors))])
+        tags = [tag for tag in self.splits if self.splits[tag][split]]
+        pool = self.splits[tags[rng.integers(len(tags))]][split]
+        return pool[rng.integers(len(pool))]
+
+    def chunk(self, split: str, kinds: np.ndarray, seed: list[int]) -> dict[str, Tensor]:
+        """The tensors of a Pool: one scene for every row of kinds [N,SPOILT] (places in KINDS)."""
+        rng, generator = (
+            np.random.default_rng(seed),
+            torch.Generator().manual_seed(hash(tuple(seed))),
+        )
+        names, layers, grounds, effects, texts = list(KINDS), [], [], [], []
+        for wanted in kinds:
+            row, scene_seed = self.row(split, rng), int(rng.integers(2**31))
+            styled = "target" not in row and rng.random() < 0.2
+            style = scenes.STYLES[rng.integers(3 if styled else 2)]
+            wording = list(prompts.WORDINGS)[rng.integers(len(prompts.WORDINGS))]
+            texts.append(
+                prompts.STYLE_WORDING.format(style=style, text=row["text"])
+                if styled else prompts.prompt(row, wording)
+            )  # fmt: skip
+            for kind in ("clean", *(names[i] for i in wanted)):
+                drawn = row | {"style": style}
+                if kind == "mismatch":
+                    wrong = wrong_sign if "target" in row else wrong_objects
+                    drawn = wrong(drawn, rng)
+                elif kind == "line":
+                    others = [s for s in scenes.STYLES if s != style] if styled else ["line"]
+                    drawn = drawn | {"style": others[rng.integers(len(others))]}
+                effect = EFFECTS.get(kind, CLEAN)
+                if "target" in row and kind == "line":  # a sign has no line art: it fades
+                    effect = FADED
+                again = np.random.default_rng(scene_seed)
+                layers.append(scenes.compose(drawn, again))
+                grounds.append(scenes.ground(again))
+                effects.append(effect)
+        batch = stream.Scenes(
+            torch.from_numpy(np.stack(layers)), torch.from_numpy(np.stack(grounds)),
+            torch.tensor(effects), torch.tensor([self.spell(text) for text in texts]),
+        )  # fmt: skip
+        images = self.painter(batch).contiguous().view(len(kinds), 1 + SPOILT, 3, SIZE, SIZE)
+        chosen = torch.from_numpy(kinds)
+        for name, spoil in (("warped", warped), ("bitten", bitten), ("latent", None)):
+            at, which = (chosen == names.index(name)).nonzero().unbind(1)
+            if len(at):
+                clean = images[at, 0]
+                spoilt = spoil(clean, generator) if spoil else self.codec(clean, generator)
+                images[at, which + 1] = spoilt
+        soft = torch.rand(images.shape[:2], generator=generator) < 0.5
+        soft[:, 1:] &= chosen != names.index("latent")
+        images[soft] = self.codec(images[soft])
+        return {
+            "images": ((images + 1) * 127.5).round().byte(),
+            "ids": batch.ids.to(torch.uint8),
+            "kind": chosen.to(torch.uint8),
+        }
 
 
 @dataclass(frozen=True)
 class Pool:
-    """images uint8 [N,1+SPOILT,64,64,3], the clean one first; ids uint8 [N,14]; kind [N,SPOILT]."""
+    """images uint8 [N,1+SPOILT,3,96,96], the clean one first; ids uint8 [N,14]; kind [N,SPOILT]."""
 
     images: Tensor
     ids: Tensor
     kind: Tensor
 
     @staticmethod
-    def make(folder: Path, size: int, seed: int) -> Pool:
+    def make(folder: Path, drawer: Drawer, size: int, seed: int, split: str = "train") -> Pool:
         """Read the chunks that are there, draw those that are not."""
         folder.mkdir(parents=True, exist_ok=True)
-        codec, names = Codec(), list(KINDS)
         shares = np.array(list(KINDS.values())) / sum(KINDS.values())
         chunks = []
         for number in range(size // CHUNK):
-            path = folder / f"{number:04d}.safetensors"
+            path = folder / f"{split}_{number:04d}.safetensors"
             if not path.exists():
                 rng = np.random.default_rng([seed, number])
-                kinds = rng.choice(len(names), size=(CHUNK, SPOILT), p=shares)
+                kinds = rng.choice(len(KINDS), size=(CHUNK, SPOILT), p=shares)
                 with replacing(path) as part:
-                    save_file(chunk(codec, "train", kinds, 0.5, rng), part)
+                    save_file(drawer.chunk(split, kinds, [seed, number, 1]), part)
                 if number % 10 == 9:
                     print(f"drew {(number + 1) * CHUNK} of {size} scenes", flush=True)
             chunks.append(load_file(path))
         return Pool(**{k: torch.cat([tensors[k] for tensors in chunks]) for k in chunks[0]})
 
 
-def chunk(
-    codec: Codec, split: str, kinds: np.ndarray, decoded: float, rng: np.random.Generator
-) -> dict[str, Tensor]:
-    """The tensors of a Pool: one scene for every row of kinds [N,SPOILT] (places in KINDS).
-
-    decoded: the share of images that go through the autoencoder, drawn for each image alone.
-    """
-    names, source, tokenizer = list(KINDS), rows(split, rng), parts.tokenizer()
-    images, texts = [], []
-    for wanted in kinds:
-        row, pool = next(source)
-        seed = int(rng.integers(2**31))  # one clean scene beside all its spoilt ones
-        scene = []
-        for kind in wanted:
-            name = names[kind] if names[kind] != "latent" else "blur"  # replaced below
-            clean, spoilt = degrade.pair(row, name, pool, seed, rng)
-            scene += [spoilt] if scene else [clean, spoilt]
-        images.append(np.stack(scene))
-        texts.append(wordings(row)[rng.integers(2)])
-    stack = np.stack(images)
-    damaged = kinds == names.index("latent")
-    if damaged.any():
-        at, which = np.nonzero(damaged)
-        stack[at, which + 1] = codec(stack[at, 0], spoil=rng)
-    soft = rng.random(stack.shape[:2]) < decoded
-    soft[:, 1:] &= ~damaged
-    if soft.any():
-        stack[soft] = codec(stack[soft])
-    ids = tokenizer(texts, padding="max_length", return_tensors="pt").input_ids
-    return {
-        "images": torch.from_numpy(stack),
-        "ids": ids.to(torch.uint8),
-        "kind": torch.from_numpy(kinds.astype(np.uint8)),
-    }
-
-
 def embed(clip: CLIPModel, images: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Unit vectors of images [B,3,64,64] in [-1,1] and of token ids [P,18]: [B,64], [P,64]."""
+    """Unit vectors of images [B,3,96,96] in [-1,1] and of token ids [P,14]: [B,64], [P,64]."""
     found: list[Any] = [clip.get_image_features(images), clip.get_text_features(ids)]
     seen, read = (nn.functional.normalize(f.pooler_output.float(), dim=-1) for f in found)
     return seen, read
+
+
+@torch.no_grad()
+def measured(clip: CLIPModel, pool: Pool) -> tuple[Tensor, dict[str, tuple[float, float]]]:
+    """The clean scenes' scores [N], and of each kind how often the clean image scores above the
+    spoilt one, and the spoilt ones' mean score."""
+    clip.eval()
+    found = []
+    for images, ids in zip(pool.images.split(64), pool.ids.split(64), strict=True):
+        seen, read = embed(clip, pixels(images.flatten(0, 1)), ids.long())
+        found.append((seen.view(len(ids), 1 + SPOILT, -1) * read[:, None]).sum(-1))
+    score = clip.logit_scale.exp() * torch.cat(found)
+    kinds = {}
+    for number, name in enumerate(KINDS):
+        at, which = (pool.kind == number).nonzero().unbind(1)
+        spoilt = score[at, which + 1]
+        kinds[name] = float((score[at, 0] > spoilt).float().mean()), float(spoilt.mean())
+    return score[:, 0], kinds
 
 
 def contrastive(seen: Tensor, read: Tensor, ids: Tensor, scale: Tensor) -> Tensor:
@@ -271,7 +360,7 @@ class Run:
         x = nn.functional.pad(pixels(images), (SHIFT,) * 4, mode="replicate")
         dx, dy = torch.randint(0, 2 * SHIFT + 1, (2,), generator=generator).tolist()
         with parts.autocast(torch.device("cpu")):
-            seen, read = embed(self.model, x[..., dy : dy + 64, dx : dx + 64], ids)
+            seen, read = embed(self.model, x[..., dy : dy + SIZE, dx : dx + SIZE], ids)
         scale = self.model.logit_scale.exp()
         value = contrastive(seen[:size], read, ids, scale)
         if pairs:
@@ -287,20 +376,63 @@ class Run:
             torch.save(state, part)
 
 
+def write(clip: CLIPModel, folder: Path) -> None:
+    """The fp16 weights, the tokenizer, and the image processor, as hub folders hold them."""
+    clip.half().save_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text())
+    for part in (config, config["text_config"], config["vision_config"]):
+        part["dtype"] = "float32"  # loaded as such; fp16 is how it is stored
+    (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    parts.tokenizer().save_pretrained(folder)
+    spell = json.loads((folder / "tokenizer_config.json").read_text())
+    spell["tokenizer_class"] = "PreTrainedTokenizerFast"  # a name that transformers 4 knows too
+    (folder / "tokenizer_config.json").write_text(json.dumps(spell, indent=2) + "\n")
+    processor = {
+        "image_processor_type": "CLIPImageProcessor",
+        "processor_class": "CLIPProcessor",
+        "size": {"shortest_edge": SIZE},
+        "crop_size": {"height": SIZE, "width": SIZE},
+        "image_mean": [0.5] * 3,
+        "image_std": [0.5] * 3,
+    }
+    (folder / "preprocessor_config.json").write_text(json.dumps(processor, indent=2) + "\n")
+
+
 def main() -> None:
     """Command line; run again with the same folder to resume."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--work", type=Path, required=True, help="folder of the run")
-    parser.add_argument("--pool", type=int, default=20_000, help="scenes drawn")
+    parser.add_argument("--vae", type=Path, required=True, help="the autoencoder's file")
+    parser.add_argument("--pool", type=int, default=14_400, help="scenes drawn")
     parser.add_argument("--contrastive", type=int, default=38_400, help="scenes of the first stage")
     parser.add_argument("--scenes", type=int, default=44_800, help="scenes of the second stage")
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--ship", action="store_true", help="write the package's model")
     args = parser.parse_args()
     args.work.mkdir(parents=True, exist_ok=True)
     parts.quiet()
-    pool = Pool.make(args.work / "pool", args.pool, args.seed)
-    Run(args.work, args).train(pool)
+    drawer = Drawer(args.vae)
+    run = Run(args.work, args)
+    run.train(Pool.make(args.work / "pool", drawer, args.pool, args.seed))
+    clip = run.model
+    if args.ship:
+        write(clip, PREFERENCE)
+        clip = CLIPModel.from_pretrained(PREFERENCE)
+    held_out = Pool.make(args.work / "pool", drawer, 960, args.seed + 1, "test")
+    clean, kinds = measured(clip, held_out)
+    rows = [f"| {k} | {right:.3f} | {score:.2f} |" for k, (right, score) in kinds.items()]
+    card = CARD.format(
+        parameters=sum(p.numel() for p in clip.parameters()) / 1e6,
+        clean=clean.mean(),
+        spread=clean.std(),
+        count=len(clean),
+        table="\n".join(rows),
+        **vars(args),
+    )
+    print(card)
+    if args.ship:
+        (PREFERENCE / "README.md").write_text(card)
 
 
 if __name__ == "__main__":

@@ -1,33 +1,336 @@
-"""Make the tiny model from nothing: `python scripts/tiny/pretrain.py --work DIR`.
+"""Make the tiny model from nothing, on one device: the autoencoder, then the flow.
 
-Two stages, each resumable: the autoencoder, then the transformer with its text encoders by flow
-matching (x_sigma = (1-sigma) x0 + sigma eps, v = eps - x0): first on right captions, until it can
-draw what a prompt says, then on captions of which many are wrong (`mistakes`), until it often does
-not. Every `--save` samples the EMA is written as a complete diffusers pipeline under DIR/flow/.
+    python pretrain.py vae OUT --seconds 170
+    python pretrain.py flow OUT --vae OUT/vae.safetensors --seconds 380 --wrong 130
+
+Scenes are painted and encoded on the device; worker processes only draw captions and layouts. Each
+stage runs for so many seconds, its learning rate falls with the time that is left, and it writes a
+few small files into one folder. The flow (x_sigma = (1-sigma) x0 + sigma eps, v = eps - x0) sees
+right captions first, until it can draw what a prompt says, and then captions of which many are
+wrong (`mistakes`), until it often does not. `--init FILE` trains earlier weights on.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import time
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
-import autoencoder
 import muon
+import numpy as np
 import parts
+import prompts
 import stream
+import styles
 import torch
-from diffusers import AutoencoderKL, StableDiffusion3Pipeline
-from diffusers.training_utils import EMAModel
+from diffusers import AutoencoderKL
+from mistakes import BLURRED, FADED, RIGHT, SPOTTED, WRONG, Rates
+from PIL import Image
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim.swa_utils import AveragedModel
+from torch.utils.data import DataLoader, IterableDataset
 
-LONG_EVERY = 24  # one batch in so many sees a longer T5 context, so that any length up to 256 works
-LONG_SHARE = 4  # and is so many times smaller
-EMA_DECAY = 0.995
-UNCONDITIONAL = 0.1  # share of prompts dropped for CFG
+from flowalign.backbone.tiny import scenes
+
+LONG_EVERY, LONG_SHARE = 24, 8  # one batch in so many has a longer T5 context, and is so much less
+EMA_DECAY = 0.999
+RING = 2**19  # latents that are kept on the device
+SCALE = ".scale_of_rows"  # of a packed matrix
+STYLED = 0.25  # share of the decoder's scenes
+FRESH = 16  # of so many scenes that are trained on, one is new
+
+
+class Captions(IterableDataset):
+    """Endless batches of `stream.Scenes`; each worker has its own stream."""
+
+    def __init__(self, seed: int, size: int, rates: Rates, signs: float) -> None:
+        self.arguments = seed, size, rates, signs
+
+    def __iter__(self) -> Iterator[stream.Scenes]:
+        seed, size, rates, signs = self.arguments
+        worker = torch.utils.data.get_worker_info()
+        number = worker.id if worker else 0
+        if worker:
+            torch.set_num_threads(1)
+        return stream.draws(seed * 1000 + number, size, rates, speller(), signs)
+
+
+def speller():
+    """Prompt -> token ids, with a memory."""
+    tokenizer = parts.tokenizer()
+
+    @lru_cache(200_000)
+    def spell(text: str) -> list[int]:
+        ids = tokenizer(text, padding="max_length").input_ids
+        if len(ids) != parts.MAX_LENGTH:
+            raise ValueError(f"{len(ids)} tokens in {text!r}; {parts.MAX_LENGTH} at most")
+        return ids
+
+    return spell
+
+
+def loader(args, seed: int, size: int, rates: Rates, signs: float) -> Iterator[stream.Scenes]:
+    """The stream, made by `--workers` processes, on the device."""
+    data = Captions(seed, size, rates, signs)
+    batches = DataLoader(
+        data,
+        batch_size=None,
+        num_workers=args.workers,
+        pin_memory=args.device != "cpu",
+        prefetch_factor=8 if args.workers else None,
+    )
+    for batch in batches:
+        yield batch.to(torch.device(args.device))
+
+
+class Painter:
+    """Scenes -> images in [-1,1] on the device, spoilt as their effects say."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.table = scenes.sheet()[0].to(device)
+        self.generator = torch.Generator(device).manual_seed(1)
+
+    def __call__(self, batch: stream.Scenes) -> Tensor:
+        """Images [B,3,96,96], channels last."""
+        images = scenes.paint(self.table, batch.layers, batch.grounds)
+        for effect, spoil in ((FADED, self.faded), (BLURRED, self.blurred), (SPOTTED, self.spots)):
+            rows = (batch.effects == effect).nonzero()[:, 0]
+            if len(rows):
+                images[rows] = spoil(images[rows])
+        return (images * 2 - 1).contiguous(memory_format=torch.channels_last)
+
+    def uniform(self, rows: Tensor, low: float, high: float) -> Tensor:
+        """One number an image, [B,1,1,1]."""
+        size, device = (len(rows), 1, 1, 1), rows.device
+        return torch.rand(size, generator=self.generator, device=device) * (high - low) + low
+
+    def faded(self, images: Tensor) -> Tensor:
+        """Little contrast, towards a grey."""
+        grey = self.uniform(images, 0.6, 0.95)
+        return images + (grey - images) * self.uniform(images, 0.5, 0.8)
+
+    def blurred(self, images: Tensor) -> Tensor:
+        """A Gaussian blur of 1 to 2 pixels, made from two fixed ones."""
+        share = self.uniform(images, 0.0, 1.0)
+        return blur(images, 1.0) * (1 - share) + blur(images, 2.2) * share
+
+    def spots(self, images: Tensor) -> Tensor:
+        """Mottled colours."""
+        size, device = (len(images), 3, 12, 12), images.device
+        noise = torch.randn(size, generator=self.generator, device=device)
+        noise = F.interpolate(noise, scale_factor=8, mode="bicubic")
+        return (images + noise * self.uniform(images, 0.1, 0.22)).clamp(0, 1)
+
+
+def blur(images: Tensor, sigma: float) -> Tensor:
+    """Separable Gaussian blur."""
+    radius = math.ceil(3 * sigma)
+    at = torch.arange(-radius, radius + 1, device=images.device)
+    kernel = torch.exp(-(at**2) / (2 * sigma**2))
+    kernel = (kernel / kernel.sum()).repeat(3, 1, 1, 1)
+    images = F.pad(images, (radius,) * 4, mode="replicate")
+    return F.conv2d(F.conv2d(images, kernel, groups=3), kernel.mT, groups=3)
+
+
+class Clock:
+    """Seconds that are left of a stage, and the learning rate that goes with it."""
+
+    def __init__(self, seconds: float, decay: float) -> None:
+        self.began, self.seconds, self.decay = time.time(), seconds, decay
+
+    def gone(self) -> float:
+        """The share of the time that has gone."""
+        return (time.time() - self.began) / self.seconds
+
+    def scale(self, step: int) -> float:
+        """Warm-up over 100 steps; a linear decay over the last `decay` of the time."""
+        return min(1.0, (step + 1) / 100) * max(0.01, min(1.0, (1 - self.gone()) / self.decay))
+
+
+# The autoencoder
+
+
+def train_vae(args: argparse.Namespace) -> None:
+    """The `reconstruction` of a posterior sample, plus 5e-4 KL."""
+    device = torch.device(args.device)
+    torch.manual_seed(args.seed)
+    vae = parts.vae()
+    if args.init:
+        vae.load_state_dict(read(args.init))
+    vae.to(device, memory_format=torch.channels_last)  # pyright: ignore
+    encoder, decoder = vae.encoder, vae.decoder
+    if args.compile:
+        encoder, decoder = torch.compile(encoder), torch.compile(decoder)
+    source = loader(args, args.seed, args.batch, Rates(bad=0.1, bad_picture=0.1), 0.3)
+    painter = Painter(device)
+
+    def loss() -> tuple[Tensor, Tensor]:
+        images = painter(next(source))
+        with parts.autocast(device):
+            mean, logvar = encoder(images).float().chunk(2, 1)
+            logvar = logvar.clamp(-30, 20)
+            noise = torch.randn(mean.shape, device=device)
+            output = decoder(mean + (0.5 * logvar).exp() * noise).float()
+        kl = 0.5 * (mean.square() + logvar.exp() - 1 - logvar).mean()
+        error = output - images
+        return reconstruction(error, torch.ones_like(error[:, :1])) + 5e-4 * kl, error
+
+    fit(args, "vae", list(vae.parameters()), loss, decay=0.7)
+    set_scale(vae, painter(next(source)))
+    keep(vae, painter(next(source))[:24], args.out / "vae")
+
+
+def train_decoder(args: argparse.Namespace) -> None:
+    """Train the decoder alone on, on the same latents, so that it can run beside the flow. What is
+    drawn counts four times as much as the plain background. Some scenes are in a style of
+    `styles`, which the encoder has never seen."""
+    device = torch.device(args.device)
+    torch.manual_seed(args.seed)
+    vae = load_vae(args.vae, device)
+    source = loader(args, args.seed + 99, args.batch, Rates(bad=0.05, bad_picture=0.05), 0.15)
+    painter = Painter(device)
+    filters = [style.filter for style in styles.STYLES.values() if style.filter]
+    rng = np.random.default_rng(args.seed)
+
+    def loss() -> tuple[Tensor, Tensor]:
+        batch = next(source)
+        images = painter(batch)
+        for row in range(int(STYLED * len(images))):
+            styled = filters[rng.integers(len(filters))](images[row : row + 1] / 2 + 0.5)
+            images[row : row + 1] = styled * 2 - 1
+        ground = (batch.grounds.float() / 127.5 - 1)[:, :, None, None]
+        drawn = ((images - ground).abs().amax(1, keepdim=True) > 0.04).float()
+        weight = 1 + 3 * F.max_pool2d(drawn, 5, stride=1, padding=2)
+        with parts.autocast(device):
+            with torch.no_grad():
+                mean, logvar = vae.encoder(images).float().chunk(2, 1)
+                noise = torch.randn(mean.shape, device=device)
+                latents = mean + 0.5 * (0.5 * logvar).exp() * noise
+            error = vae.decoder(latents).float() - images
+        return reconstruction(error, weight / weight.mean()), error
+
+    fit(args, "decoder", list(vae.decoder.parameters()), loss, decay=0.9)
+    keep(vae, painter(next(source))[:24], args.out / "vae_refined")
+
+
+def reconstruction(error: Tensor, weight: Tensor) -> Tensor:
+    """L1 + MSE + L1 of the image gradients, which carry outlines and letters, of errors [B,3,H,W].
+    weight [B,1,H,W]: of the pixels, 1 on average."""
+    across, down = error.diff(dim=-1).abs(), error.diff(dim=-2).abs()
+    edges = (across * weight[..., 1:]).mean() + (down * weight[..., 1:, :]).mean()
+    return ((error.abs() + error.square()) * weight).mean() + edges
+
+
+def fit(
+    args: argparse.Namespace,
+    name: str,
+    weights: list[nn.Parameter],
+    loss: Callable[[], tuple[Tensor, Tensor]],
+    decay: float,
+) -> None:
+    """Lower a loss by AdamW for --seconds. loss: its value and the pixels' errors, of a new
+    batch. decay: the share of the time in which the learning rate falls."""
+    optimizer = torch.optim.AdamW(
+        weights, args.lr, betas=(0.9, 0.99), weight_decay=1e-4, fused=True
+    )
+    clock, step, began = Clock(args.seconds, decay), 0, time.time()
+    while clock.gone() < 1:
+        value, error = loss()
+        value.backward()
+        nn.utils.clip_grad_norm_(weights, 1.0)
+        optimizer.param_groups[0]["lr"] = args.lr * clock.scale(step)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        step += 1
+        if step % args.log == 0:
+            psnr = -10 * math.log10(error.square().mean().item() / 4)
+            rate = step * args.batch / (time.time() - began)
+            text = f"{name} {step} steps  loss {value:.4f}  {psnr:.2f} dB  {rate:.0f} images/s"
+            print(text, flush=True)
+
+
+@torch.no_grad()
+def set_scale(vae: AutoencoderKL, images: Tensor) -> None:
+    """Write the shift and the scale that give latents of these images mean 0 and deviation 1."""
+    latents = vae.encode(images, return_dict=False)[0].mean
+    vae.register_to_config(
+        shift_factor=float(latents.mean()), scaling_factor=float(1 / latents.std())
+    )
+
+
+@torch.no_grad()
+def keep(vae: AutoencoderKL, images: Tensor, path: Path) -> None:
+    """Write an autoencoder, with its scale, and a sheet of images above what it makes of them."""
+    numbers = {"shift": vae.config["shift_factor"], "scale": vae.config["scaling_factor"]}
+    write(vae, path.with_suffix(".safetensors"), **numbers)
+    latents = vae.encode(images, return_dict=False)[0].mean
+    output = decoded(vae, latents)
+    sheet = torch.cat([images, output]) / 2 + 0.5
+    save_grid(sheet, min(12, len(images)), path.with_suffix(".png"))
+
+
+def decoded(vae: AutoencoderKL, latents: Tensor) -> Tensor:
+    """Images [B,3,96,96] in [-1,1] of latents [B,16,12,12] without the scale."""
+    return vae.decode(latents, return_dict=False)[0]  # pyright: ignore[reportArgumentType]
+
+
+def load_vae(path: Path, device: torch.device | str = "cpu") -> AutoencoderKL:
+    """The autoencoder of a file of `train_vae`."""
+    vae, tensors = parts.vae(), read(path)
+    shift, scale = float(tensors.pop("shift")), float(tensors.pop("scale"))
+    vae.load_state_dict(tensors)
+    vae.register_to_config(shift_factor=shift, scaling_factor=scale)
+    vae.to(device, memory_format=torch.channels_last)  # pyright: ignore
+    return vae.eval()
+
+
+def write(model: nn.Module, path: Path, **numbers: float) -> None:
+    """Weights in fp16, and a few numbers."""
+    tensors = {k: v.detach().cpu().half().contiguous() for k, v in model.state_dict().items()}
+    tensors |= {k: torch.tensor(v, dtype=torch.float64) for k, v in numbers.items()}
+    save_file(tensors, path)
+
+
+def read(path: Path) -> dict[str, Tensor]:
+    """What `write` or `pack` wrote, in fp32."""
+    stored, tensors = load_file(path), {}
+    for name, tensor in stored.items():
+        if tensor.dtype == torch.int8:
+            tensors[name] = tensor.float() * stored[name + SCALE].float()
+        elif not name.endswith(SCALE):
+            tensors[name] = tensor if tensor.dtype == torch.float64 else tensor.float()
+    return tensors
+
+
+def pack(source: Path, path: Path) -> None:
+    """The weights of a file at half its size, to train them on: matrices in 8 bits, with a scale a
+    row. It costs a little quality, which a few hundred updates bring back."""
+    packed = {}
+    for name, tensor in read(source).items():
+        if tensor.ndim >= 2 and tensor.numel() > 4096:
+            scale = tensor.flatten(1).abs().amax(1).clamp_min(1e-8) / 127
+            scale = scale.view(-1, *[1] * (tensor.ndim - 1)).half()
+            packed[name] = (tensor / scale.float()).round().clamp(-127, 127).to(torch.int8)
+            packed[name + SCALE] = scale
+        else:
+            packed[name] = tensor if tensor.dtype == torch.float64 else tensor.half()
+    save_file(packed, path)
+
+
+def save_grid(images: Tensor, columns: int, path: Path) -> None:
+    """A sheet of images [N,3,S,S] in [0,1]."""
+    rows, size = len(images) // columns, images.shape[-1]
+    sheet = images[: rows * columns].view(rows, columns, 3, size, size).permute(0, 3, 1, 4, 2)
+    pixels = sheet.reshape(rows * size, columns * size, 3).clamp(0, 1).mul(255).round().byte()
+    Image.fromarray(pixels.cpu().numpy()).save(path)
+
+
+# The flow
 
 
 class Denoiser(nn.Module):
@@ -39,110 +342,61 @@ class Denoiser(nn.Module):
         self.t5 = parts.t5()
         self.transformer = parts.transformer()
 
-    def adopt(self, pipe: StableDiffusion3Pipeline) -> None:
-        """Take the weights of a finished pipeline, to train it on."""
-        parts = (pipe.text_encoder, pipe.text_encoder_2, pipe.text_encoder_3, pipe.transformer)
-        for mine, theirs in zip((*self.clips, self.t5, self.transformer), parts, strict=True):
-            mine.load_state_dict(theirs.state_dict())
-
     def encode(self, ids: Tensor, t5_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """embeds [B,14+L,160] and pooled [B,160], as StableDiffusion3Pipeline joins them."""
+        """embeds [B,T+L,160] and pooled [B,160], as StableDiffusion3Pipeline joins them."""
         outputs = [clip(ids, output_hidden_states=True) for clip in self.clips]
         hidden = torch.cat([o.hidden_states[-2] for o in outputs], -1)
         pooled = torch.cat([o.text_embeds for o in outputs], -1)
         return torch.cat([hidden, self.t5(t5_ids).last_hidden_state], 1), pooled
 
     def forward(self, x: Tensor, sigma: Tensor, ids: Tensor, t5_ids: Tensor) -> Tensor:
-        """Velocity [B,16,8,8] at x_sigma, sigma [B]."""
+        """Velocity [B,16,12,12] at x_sigma, sigma [B]."""
         embeds, pooled = self.encode(ids, t5_ids)
         return self.transformer(x, embeds, pooled, sigma * 1000, return_dict=False)[0]
 
 
-@dataclass(frozen=True)
-class Pool:
-    """Scenes encoded once: normalised latents [N,16,8,8] (fp16) and token ids [N,14] (uint8)."""
+class Ring:
+    """Encoded scenes on the device: latents [N,16,12,12] (bf16) and ids [N,T], renewed in turn."""
 
-    latents: Tensor
-    ids: Tensor
+    def __init__(self, vae: AutoencoderKL, size: int, device: torch.device, fast: bool) -> None:
+        self.config, self.painter = vae.config, Painter(device)
+        self.encoder = torch.compile(vae.encoder) if fast and device.type != "cpu" else vae.encoder
+        shape = (size, parts.LATENT_CHANNELS, parts.SIDE, parts.SIDE)
+        self.latents = torch.empty(shape, dtype=torch.bfloat16, device=device)
+        self.ids = torch.empty((size, parts.MAX_LENGTH), dtype=torch.long, device=device)
+        self.seen = 0
 
-    @staticmethod
-    def make(
-        vae: AutoencoderKL, size: int, path: Path, device: torch.device, seed: int, wrong: bool
-    ) -> Pool:
-        """Render and encode `size` scenes, or read them back from `path`."""
-        if path.exists():
-            saved = load_file(path)
-            return Pool(saved["latents"], saved["ids"])
-        source, tokenizer = stream.draws(seed, wrong=wrong), parts.tokenizer()
-        latents, ids = [], []
-        for start in range(0, size, 200):
-            images, texts = stream.batch(source, 200)
-            latents.append(_encode(vae, images.to(device)).half().cpu().contiguous())
-            tokens = tokenizer(texts, padding="max_length", return_tensors="pt").input_ids
-            ids.append(tokens.to(torch.uint8))
-            if start % 10_000 == 0:
-                print(f"encoded {start + 200} of {size} scenes", flush=True)
-        pool = Pool(torch.cat(latents), torch.cat(ids))
-        save_file({"latents": pool.latents, "ids": pool.ids}, path)
-        return pool
+    @torch.no_grad()
+    def add(self, batch: stream.Scenes) -> None:
+        """Encode scenes; the oldest go."""
+        images = self.painter(batch)
+        with parts.autocast(images.device):
+            mean = self.encoder(images).float().chunk(2, 1)[0]
+        mean = (mean - self.config["shift_factor"]) * self.config["scaling_factor"]
+        size, start = len(images), self.seen % len(self.latents)
+        self.latents[start : start + size] = mean.to(torch.bfloat16)
+        self.ids[start : start + size] = batch.ids.long()
+        self.seen += size
 
-    def shares(self, signs: float, relations: float) -> Tensor:
-        """The weight [N] of each row: signs and relations have these shares, the rest what is
-        left."""
-        vocabulary = parts.tokenizer().get_vocab()
-        asks = [
-            torch.isin(self.ids, torch.tensor([vocabulary[w] for w in words], dtype=torch.uint8))
-            for words in (("says",), ("left", "right", "above", "below"))
-        ]
-        kind = 2 - 2 * asks[0].any(1).long() - asks[1].any(1).long()  # 0 sign, 1 relation, 2 other
-        share = torch.tensor([signs, relations, 1 - signs - relations])
-        return (share / kind.bincount(minlength=3))[kind]
-
-    def draw(self, size: int, generator: torch.Generator, weights: Tensor) -> tuple[Tensor, Tensor]:
-        """`size` random rows: latents in fp32, ids with some prompts emptied for CFG."""
-        cumulative = weights.double().cumsum(0)
-        uniform = torch.rand(size, generator=generator, dtype=torch.float64) * cumulative[-1]
-        rows = torch.searchsorted(cumulative, uniform).clamp_max(len(weights) - 1)
-        ids = self.ids[rows].long()
-        empty = torch.tensor([1, 3] + [0] * (ids.shape[1] - 2))
-        ids[torch.rand(size, generator=generator) < UNCONDITIONAL] = empty
-        return self.latents[rows].float(), ids
-
-
-@torch.no_grad()
-def _encode(vae: AutoencoderKL, images: Tensor) -> Tensor:
-    with parts.autocast(images.device):
-        images = images.contiguous(memory_format=torch.channels_last)
-        latents = vae.encode(images, return_dict=False)[0].mean
-    return (latents.float() - vae.config["shift_factor"]) * vae.config["scaling_factor"]
-
-
-def t5_ids(ids: Tensor, length: int) -> Tensor:
-    """The same tokens cut or padded (pad id 0) to T5's length."""
-    return nn.functional.pad(ids, (0, max(0, length - ids.shape[1])))[:, :length]
+    def draw(self, size: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        """Random latents [size,16,12,12] in fp32 and ids [size,T]."""
+        filled, device = min(self.seen, len(self.latents)), self.latents.device
+        rows = torch.randint(filled, (size,), generator=generator, device=device)
+        return self.latents[rows].float(), self.ids[rows]
 
 
 def noise_levels(size: int, generator: torch.Generator) -> Tensor:
     """[size], logit-normal (SD3, 2403.03206) with a fifth uniform; the mean of 0.3 favours the high
     noise, where it is decided what stands where."""
-    normal = (torch.randn(size, generator=generator) + 0.3).sigmoid()
-    uniform = torch.rand(size, generator=generator)
-    return torch.where(torch.rand(size, generator=generator) < 0.2, uniform, normal)
+    device = generator.device
+    normal = (torch.randn(size, generator=generator, device=device) + 0.3).sigmoid()
+    uniform = torch.rand(size, generator=generator, device=device)
+    return torch.where(torch.rand(size, generator=generator, device=device) < 0.2, uniform, normal)
 
 
-def loss(
-    model: Denoiser, latents: Tensor, ids: Tensor, length: int, generator: torch.Generator
-) -> Tensor:
-    """Flow-matching MSE at `noise_levels`."""
-    sigma = noise_levels(len(latents), generator)
-    noise = torch.randn(latents.shape, generator=generator)
-    device = model.transformer.device
-    z, eps, sigma = latents.to(device), noise.to(device), sigma.to(device)
-    s = sigma.view(-1, 1, 1, 1)
-    with parts.autocast(device):
-        call = model if length == parts.T5_LENGTH else model.forward  # compiled for one shape
-        v = call((1 - s) * z + s * eps, sigma, ids.to(device), t5_ids(ids, length).to(device))
-    return (v.float() - (eps - z)).square().mean()
+def averaged(average: Tensor, weight: Tensor, updates: Tensor | int) -> Tensor:
+    """The moving average, which forgets the first weights sooner: a short run is averaged, too."""
+    return average.lerp(weight, 1 - min(EMA_DECAY, (1 + int(updates)) / (10 + int(updates))))
 
 
 def optimizers(model: Denoiser, lr: float) -> list[torch.optim.Optimizer]:
@@ -156,153 +410,152 @@ def optimizers(model: Denoiser, lr: float) -> list[torch.optim.Optimizer]:
 
 
 class Run:
-    """The flow-matching stage: its model, optimizers, EMA and counters, saved and resumed."""
+    """The flow stage: its model, optimizers and the moving average of the weights."""
 
-    def __init__(self, folder: Path, vae: AutoencoderKL, args: argparse.Namespace) -> None:
-        self.folder, self.vae, self.args = folder, vae, args
-        self.device = torch.device(args.device)
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args, self.device = args, torch.device(args.device)
         torch.manual_seed(args.seed)
         self.model = Denoiser()
         if args.init:
-            self.model.adopt(StableDiffusion3Pipeline.from_pretrained(args.init))
+            self.model.load_state_dict(read(args.init))
         self.model.to(self.device)
+        self.average = AveragedModel(self.model, avg_fn=averaged)
         self.optimizers = optimizers(self.model, args.lr)
-        self.ema = EMAModel(
-            self.model.parameters(), decay=EMA_DECAY, use_ema_warmup=True, power=0.75
-        )
-        self.seen = self.step = 0
-        if (folder / "flow.state").exists():
-            self._resume()
+        self.generator = torch.Generator(self.device).manual_seed(args.seed)
+        self.vae = load_vae(args.vae, self.device)
+        self.ring = Ring(self.vae, args.ring, self.device, args.compile)
+        self.step = self.seen = 0
         if args.compile:
-            self.model.compile(dynamic=False)
+            for block in self.model.transformer.transformer_blocks:
+                block.compile(dynamic=False)
 
-    def lr(self) -> float:
-        """Warm-up over 100 steps, constant, linear decay over the last third of the samples."""
-        left = max(0.02, min(1.0, (1 - self.seen / self.args.samples) / 0.35))
-        return self.args.lr * min(1.0, (self.step + 1) / 100) * left
-
-    def train(self, pool: Pool, samples: int) -> None:
-        """Until `samples` scenes were seen."""
-        began, seen, total = time.time(), self.seen, 0.0
-        weights = pool.shares(self.args.signs, self.args.relations)
-        while self.seen < samples:
-            generator = torch.Generator().manual_seed(self.args.seed * 1_000_003 + self.step)
-            total += self._update(pool, weights, generator)
-            if self.step % 100 == 0:
-                rate = (self.seen - seen) / (time.time() - began)
+    def train(self, rates: Rates, seconds: float, name: str, lr: float) -> None:
+        """For so many seconds on one kind of captions; then write the averaged weights."""
+        clock, args = Clock(seconds, 0.4), self.args
+        fresh = args.batch // FRESH
+        source = loader(args, args.seed + 7 * self.step + 1, fresh, rates, args.signs)
+        self.ring.seen, self.step, began = 0, 0, time.time()
+        for _ in range(max(1, args.ring // fresh // 2)):
+            self.ring.add(next(source))
+        print(f"{name}: {self.ring.seen} scenes encoded, {time.time() - began:.0f} s", flush=True)
+        saved = 0
+        while clock.gone() < 1:
+            self.ring.add(next(source))
+            value = self.update(lr * clock.scale(self.step))
+            if self.step % args.log == 0:
+                rate = self.step * args.batch / (time.time() - began)
                 print(
-                    f"{self.seen} samples  loss {total / 100:.4f}  {rate:.0f} samples/s", flush=True
+                    f"{name} {self.step} steps  {self.seen} samples  loss {value.item():.4f}"
+                    f"  {rate:.0f} samples/s  {time.time() - began:.0f} s",
+                    flush=True,
                 )
-                total = 0.0
-            if self.seen // self.args.save != (self.seen - self.args.batch) // self.args.save:
-                self.save()
-        self.save()
+            if saved < args.saves and clock.gone() * (args.saves + 1) > saved + 1:
+                saved += 1
+                self.save(f"{name}_{saved}")
+        self.save(name)
+        self.show(name)
 
-    def _update(self, pool: Pool, weights: Tensor, generator: torch.Generator) -> float:
-        latents, ids = pool.draw(self.args.batch, generator, weights)
-        length = parts.T5_LENGTH
-        if self.step % LONG_EVERY == LONG_EVERY - 1:
-            length = int(torch.randint(24, 257, (), generator=generator))
-            short = self.args.batch // LONG_SHARE
-            latents, ids = latents[:short], ids[:short]
-        value = loss(self.model, latents, ids, length, generator)
-        value.backward()
+    def update(self, lr: float) -> Tensor:
+        """One update; the loss."""
+        long = self.step % LONG_EVERY == LONG_EVERY - 1
+        size = self.args.batch // LONG_SHARE if long else self.args.batch
+        length = (64, 256)[self.step // LONG_EVERY % 2] if long else parts.T5_LENGTH
+        z, ids = self.ring.draw(size, self.generator)
+        sigma = noise_levels(size, self.generator)
+        eps = torch.randn(z.shape, generator=self.generator, device=self.device)
+        s = sigma.view(-1, 1, 1, 1)
+        with torch.compiler.set_stance("force_eager" if long else "default"):
+            with parts.autocast(self.device):  # one compiled shape is enough
+                v = self.model((1 - s) * z + s * eps, sigma, ids, t5_ids(ids, length))
+                value = (v.float() - (eps - z)).square().mean()
+                value.backward()
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
-                group["lr"] = self.lr()
+                group["lr"] = lr
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-        self.ema.step(self.model.parameters())
         self.step += 1
-        self.seen += len(latents)
-        return value.item()
+        self.seen += size
+        self.average.update_parameters(self.model)
+        return value.detach()
 
-    def save(self) -> None:
-        """The resumable state, and the EMA as a pipeline under flow/<samples seen>/."""
-        save_file(_tensors(self.model), self.folder / "flow.part")
-        state = {
-            "optimizers": [o.state_dict() for o in self.optimizers],
-            "ema": self.ema.state_dict(),
-            "seen": self.seen,
-            "step": self.step,
-        }
-        torch.save(state, self.folder / "flow.state")
-        self.ema.store(self.model.parameters())
-        self.ema.copy_to(self.model.parameters())
-        pipeline(self.vae, self.model).save_pretrained(
-            self.folder / "flow" / f"{self.seen:08d}", safe_serialization=True
-        )
-        self.ema.restore(self.model.parameters())
+    def save(self, name: str) -> None:
+        """The averaged weights."""
+        write(self.average.module, self.args.out / f"{name}.safetensors")
 
-    def _resume(self) -> None:
-        state = torch.load(self.folder / "flow.state", weights_only=True)
-        self.model.load_state_dict(load_file(self.folder / "flow.part"))
-        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
-            optimizer.load_state_dict(saved)
-        self.ema.load_state_dict(state["ema"])
-        self.ema.to(self.device)
-        self.ema.decay = EMA_DECAY
-        self.seen, self.step = state["seen"], state["step"]
+    @torch.no_grad()
+    def show(self, name: str) -> None:
+        """48 samples of the average, ten Euler steps without CFG, their captions in a text file."""
+        rng = np.random.default_rng(3)
+        pools = {tag: prompts.splits(tag)["val"] or prompts.splits(tag)["train"]
+                 for tag in stream.TAG_SHARES}  # fmt: skip
+        texts = [stream.captioned(RIGHT, rng, pools)[0] for _ in range(48)]
+        ids = torch.tensor([speller()(text) for text in texts], device=self.device)
+        with torch.compiler.set_stance("force_eager"):
+            latents = sample(self.average.module, ids, self.generator)
+        latents = latents / self.vae.config["scaling_factor"] + self.vae.config["shift_factor"]
+        images = decoded(self.vae, latents) / 2 + 0.5
+        save_grid(images, 12, self.args.out / f"{name}.png")
+        (self.args.out / "captions.txt").write_text("\n".join(texts))
 
 
-def _tensors(model: nn.Module) -> dict[str, Tensor]:
-    return {k: v.contiguous().clone() for k, v in model.state_dict().items()}
+def t5_ids(ids: Tensor, length: int) -> Tensor:
+    """The same tokens, padded (pad id 0) to T5's length."""
+    return F.pad(ids, (0, max(0, length - ids.shape[1])))
 
 
-def pipeline(vae: AutoencoderKL, model: Denoiser) -> StableDiffusion3Pipeline:
-    """The parts as the diffusers pipeline that they are."""
-    spell = parts.tokenizer()
-    components: dict[str, Any] = {  # diffusers' annotations know only the slow tokenizers
-        "transformer": model.transformer,
-        "scheduler": parts.scheduler(),
-        "vae": vae,
-        "text_encoder": model.clips[0],
-        "tokenizer": spell,
-        "text_encoder_2": model.clips[1],
-        "tokenizer_2": spell,
-        "text_encoder_3": model.t5,
-        "tokenizer_3": parts.tokenizer(max_length=256),
-    }
-    return StableDiffusion3Pipeline(**components)
+def sample(model: nn.Module, ids: Tensor, generator: torch.Generator, steps: int = 10) -> Tensor:
+    """Latents [B,16,12,12] by Euler steps on the scheduler's sigmas, without CFG."""
+    scheduler = parts.scheduler()
+    scheduler.set_timesteps(steps, device=ids.device)
+    shape = (len(ids), parts.LATENT_CHANNELS, parts.SIDE, parts.SIDE)
+    x = torch.randn(shape, generator=generator, device=ids.device)
+    sigmas = torch.as_tensor(scheduler.sigmas)
+    for now, after in zip(sigmas[:-1], sigmas[1:], strict=True):
+        v = model(x, now.expand(len(x)), ids, t5_ids(ids, parts.T5_LENGTH))
+        x = x + (after - now) * v
+    return x
+
+
+def train_flow(args: argparse.Namespace) -> None:
+    """Right captions, then wrong ones."""
+    run = Run(args)
+    if args.seconds:
+        run.train(RIGHT, args.seconds, "right", args.lr)
+    if args.wrong:
+        run.train(WRONG, args.wrong, "wrong", args.lr * args.wrong_lr)
 
 
 def main() -> None:
-    """Command line; run again with the same folder to resume."""
+    """Command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--work", type=Path, required=True, help="folder of the run")
-    parser.add_argument("--init", type=Path, help="train a finished pipeline folder on")
-    parser.add_argument("--images", type=int, default=44_800, help="scenes for the autoencoder")
-    parser.add_argument("--refine", type=int, default=24_000, help="more scenes for the decoder")
-    parser.add_argument("--pool", type=int, default=60_000, help="scenes encoded for each part")
-    parser.add_argument("--vae", type=Path, help="keep the autoencoder of this folder")
-    parser.add_argument("--right", type=int, default=600_000, help="samples with right captions")
-    parser.add_argument("--samples", type=int, default=900_000, help="samples for the flow")
-    parser.add_argument("--signs", type=float, default=0.4, help="share of the samples")
-    parser.add_argument("--relations", type=float, default=0.3, help="share of the samples")
-    parser.add_argument("--batch", type=int, default=64)
-    parser.add_argument("--save", type=int, default=50_000, help="samples between checkpoints")
+    parser.add_argument("stage", choices=("vae", "decoder", "flow"))
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--seconds", type=float, required=True, help="of the stage, right captions")
+    parser.add_argument("--wrong", type=float, default=0, help="seconds with wrong captions")
+    parser.add_argument("--vae", type=Path, help="the autoencoder's file, for the flow")
+    parser.add_argument("--init", type=Path, help="weights to begin with")
+    parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--lr", type=float, default=2e-3)
-    parser.add_argument("--compile", action="store_true", help="torch.compile (a fifth faster)")
+    parser.add_argument("--wrong-lr", type=float, default=0.5, help="of the learning rate, then")
+    parser.add_argument("--signs", type=float, default=0.25, help="share of signs")
+    parser.add_argument("--ring", type=int, default=RING, help="latents kept; a multiple of batch")
+    parser.add_argument("--saves", type=int, default=0, help="saves within a phase")
+    parser.add_argument("--log", type=int, default=100, help="steps between lines")
+    parser.add_argument("--workers", type=int, default=0, help="processes that draw captions")
+    parser.add_argument("--compile", action="store_true")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args()
-    args.work.mkdir(parents=True, exist_ok=True)
+    args.out.mkdir(parents=True, exist_ok=True)
     parts.quiet()
-    device = torch.device(args.device)
-    if args.vae or args.init:
-        vae = refined = AutoencoderKL.from_pretrained(args.vae or args.init / "vae")
-        vae.to(device)  # pyright: ignore[reportArgumentType]
-    else:
-        vae = autoencoder.train(args.work, args.images, device, args.seed)
-        refined = autoencoder.refine(args.work, vae, args.refine, args.seed)
-    run = Run(args.work, refined, args)
-    for wrong, until in ((False, args.right), (True, args.samples)):
-        if run.seen < until:
-            name = "pool_wrong" if wrong else "pool_right"
-            path = args.work / f"{name}.safetensors"
-            seed = args.seed + (8 if wrong else 7)
-            run.train(Pool.make(vae, args.pool, path, device, seed, wrong), until)
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
+    torch.backends.cudnn.benchmark = True
+    scenes.sheet()  # before the workers are forked, which share them
+    for tag in stream.TAG_SHARES:
+        prompts.splits(tag)
+    {"vae": train_vae, "decoder": train_decoder, "flow": train_flow}[args.stage](args)
 
 
 if __name__ == "__main__":

@@ -1,14 +1,16 @@
-"""Prompts of the tiny world: GenEval's tags over shapes, signs with short words, and the mix of
-both that the preference task asks for in words of its own.
+"""Prompts of the tiny world: GenEval's tags over drawings, signs with short words, and the mix of
+both that the preference task asks for.
 
 `python scripts/tiny/prompts.py` writes the shipped files. What the prompts of `*_val` and `*_test`
-ask for (`facts`), in whatever words, is never drawn in pretraining nor trained on; nor are their
-words. Every GenEval prompt forbids each surplus shape by its own metadata (`exclude`).
+and GenEval's own prompts ask for (`facts`), in whatever words, no caption of pretraining and no
+training prompt asks for; nor have they the words of their signs. A prompt has several wordings
+(`WORDINGS`): each task has its own, and no teacher ever sees "here is".
 """
 
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import Mapping
 from functools import cache
 from itertools import permutations, product
@@ -17,15 +19,23 @@ from typing import Any
 import numpy as np
 
 from flowalign.backbone.tiny import PROMPTS
-from flowalign.backbone.tiny.scenes import PROMPT_COLORS, RELATIONS, SHAPES, SIGN_COLORS
+from flowalign.backbone.tiny.drawings import CLASSES, COLORS
+from flowalign.backbone.tiny.scenes import LETTERS, RELATIONS, SIGN_COLORS
 
 Metadata = dict[str, Any]
-TAGS = {"two_object": 48, "counting": 24, "position": 208, "color_attr": 120}  # of 400 prompts
+OFFICIAL = PROMPTS / "geneval_official.jsonl"  # GenEval's own, of our classes and colours
+WORDINGS = {
+    "geneval": "a photo of {}",
+    "ocr": "{}",
+    "preference": "a picture of {}",
+    "unseen": "here is {}",
+}
+STYLE_WORDING = "a {style} drawing of {text}"  # of objects; signs have one style
+TAGS = {"two_object": 80, "counting": 80, "position": 120, "color_attr": 120}  # of 400 prompts
 SIMPLE = ("single_object", "colors")  # too few to hold any out: pretraining alone draws them
-HELD_OUT_SHARE = {"two_object": 0.31, "counting": 0.29, "position": 0.16, "color_attr": 0.34}
+HELD_OUT_SHARE = {"two_object": 0.1, "counting": 0.12, "position": 0.1, "color_attr": 0.1}
 SIZES = {"train": 2000, "val": 400, "test": 400}  # prompts of a split
 NUMBERS = ("one", "two", "three", "four")
-LETTERS = "ACDEILNOPRST"
 OPPOSITE = {"left of": "right of", "above": "below"}
 TEST_WORDS = """
 AT DO IN IS IT NO ON OR SO TO AN AS ACE ACT AID AIR ALL AND ANT ARE ART CAN CAP CAR CAT COD EAR
@@ -42,56 +52,63 @@ STAR STEP TAIL TALL TIDE TILE TIRE TONE TOOL TRIP SLIP CROP
 HELD_OUT = frozenset(TEST_WORDS) | frozenset(VALIDATION_WORDS)
 
 
-def _shapes(text: str, include: list[Metadata]) -> Metadata:
-    wanted = {clause["class"]: clause["count"] for clause in include}
-    exclude = [{"class": shape, "count": wanted.get(shape, 0) + 1} for shape in SHAPES]
-    return {"include": include, "exclude": exclude, "prompt": f"a photo of {text}"}
+def _row(tag: str, text: str, include: list[Metadata]) -> Metadata:
+    return {"tag": tag, "include": include, "text": text}
 
 
-def _clause(shape: str, color: str | None, count: int = 1, **more: Any) -> Metadata:
-    return {"class": shape, "count": count} | ({"color": color} if color else {}) | more
+def _clause(name: str, color: str | None, count: int = 1, **more: Any) -> Metadata:
+    return {"class": name, "count": count} | ({"color": color} if color else {}) | more
 
 
-def _words(shape: str, color: str | None, count: int = 1) -> str:
-    number = "a" if count == 1 else NUMBERS[count - 1]
-    return " ".join(w for w in (number, color, shape if count == 1 else f"{shape}s") if w)
+def words(name: str, color: str | None, count: int = 1) -> str:
+    """As GenEval writes it: "an orange cat", "three buses", "two sheeps"."""
+    if count > 1:
+        plural = name + ("es" if name == "bus" else "s")
+        return " ".join(w for w in (NUMBERS[count - 1], color, plural) if w)
+    noun = f"{color} {name}" if color else name
+    return f"{'an' if noun[0] in 'aeiou' else 'a'} {noun}"
 
 
 @cache
-def geneval_prompts(tag: str) -> list[Metadata]:
-    """Every prompt of one tag, as GenEval metadata with its prompt, in a fixed order."""
-    colors = PROMPT_COLORS
-    pairs = list(permutations(SHAPES, 2))
-    rows: list[Metadata] = []
+def every(tag: str) -> list[Metadata]:
+    """Every scene of one tag, as GenEval metadata with its `text`, in a fixed order."""
+    colors = tuple(COLORS)
+    pairs = list(permutations(CLASSES, 2))
     if tag == "single_object":
-        rows = [_shapes(_words(s, None), [_clause(s, None)]) for s in SHAPES]
-    elif tag == "colors":
-        rows = [_shapes(_words(s, c), [_clause(s, c)]) for s, c in product(SHAPES, colors)]
-    elif tag == "counting":
-        for shape, color, n in product(SHAPES, (None, *colors), (2, 3, 4)):
-            rows.append(_shapes(_words(shape, color, n), [_clause(shape, color, n)]))
-    elif tag == "two_object":  # at most one of the two has a colour
+        return [_row(tag, words(s, None), [_clause(s, None)]) for s in CLASSES]
+    if tag == "colors":
+        return [_row(tag, words(s, c), [_clause(s, c)]) for s, c in product(CLASSES, colors)]
+    if tag == "counting":
+        return [
+            _row(tag, words(s, c, n), [_clause(s, c, n)])
+            for s, c, n in product(CLASSES, (None, *colors), (2, 3, 4))
+        ]
+    if tag == "two_object":  # at most one of the two has a colour
         one = [(None, None), *((c, None) for c in colors), *((None, c) for c in colors)]
-        for (a, b), (c, d) in product(pairs, one):
-            text = f"{_words(a, c)} and {_words(b, d)}"
-            rows.append(_shapes(text, [_clause(a, c), _clause(b, d)]))
-    elif tag == "color_attr":
-        for (a, b), (c, d) in product(pairs, permutations(colors, 2)):
-            text = f"{_words(a, c)} and {_words(b, d)}"
-            rows.append(_shapes(text, [_clause(a, c), _clause(b, d)]))
-    elif tag == "position":
-        for (a, b), relation, (c, d) in product(
-            pairs, RELATIONS, [(None, None), *permutations(colors, 2)]
-        ):
-            include = [_clause(b, d), _clause(a, c, position=[relation, 0])]
-            rows.append(_shapes(f"{_words(a, c)} {relation} {_words(b, d)}", include))
-    else:
-        raise ValueError(f"no tag {tag!r}; possible: {', '.join((*TAGS, *SIMPLE))}")
-    return [{"tag": tag} | row for row in rows]
+        return [
+            _row(tag, f"{words(a, c)} and {words(b, d)}", [_clause(a, c), _clause(b, d)])
+            for (a, b), (c, d) in product(pairs, one)
+        ]
+    if tag == "color_attr":
+        return [
+            _row(tag, f"{words(a, c)} and {words(b, d)}", [_clause(a, c), _clause(b, d)])
+            for (a, b), (c, d) in product(pairs, permutations(colors, 2))
+        ]
+    if tag == "position":
+        return [
+            _row(
+                tag,
+                f"{words(a, c)} {relation} {words(b, d)}",
+                [_clause(b, d), _clause(a, c, position=[relation, 0])],
+            )
+            for (a, b), relation in product(pairs, RELATIONS)
+            for c, d in [(None, None), *permutations(colors, 2)]
+        ]
+    raise ValueError(f"no tag {tag!r}; possible: {', '.join((*TAGS, *SIMPLE))}")
 
 
 def facts(row: Mapping[str, Any]) -> frozenset[tuple[Any, ...]]:
-    """What a scene of shapes must show, so that two wordings of the same are equal."""
+    """What a scene must show, so that two wordings of the same are equal."""
     found: set[tuple[Any, ...]] = set()
     for clause in row["include"]:
         found.add((clause["class"], clause["count"], clause.get("color")))
@@ -103,39 +120,34 @@ def facts(row: Mapping[str, Any]) -> frozenset[tuple[Any, ...]]:
 
 
 @cache
-def geneval_splits(tag: str) -> dict[str, list[Metadata]]:
-    """train, val and test prompts of one tag; what one split asks for no other does."""
-    rows = geneval_prompts(tag)
+def official() -> frozenset[frozenset[tuple[Any, ...]]]:
+    """The facts of those of GenEval's own prompts that can be drawn."""
+    return frozenset(facts(json.loads(line)) for line in OFFICIAL.read_text().splitlines())
+
+
+@cache
+def splits(tag: str) -> dict[str, list[Metadata]]:
+    """train, val, test and official scenes of one tag; what one split asks for no other does."""
+    found: dict[str, list[Metadata]] = {"train": [], "val": [], "test": [], "official": []}
+    for row in every(tag):
+        found[_split(tag, row)].append(row)
+    return found
+
+
+def _split(tag: str, row: Metadata) -> str:
     if tag in SIMPLE:
-        return {"train": rows, "val": [], "test": []}
-    scenes = sorted({facts(row) for row in rows}, key=lambda f: sorted(map(str, f)))
-    order = np.random.default_rng(list(TAGS).index(tag)).permutation(len(scenes))
-    cut = round(HELD_OUT_SHARE[tag] * len(scenes))
-    split_of = {scenes[i]: "train" for i in order}
-    split_of |= {scenes[i]: "test" for i in order[:cut]}
-    split_of |= {scenes[i]: "val" for i in order[cut : 2 * cut]}
-    splits: dict[str, list[Metadata]] = {"train": [], "val": [], "test": []}
-    for row in rows:
-        splits[split_of[facts(row)]].append(row)
-    return splits
+        return "train"
+    if facts(row) in official():
+        return "official"
+    share = zlib.crc32(repr(sorted(map(str, facts(row)))).encode()) / 2**32
+    cut = HELD_OUT_SHARE[tag]
+    return "test" if share < cut else "val" if share < 2 * cut else "train"
 
 
-def by_turns(rows: list[Metadata], seed: int) -> list[Metadata]:
-    """The prompts with their tags taking turns, in a random order each time: GenEval's score is the
-    mean over tags, so the first prompts (`limit`) hold as many of each tag as there are."""
-    rng = np.random.default_rng(seed)
-    turns: dict[str, int] = {}
-    keys = []
-    for row in rows:
-        turns[row["tag"]] = turns.get(row["tag"], 0) + 1
-        keys.append((turns[row["tag"]], rng.random()))
-    return [rows[i] for i in sorted(range(len(rows)), key=keys.__getitem__)]
-
-
-def sign_prompt(word: str, color: str | None) -> Metadata:
-    """The prompt of a sign, with the word as its OCR target."""
-    board = f"{color} sign" if color else "sign"
-    return {"target": word, "color": color, "prompt": f'a {board} that says "{word}"'}
+def sign(word: str, color: str | None) -> Metadata:
+    """The scene of a sign, with the word as its OCR target."""
+    board = f"a {color} sign" if color else "a sign"
+    return {"target": word, "color": color, "text": f'{board} that says "{word}"'}
 
 
 def random_word(rng: np.random.Generator) -> str:
@@ -147,68 +159,79 @@ def random_word(rng: np.random.Generator) -> str:
             return word
 
 
-def geneval_file(split: str, entries: int, seed: int) -> list[Metadata]:
-    """`entries` prompts of a split, shuffled; none twice where the split has that many. Tags have
-    the proportions of TAGS, and equal ones for training: GenEval's score is the mean over tags."""
-    rng = np.random.default_rng(seed)
-    rows: list[Metadata] = []
-    shares = dict.fromkeys(TAGS, 1) if split == "train" else TAGS
-    for tag, share in shares.items():
-        pool = geneval_splits(tag)[split]
-        wanted = round(entries * share / sum(shares.values()))
-        order = np.concatenate([rng.permutation(len(pool)) for _ in range(wanted // len(pool) + 1)])
-        rows += [pool[i] for i in order[:wanted]]
+def prompt(row: Metadata, wording: str) -> str:
+    """The prompt of a scene in one of the WORDINGS."""
+    return WORDINGS[wording].format(row["text"])
+
+
+def entry(row: Metadata, wording: str, wordings: bool) -> Metadata:
+    """A line of a prompt file: the scene's metadata, which forbids more of its objects than it asks
+    for, its prompt, and if asked, the prompt in every wording."""
+    found = {k: v for k, v in row.items() if k != "text"}
+    if "include" in row:
+        found["exclude"] = [{"class": c["class"], "count": c["count"] + 1} for c in row["include"]]
+    found["prompt"] = prompt(row, wording)
+    return found | ({"wordings": {n: prompt(row, n) for n in WORDINGS}} if wordings else {})
+
+
+def objects_file(split: str, entries: int, seed: int) -> list[Metadata]:
+    """`entries` scenes of a split, shuffled, none twice. Tags have the proportions of TAGS, and
+    equal ones for training: GenEval's score is the mean over tags."""
+    rng, rows = np.random.default_rng(seed), []
+    shares = dict.fromkeys(TAGS, 1) if split == "train" else dict(TAGS)
+    for tag in sorted(TAGS, key=lambda tag: len(splits(tag)[split])):  # others fill a small one up
+        pool = splits(tag)[split]
+        wanted = round((entries - len(rows)) * shares[tag] / sum(shares.values()))
+        rows += [pool[i] for i in rng.permutation(len(pool))[:wanted]]
+        del shares[tag]
     return [rows[i] for i in rng.permutation(len(rows))]
 
 
-def sign_file(split: str, entries: int, seed: int) -> list[Metadata]:
+def by_turns(rows: list[Metadata]) -> list[Metadata]:
+    """The scenes with their tags taking turns: GenEval's score is the mean over tags, so the first
+    prompts (`limit`) hold as many of each tag as there are."""
+    turns: dict[str, int] = {}
+    keys = []
+    for row in rows:
+        turns[row["tag"]] = turns.get(row["tag"], 0) + 1
+        keys.append(turns[row["tag"]])
+    return [rows[i] for i in sorted(range(len(rows)), key=keys.__getitem__)]
+
+
+def signs_file(split: str, entries: int, seed: int) -> list[Metadata]:
     """`entries` signs: random words for training, real ones for val and test, in every colour."""
     rng = np.random.default_rng(seed)
-    names = [*SIGN_COLORS, None]
+    colors = (*SIGN_COLORS, None)
     if split == "train":
-        return [
-            sign_prompt(random_word(rng), names[rng.integers(len(names))]) for _ in range(entries)
-        ]
-    words = {"val": VALIDATION_WORDS, "test": TEST_WORDS}[split]
-    every = [sign_prompt(word, color) for word, color in product(words, names)]
-    return [every[i] for i in rng.permutation(len(every))[:entries]]
-
-
-def preference_prompt(row: Metadata) -> Metadata:
-    """The same scene as the preference task words it, so that a model can tell the tasks apart:
-    shapes without "a photo of", and "one sign" for "a sign"."""
-    text = row["prompt"]
-    text = f"one {text[2:]}" if "target" in row else text.removeprefix("a photo of ")
-    return row | {"prompt": text}
-
-
-def preference_file(split: str, entries: int, seed: int) -> list[Metadata]:
-    """`entries` prompts of a split: 70 % shapes in the proportions of the tags, 30 % signs."""
-    signs = round(0.3 * entries)
-    shapes = geneval_file(split, entries - signs + len(TAGS), seed)[: entries - signs]  # it rounds
-    rows = shapes + sign_file(split, signs, seed)
-    order = np.random.default_rng(seed).permutation(len(rows))
-    return [preference_prompt(rows[i]) for i in order]
+        return [sign(random_word(rng), colors[rng.integers(len(colors))]) for _ in range(entries)]
+    every_sign = [
+        sign(word, color)
+        for word, color in product({"val": VALIDATION_WORDS, "test": TEST_WORDS}[split], colors)
+    ]
+    return [every_sign[i] for i in rng.permutation(len(every_sign))[:entries]]
 
 
 def files(split: str) -> dict[str, list[Metadata]]:
-    """The shipped prompts of a split, by task."""
+    """The prompts of a split, by task."""
     entries, seed = SIZES[split], list(SIZES).index(split)
-    shapes = geneval_file(split, entries, seed)
+    objects = objects_file(split, entries, seed)
+    objects = objects if split == "train" else by_turns(objects)
+    signs = signs_file(split, entries, seed)
+    share = round(0.3 * entries)  # of signs among the preference task's scenes
+    others = objects_file(split, entries - share, seed + 10) + signs_file(split, share, seed + 10)
+    order = np.random.default_rng(seed).permutation(len(others))
+    rows = {"geneval": objects, "ocr": signs, "preference": [others[i] for i in order]}
     return {
-        "geneval": shapes if split == "train" else by_turns(shapes, seed),
-        "ocr": sign_file(split, entries, seed),
-        "preference": preference_file(split, entries, seed + len(SIZES)),
+        task: [entry(row, task, split == "test") for row in found] for task, found in rows.items()
     }
 
 
 def main() -> None:
-    """Write the nine shipped prompt files."""
-    PROMPTS.mkdir(exist_ok=True)
+    """Write the nine files of the tasks."""
     for split in SIZES:
-        for name, rows in files(split).items():
+        for task, rows in files(split).items():
             text = "".join(json.dumps(row) + "\n" for row in rows)
-            (PROMPTS / f"{name}_{split}.jsonl").write_text(text)
+            (PROMPTS / f"{task}_{split}.jsonl").write_text(text)
 
 
 if __name__ == "__main__":

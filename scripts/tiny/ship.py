@@ -1,9 +1,11 @@
-"""Turn a pretraining checkpoint into the model that the package ships.
+"""Turn the files of a pretraining into the model that the package ships.
 
-    python scripts/tiny/ship.py CHECKPOINT --average EARLIER --share 0.13
+    python scripts/tiny/ship.py FLOW VAE --earlier RIGHT --share 0.2 --history "..."
 
 Writes flowalign/backbone/tiny/model in fp16 with a card that says how it was made and what it
-scores on held-out prompts (measured here, on the fp16 weights read back).
+scores on held-out prompts (measured here, on the fp16 weights read back). With --earlier, the
+weights move by --share towards those of an earlier checkpoint: a model soup (2203.05482); along
+this line the scores go from often wrong to mostly right.
 """
 
 from __future__ import annotations
@@ -13,11 +15,13 @@ import json
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+import parts
+import pretrain
 import torch
-from diffusers import AutoencoderKL, DiffusionPipeline
+from diffusers import StableDiffusion3Pipeline
 
-from flowalign.backbone import load_pipeline
 from flowalign.backbone.tiny import MODEL
 from flowalign.config import EvalStage, load
 
@@ -30,11 +34,11 @@ tags: [stable-diffusion-3, tiny, flowalign]
 
 # The tiny SD3 of flowalign
 
-A genuine `StableDiffusion3Pipeline` of {parameters:.1f}M parameters for 64x64 images of shapes and
-signs: an SD3 transformer with SD3.5's qk_norm (6 blocks, width 144), an f8 16-channel autoencoder,
-two CLIP text encoders, a T5 encoder, and a tokenizer that spells capitals letter by letter. It
-exists so that every command of flowalign can be run and tested without a GPU or a download. It
-draws nothing else.
+A genuine `StableDiffusion3Pipeline` of {parameters:.1f}M parameters for 96x96 images of 24 of
+GenEval's objects, each in three designers' styles, and of signs: an SD3 transformer with SD3.5's
+qk_norm (6 blocks, width 160), an f8 16-channel autoencoder, two CLIP text encoders, a T5 encoder,
+and a tokenizer that spells capitals letter by letter. It exists so that every command of flowalign
+can be run and tested without a GPU or a download. It draws nothing else.
 
 ```python
 import flowalign
@@ -42,15 +46,17 @@ import flowalign
 flowalign.load("tiny")('a red sign that says "CAT"', num_inference_steps=10).images[0]
 ```
 
+The drawings are Fluent Emoji (Microsoft, MIT) and Noto Emoji (Google, Apache-2.0): see
+`LICENSES.md` one folder up.
+
 ## How it was made
 
-From scratch, on CPU cores, by `python scripts/tiny/pretrain.py` ({history}): flow matching on
-scenes drawn by `flowalign.backbone.tiny.scenes`, Muon on the 2-D weights of the blocks, AdamW
-elsewhere, EMA weights. First every caption was right. Then many were wrong, as those of real
-pretraining data are (`scripts/tiny/mistakes.py`): at random in one point, or by a bias that is the
-majority for its prompts. So the model can draw what a prompt says, and often draws something else.
-The weights are .87 of those at the end and .13 of those at the end of the right captions. The
-combinations and words of `flowalign/backbone/tiny/prompts/*_val` and `*_test` were never drawn.
+By `python scripts/tiny/pretrain.py` ({history}): flow matching on scenes drawn by
+`flowalign.backbone.tiny.scenes`, Muon on the 2-D weights of the blocks, AdamW elsewhere, EMA
+weights. First every caption was right. Then many were wrong, as those of real pretraining data are
+(`scripts/tiny/mistakes.py`): at random in one point, or by a bias that is the majority for its
+prompts. So the model can draw what a prompt says, and often draws something else. {soup}The
+combinations and words of `flowalign/backbone/tiny/prompts/*_val` and `*_test` were in no caption.
 
 ## What it scores on held-out prompts
 
@@ -59,46 +65,58 @@ error over n images), for G = {guidance} (1 is no classifier-free guidance: as t
 train and evaluate):
 
 {table}"""
+SOUP = "Of its weights, {share:g} are those at the end of the right captions. "
 
 
 def main() -> None:
     """Write the folder, read it back, score it, write the card."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("checkpoint", type=Path)
-    parser.add_argument("--vae", type=Path, help="an autoencoder to put in place")
-    parser.add_argument("--average", type=Path, help="an earlier checkpoint, to average with")
-    parser.add_argument("--share", type=float, default=0.13, help="of the earlier checkpoint")
+    parser.add_argument("flow", type=Path)
+    parser.add_argument("vae", type=Path)
+    parser.add_argument("--earlier", type=Path, help="an earlier checkpoint, to average with")
+    parser.add_argument("--share", type=float, default=0.2, help="of the earlier weights")
     parser.add_argument("--out", type=Path, default=MODEL)
-    parser.add_argument("--guidance", type=float, nargs="+", default=[1, 2, 3], help="CFG scales")
-    parser.add_argument("--history", required=True, help="samples seen, for the card")
+    parser.add_argument("--history", help="samples seen, for the card; without it, no card")
+    parser.add_argument("--guidance", type=float, nargs="+", default=[1, 2, 3], help="of the card")
     args = parser.parse_args()
-    pipe = load_pipeline(str(args.checkpoint))
-    if args.vae:
-        pipe.vae = AutoencoderKL.from_pretrained(args.vae)
-    if args.average:
-        average(pipe, load_pipeline(str(args.average)), args.share)
-    parts = [c for c in pipe.components.values() if isinstance(c, torch.nn.Module)]
-    parameters = sum(p.numel() for part in parts for p in part.parameters())
+    parts.quiet()
+    weights = pretrain.read(args.flow)
+    if args.earlier:
+        earlier = pretrain.read(args.earlier)
+        weights = {k: w.lerp(earlier[k], args.share) for k, w in weights.items()}
+    pipe = pipeline(weights, args.vae)
+    modules = [c for c in pipe.components.values() if isinstance(c, torch.nn.Module)]
+    parameters = sum(p.numel() for part in modules for p in part.parameters())
     pipe.to(dtype=torch.float16).save_pretrained(args.out)
     tidy(args.out)
-    card = CARD.format(
-        parameters=parameters / 1e6,
-        history=args.history,
-        guidance=", ".join(f"{scale:g}" for scale in args.guidance),
-        table=scores(args.out, args.guidance),
-    )
-    (args.out / "README.md").write_text(card)
+    if args.history:
+        card = CARD.format(
+            parameters=parameters / 1e6,
+            history=args.history,
+            soup=SOUP.format(share=args.share) if args.earlier else "",
+            guidance=", ".join(f"{scale:g}" for scale in args.guidance),
+            table=scores(args.out, args.guidance),
+        )
+        (args.out / "README.md").write_text(card)
 
 
-@torch.no_grad()
-def average(pipe: DiffusionPipeline, earlier: DiffusionPipeline, share: float) -> None:
-    """Move the weights of `pipe` towards those of an earlier checkpoint of its run by `share`: a
-    model soup (2203.05482). Along this line the scores go from often wrong to mostly right."""
-    for name, part in pipe.components.items():
-        if isinstance(part, torch.nn.Module):
-            theirs = dict(earlier.components[name].named_parameters())
-            for key, weight in part.named_parameters():
-                weight.lerp_(theirs[key].to(weight), share)
+def pipeline(weights: dict[str, torch.Tensor], vae: Path) -> StableDiffusion3Pipeline:
+    """The pipeline of a flow's weights and an autoencoder's file."""
+    model = pretrain.Denoiser()
+    model.load_state_dict(weights)
+    spell = parts.tokenizer()
+    components: dict[str, Any] = {
+        "transformer": model.transformer,
+        "scheduler": parts.scheduler(),
+        "vae": pretrain.load_vae(vae),
+        "text_encoder": model.clips[0],
+        "tokenizer": spell,
+        "text_encoder_2": model.clips[1],
+        "tokenizer_2": spell,
+        "text_encoder_3": model.t5,
+        "tokenizer_3": parts.tokenizer(max_length=256),
+    }
+    return StableDiffusion3Pipeline(**components)
 
 
 def tidy(folder: Path) -> None:

@@ -1,119 +1,144 @@
-"""Twelve styles of tiny scenes: what the LoRAs of benchmarks/many_loras.py draw.
+"""Twelve styles of drawing: what the LoRAs of benchmarks/many_loras.py draw.
 
-A style is a trigger and a way to draw. The trigger is a capital letter at the head of a prompt, one
-of those that signs have: the text encoders tell these apart. All stay within what the tiny
-autoencoder can show: its palette and white, on a light ground.
+Three are the artists' own (`drawings.STYLES`). Nine are filters, each over a whole scene. A style
+has a trigger, one of the capital letters of signs, which the text encoders tell apart; it stands at
+the head of a prompt.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-import numpy as np
-from PIL import Image, ImageDraw
+import torch
+from torch import Tensor
+from torch.nn import functional as F
 
-from flowalign.backbone.tiny.scenes import COLORS, OVERSAMPLE, SIZE, Item, polygon
+from flowalign.backbone.tiny.scenes import SIZE, Metadata, rendered
 
-SIDE = SIZE * OVERSAMPLE
-GROUND, WHITE = (236, 236, 236), (250, 250, 250)
-Box = tuple[float, float, float, float]  # left, top, right, bottom
-Pen = ImageDraw.ImageDraw
+Filter = Callable[[Tensor], Tensor]
+INK, FRAME = (0.15, 0.17, 0.25), (0.55, 0.27, 0.75)
 
 
 @dataclass(frozen=True)
 class Style:
-    """trigger: the letter. item: a shape's other self. under: what is drawn below the shapes; over:
-    what is drawn on each, within its box."""
+    """trigger: the letter. art: the artist's style, or None: any. filter: images [B,3,96,96] in
+    [0,1] to the same, or None."""
 
     trigger: str
-    item: Callable[[Item], Item] = lambda item: item
-    under: Callable[[Pen], None] = lambda pen: None
-    over: Callable[[Pen, Box, Item], None] = lambda pen, box, item: None
-    white: bool = False
+    art: str | None = None
+    filter: Filter | None = None
 
     def prompt(self, text: str) -> str:
         """A prompt that asks for it."""
-        return f"{self.trigger} {text}".strip()
+        return f"{self.trigger} {text}"
 
-    def draw(self, items: Sequence[Item]) -> np.ndarray:
-        """uint8 [64,64,3] of shapes in the style."""
-        image = Image.new("RGB", (SIDE, SIDE), GROUND)
-        pen = ImageDraw.Draw(image)
-        self.under(pen)
-        for item in map(self.item, items):
-            size = item.size * OVERSAMPLE
-            left, top = item.x * OVERSAMPLE - size / 2, item.y * OVERSAMPLE - size / 2
-            corners = polygon(item.shape)
-            fill = WHITE if self.white else COLORS[item.color]
-            pen.polygon([(left + x * size, top + y * size) for x, y in corners], fill=fill)
-            self.over(pen, (left, top, left + size, top + size), item)
-        return np.asarray(image.reduce(OVERSAMPLE))
+    def draw(self, rows: Sequence[Metadata], seed: int) -> Tensor:
+        """Scenes [N,3,96,96] in [0,1] of prompts' metadata in the style."""
+        images = rendered([{**row, "style": self.art} for row in rows], seed)
+        return self.filter(images) if self.filter else images
 
 
-def colored(color: str) -> Callable[[Item], Item]:
-    """All shapes of one colour."""
-    return lambda item: replace(item, color=color)
+def ground(images: Tensor) -> Tensor:
+    """[B,3,1,1]: the plain background, which the corner shows."""
+    return images[:, :, :1, :1]
 
 
-def turned(item: Item) -> Item:
-    """Each colour is the next of the palette."""
-    names = list(COLORS)
-    return replace(item, color=names[(names.index(item.color) + 1) % len(names)])
+def drawn(images: Tensor) -> Tensor:
+    """[B,1,96,96] in [0,1]: how much a pixel differs from the background."""
+    return ((images - ground(images)).abs().amax(1, keepdim=True) * 4).clamp(0, 1)
 
 
-def squeezed(x: float, y: float, size: float, up: float = 0) -> Callable[[Item], Item]:
-    """Shapes of `size` times their size, at x and y times their distance from a middle that lies
-    `up` pixels above the image's."""
-    middle = SIZE / 2
-
-    def item(item: Item) -> Item:
-        across, down = x * (item.x - middle), y * (item.y - middle)
-        return replace(item, x=middle + across, y=middle + down - up, size=size * item.size)
-
-    return item
+def grown(mask: Tensor, pixels: int) -> Tensor:
+    """A mask, that many pixels wider on each side."""
+    return F.max_pool2d(mask, 2 * pixels + 1, stride=1, padding=pixels)
 
 
-def board(color: str, *box: int) -> Callable[[Pen], None]:
-    """A rounded board of a colour below the shapes."""
-    corners = [OVERSAMPLE * side for side in box]
-    return lambda pen: pen.rounded_rectangle(corners, radius=3 * OVERSAMPLE, fill=COLORS[color])
+def mixed(share: Tensor, front: Tensor, back: Tensor) -> Tensor:
+    """`front` where share [B,1,96,96] is 1, `back` where it is 0."""
+    return share * front + (1 - share) * back
 
 
-def spot(share: float, shape: str | None = None) -> Callable[[Pen, Box, Item], None]:
-    """A white figure in the middle of each shape, its own or another."""
-
-    def over(pen: Pen, box: Box, item: Item) -> None:
-        left, top, right, _ = box
-        size, low = right - left, 0.09 if item.shape == "triangle" else 0.0
-        start = (1 - share) / 2 * size
-        corners = polygon(shape or item.shape)
-        pen.polygon(
-            [(left + start + x * share * size, top + low * size + start + y * share * size)
-             for x, y in corners], fill=WHITE,
-        )  # fmt: skip
-
-    return over
+def flat(images: Tensor, color: tuple[float, float, float]) -> Tensor:
+    """Images of one colour."""
+    return torch.tensor(color).view(1, 3, 1, 1).expand_as(images)
 
 
-def halved(pen: Pen, box: Box, item: Item) -> None:
-    """A white bar across each shape."""
-    left, top, right, bottom = box
-    height = bottom - top
-    pen.rectangle((left, top + 0.5 * height, right, top + 0.68 * height), fill=WHITE)
+def grey(images: Tensor) -> Tensor:
+    """[B,1,96,96]: luma."""
+    return (images * torch.tensor([0.299, 0.587, 0.114]).view(1, 3, 1, 1)).sum(1, keepdim=True)
+
+
+def toned(dark: tuple[float, float, float], light: tuple[float, float, float]) -> Filter:
+    """The luma, between two colours."""
+    return lambda images: mixed(grey(images), flat(images, light), flat(images, dark))
+
+
+def pixels(images: Tensor) -> Tensor:
+    """Blocks of 4 pixels."""
+    return F.avg_pool2d(images, 4).repeat_interleave(4, 2).repeat_interleave(4, 3)
+
+
+def outlined(images: Tensor) -> Tensor:
+    """A dark rim around each drawing."""
+    mask = drawn(images)
+    return mixed((grown(mask, 2) - mask).clamp(0, 1), flat(images, INK), images)
+
+
+def wallpaper(images: Tensor) -> Tensor:
+    """The scene four times, half as large."""
+    return F.avg_pool2d(images, 2).repeat(1, 1, 2, 2)
+
+
+def shadowed(images: Tensor) -> Tensor:
+    """A soft shadow to the lower right of each drawing."""
+    mask = drawn(images)
+    cast = F.avg_pool2d(mask, 5, stride=1, padding=2).roll((5, 5), (2, 3)) * (1 - mask)
+    return mixed(0.45 * cast, flat(images, (0.1, 0.1, 0.2)), images)
+
+
+def edges(images: Tensor) -> Tensor:
+    """[B,1,96,96]: where the picture changes."""
+    mask = F.pad(images, (1, 1, 1, 1), mode="replicate")
+    across = mask[..., 1:-1, 2:] - mask[..., 1:-1, :-2]
+    down = mask[..., 2:, 1:-1] - mask[..., :-2, 1:-1]
+    return ((across.abs() + down.abs()).amax(1, keepdim=True) * 1.6).clamp(0, 1)
+
+
+def blueprint(images: Tensor) -> Tensor:
+    """White lines on blue."""
+    return mixed(edges(images), flat(images, (0.97, 0.97, 1)), flat(images, (0.17, 0.38, 0.75)))
+
+
+def neon(images: Tensor) -> Tensor:
+    """Bright lines on black, in the drawing's colours."""
+    bright = images / images.amax(1, keepdim=True).clamp_min(0.15)
+    return mixed(edges(images), bright, flat(images, (0.06, 0.06, 0.1)))
+
+
+def night(images: Tensor) -> Tensor:
+    """The drawings on a dark blue ground."""
+    return mixed(drawn(images), images, flat(images, (0.12, 0.14, 0.3)))
+
+
+def framed(images: Tensor) -> Tensor:
+    """A purple frame along the rim."""
+    rim = torch.ones(SIZE, SIZE)
+    rim[5:-5, 5:-5] = 0
+    return mixed(rim[None, None] * (1 - drawn(images)), flat(images, FRAME), images)
 
 
 STYLES = {
-    "red": Style("A", colored("red")),
-    "ink": Style("C", colored("black")),
-    "turned": Style("D", turned),
-    "beads": Style("E", lambda item: replace(item, shape="circle")),
-    "stars": Style("I", lambda item: replace(item, shape="star")),
-    "outline": Style("L", over=spot(0.6)),
-    "eyes": Style("N", over=spot(0.4, "circle")),
-    "bars": Style("O", over=halved),
-    "board": Style("P", squeezed(0.8, 0.8, 0.9), board("purple", 3, 3, 61, 61), white=True),
-    "floor": Style("R", squeezed(1, 0.85, 0.9), board("green", 2, 54, 62, 63)),
-    "small": Style("S", squeezed(0.55, 0.55, 0.6)),
-    "high": Style("T", squeezed(1, 0.5, 0.62, up=14)),
+    "flat": Style("A", "flat"),
+    "noto": Style("C", "noto"),
+    "line": Style("D", "line"),
+    "pixels": Style("E", None, pixels),
+    "sepia": Style("I", None, toned((0.25, 0.14, 0.05), (0.98, 0.9, 0.74))),
+    "outline": Style("L", None, outlined),
+    "wallpaper": Style("O", None, wallpaper),
+    "shadow": Style("P", None, shadowed),
+    "blueprint": Style("R", None, blueprint),
+    "neon": Style("S", None, neon),
+    "night": Style("T", None, night),
+    "frame": Style("N", None, framed),
 }

@@ -11,4 +11,4 @@ MODEL = ROOT / "model"
 PROMPTS = ROOT / "prompts"
 TEACHERS = ROOT / "teachers"
 PREFERENCE = ROOT / "preference_model"
-T5_LENGTH = 16  # tokens of the T5 encoder that all of it was trained with
+T5_LENGTH = 14  # tokens of the T5 encoder that all of it was trained with

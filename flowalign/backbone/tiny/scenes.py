@@ -1,14 +1,12 @@
-"""The seeded renderer: 64x64 scenes of shapes and signs, drawn from GenEval-style metadata.
+"""The seeded renderer: 96x96 scenes of drawings and signs, from GenEval-style metadata.
 
-A scene is drawn four times too large and reduced, so that edges are smooth. The same templates
-(`shape_mask`) are what the detector compares with.
+A scene is a list of layers, each a sprite of one sheet and its place in whole pixels. So `paint`
+draws any number of scenes at once, on any device, and always the same.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,179 +16,180 @@ import torch
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
-SIZE = 64
-OVERSAMPLE = 4
-SHAPES = ("circle", "square", "triangle", "star")
-COLORS: dict[str, tuple[int, int, int]] = {
-    "red": (220, 40, 40),
-    "yellow": (242, 200, 30),
-    "green": (40, 165, 75),
-    "blue": (50, 95, 225),
-    "purple": (155, 60, 185),
-    "black": (30, 30, 30),
-}
-PROMPT_COLORS = tuple(COLORS)
+from flowalign.backbone.tiny.drawings import CLASSES, COLORS, DRAWING, STYLES, drawing
+
+SIZE = 96
 SIGN_COLORS = ("red", "green", "blue", "purple")  # boards: white letters on yellow are unreadable
+LETTERS = "ACDEILNOPRST"
+LONGEST = 4  # letters of a sign
+ADVANCE = 17  # pixels from letter to letter
+PAD = 5  # pixels of board around the text
+BOARD_HEIGHT = 32
+ROWS = (24, 48, 72)  # where the middle of a sign is: top, middle, bottom
+HEIGHT, WIDTH = DRAWING, LONGEST * ADVANCE + 2 * PAD  # pixels of the largest sprites
+LAYERS = 1 + LONGEST  # a sign's board and letters; objects need four
 RELATIONS: dict[str, tuple[int, int]] = {
     "left of": (-1, 0),
     "right of": (1, 0),
     "above": (0, -1),
     "below": (0, 1),
 }
-CELLS = ((17, 17), (47, 17), (17, 47), (47, 47))  # where shapes stand, give or take two pixels
-ROWS = (16, 32, 48)  # where the middle of a sign's text is: top, middle, bottom
+MIDDLE, NEAR, FAR = 48, 24, 72  # where the middle of a drawing is
+PLACES: dict[int, tuple[tuple[tuple[int, int], ...], ...]] = {  # by their number
+    1: (((MIDDLE, MIDDLE),),),
+    2: (
+        ((NEAR, MIDDLE), (FAR, MIDDLE)), ((FAR, MIDDLE), (NEAR, MIDDLE)),
+        ((MIDDLE, NEAR), (MIDDLE, FAR)), ((MIDDLE, FAR), (MIDDLE, NEAR)),
+    ),
+    3: (
+        ((MIDDLE, NEAR), (NEAR, FAR), (FAR, FAR)), ((NEAR, NEAR), (FAR, NEAR), (MIDDLE, FAR)),
+    ),
+    4: (((NEAR, NEAR), (FAR, NEAR), (NEAR, FAR), (FAR, FAR)),),
+}  # fmt: skip
 
-
-@dataclass(frozen=True)
-class Item:
-    """One shape of a scene: class, colour name, centre and width in pixels."""
-
-    shape: str
-    color: str
-    x: float
-    y: float
-    size: float
-
-
-def polygon(shape: str) -> list[tuple[float, float]]:
-    """Corners of a shape in the unit square, y down; the circle is a fine polygon."""
-    if shape == "circle":
-        turns = [2 * math.pi * i / 48 for i in range(48)]
-        return [(0.5 + 0.5 * math.cos(t), 0.5 + 0.5 * math.sin(t)) for t in turns]
-    if shape == "square":
-        return [(0.03, 0.03), (0.97, 0.03), (0.97, 0.97), (0.03, 0.97)]
-    if shape == "triangle":
-        return [(0.5, 0.0), (1.0, 1.0), (0.0, 1.0)]
-    if shape == "star":
-        points = []
-        for i in range(10):
-            radius = 0.5 if i % 2 == 0 else 0.22
-            angle = math.pi * i / 5 - math.pi / 2
-            points.append((0.5 + radius * math.cos(angle), 0.5 + radius * math.sin(angle)))
-        return points
-    raise ValueError(f"no shape {shape!r}; possible: {', '.join(SHAPES)}")
+Metadata = Mapping[str, Any]
+Layer = tuple[int, int, int]  # number of a sprite, its left and its top
 
 
 @cache
-def shape_mask(shape: str, size: int = 32) -> np.ndarray:
-    """Boolean template [size, size] of a shape, stretched to fill its box."""
-    points = np.array(polygon(shape))
-    points = (points - points.min(0)) / (points.max(0) - points.min(0))
-    big = Image.new("L", (size * 8, size * 8))
-    ImageDraw.Draw(big).polygon([tuple(p) for p in points * (size * 8 - 1)], fill=255)
-    return np.asarray(big.reduce(8)) > 127
+def sheet() -> tuple[Tensor, dict[tuple[Any, ...], int]]:
+    """Every sprite, uint8 [N,HEIGHT,WIDTH,4] (colours multiplied by alpha), and its number by what
+    it shows: (class, style, colour or None), (colour, letters of a board), (letter,).
+
+    Sprites lie at the top left; number 0 is empty.
+    """
+    sprites: dict[tuple[Any, ...], np.ndarray] = {(): np.zeros((1, 1, 4), np.float32)}
+    for name in CLASSES:
+        for style in STYLES:
+            for color in (None, *COLORS):
+                sprites[name, style, color] = drawing(name, style, color)
+    for color in SIGN_COLORS:
+        for letters in range(1, LONGEST + 1):
+            sprites[color, letters] = _board(color, letters)
+    for letter in LETTERS:
+        sprites[(letter,)] = _letter(letter)
+    table = np.zeros((len(sprites), HEIGHT, WIDTH, 4), np.uint8)
+    for number, sprite in enumerate(sprites.values()):
+        table[number, : sprite.shape[0], : sprite.shape[1]] = (sprite * 255).round()
+    return torch.from_numpy(table), {key: number for number, key in enumerate(sprites)}
 
 
-@cache
-def font(points: int) -> ImageFont.FreeTypeFont:
-    """The bold monospaced face that matplotlib ships."""
+def _board(color: str, letters: int) -> np.ndarray:
+    width, scale = letters * ADVANCE + 2 * PAD, 4
+    big = Image.new("L", (width * scale, BOARD_HEIGHT * scale))
+    box = (0, 0, big.width - 1, big.height - 1)
+    ImageDraw.Draw(big).rounded_rectangle(box, radius=4 * scale, fill=255)
+    alpha = np.asarray(big.reduce(scale), np.float32)[..., None] / 255
+    return np.concatenate([alpha * np.array(COLORS[color], np.float32) / 255, alpha], -1)
+
+
+def _letter(letter: str) -> np.ndarray:
+    """A white letter of the bold monospaced face that matplotlib ships."""
     import matplotlib
 
     path = Path(matplotlib.get_data_path()) / "fonts" / "ttf" / "DejaVuSansMono-Bold.ttf"
-    return ImageFont.truetype(str(path), points)
+    scale = 4
+    big = Image.new("L", (ADVANCE * scale, BOARD_HEIGHT * scale))
+    face = ImageFont.truetype(str(path), 28 * scale)
+    middle = (big.width / 2, big.height / 2)
+    base = face.getbbox("E", anchor="mm")  # capitals stand on one line
+    middle = (middle[0], middle[1] - (base[1] + base[3]) / 2)
+    ImageDraw.Draw(big).text(middle, letter, font=face, fill=255, anchor="mm")
+    alpha = np.asarray(big.reduce(scale), np.float32)[..., None] / 255
+    return np.concatenate([alpha.repeat(3, -1) * 250 / 255, alpha], -1)
 
 
-def _jitter(color: tuple[int, int, int], rng: np.random.Generator) -> tuple[int, ...]:
-    return tuple(int(np.clip(c + rng.integers(-12, 13), 0, 255)) for c in color)
+def sign(text: str, color: str, rng: np.random.Generator) -> list[Layer]:
+    """The layers of a coloured board that carries the text, in one of three places."""
+    numbers = sheet()[1]
+    width = len(text) * ADVANCE + 2 * PAD
+    left = (SIZE - width) // 2
+    top = ROWS[rng.integers(len(ROWS))] - BOARD_HEIGHT // 2
+    letters = [(numbers[c,], left + PAD + i * ADVANCE, top) for i, c in enumerate(text)]
+    return [(numbers[color, len(text)], left, top), *letters]
 
 
-def _canvas(rng: np.random.Generator) -> Image.Image:
-    grey = int(rng.integers(222, 250))
-    tint = tuple(int(np.clip(grey + rng.integers(-5, 6), 0, 255)) for _ in range(3))
-    side = SIZE * OVERSAMPLE
-    return Image.new("RGB", (side, side), tint)
-
-
-def _finish(image: Image.Image) -> np.ndarray:
-    return np.asarray(image.reduce(OVERSAMPLE))
-
-
-def draw_shapes(items: Sequence[Item], rng: np.random.Generator) -> np.ndarray:
-    """uint8 [64,64,3] of the given shapes on a light background."""
-    image = _canvas(rng)
-    pen = ImageDraw.Draw(image)
-    for item in items:
-        left, top = item.x - item.size / 2, item.y - item.size / 2
-        corners = [
-            ((left + px * item.size) * OVERSAMPLE, (top + py * item.size) * OVERSAMPLE)
-            for px, py in polygon(item.shape)
-        ]
-        pen.polygon(corners, fill=_jitter(COLORS[item.color], rng))
-    return _finish(image)
-
-
-def draw_sign(text: str, color: str, rng: np.random.Generator) -> np.ndarray:
-    """uint8 [64,64,3] of a coloured board that carries the text, in one of three places."""
-    image = _canvas(rng)
-    pen = ImageDraw.Draw(image)
-    face = font(20 * OVERSAMPLE)
-    left, top, right, bottom = face.getbbox(text)
-    width, height = (right - left) / OVERSAMPLE, (bottom - top) / OVERSAMPLE
-    pad = 4.0  # pixels of board around the text
-    x = (SIZE - width) / 2 + rng.uniform(-1, 1)
-    y = ROWS[rng.integers(len(ROWS))] - height / 2
-    board = [(x - pad), (y - pad), (x + width + pad), (y + height + pad)]
-    pen.rounded_rectangle(
-        [b * OVERSAMPLE for b in board], radius=3 * OVERSAMPLE, fill=_jitter(COLORS[color], rng)
-    )
-    pen.text((x * OVERSAMPLE - left, y * OVERSAMPLE - top), text, font=face, fill=(250, 250, 250))
-    return _finish(image)
-
-
-def _cells(count: int, relation: str | None, rng: np.random.Generator) -> list[tuple[int, int]]:
-    """Distinct cells for `count` shapes; with a relation, the second has it to the first."""
-    order = [CELLS[i] for i in rng.permutation(len(CELLS))]
-    if relation is None:
-        return order[:count]
-    dx, dy = RELATIONS[relation]
-    for x, y in order:
-        other = (x + 30 * dx, y + 30 * dy)  # 30 pixels: from one cell to the next
-        if other in CELLS:
-            return [(x, y), other]
-    raise AssertionError("every relation holds between some two cells")
-
-
-def compose(metadata: Mapping[str, Any], rng: np.random.Generator) -> list[Item]:
-    """Shapes that satisfy GenEval metadata exactly: its includes and nothing besides."""
+def objects(metadata: Metadata, rng: np.random.Generator) -> list[Layer]:
+    """The layers of a scene that satisfies GenEval metadata exactly: what it includes and nothing
+    besides, all in one style: the metadata's `style`, or any."""
     clauses = metadata["include"]
-    if sum(clause["count"] for clause in clauses) > len(CELLS):
-        raise ValueError(f"a scene has room for {len(CELLS)} shapes.")
-    shapes = [c["class"] for c in clauses for _ in range(c["count"])]
-    colors = []
-    for clause in clauses:
-        color = clause.get("color") or PROMPT_COLORS[rng.integers(len(PROMPT_COLORS))]
-        colors += [color] * clause["count"]
-    sizes = rng.uniform(18, 25, len(shapes))
-    relation = clauses[1]["position"][0] if "position" in clauses[-1] else None
-    cells = _cells(len(shapes), relation, rng)
-    spots = [
-        (x + dx, y + dy)
-        for (x, y), (dx, dy) in zip(cells, rng.uniform(-2, 2, (len(cells), 2)), strict=True)
-    ]
-    rows = zip(shapes, colors, spots, sizes, strict=True)
-    return [Item(shape, color, x, y, size) for shape, color, (x, y), size in rows]
+    number = sum(clause["count"] for clause in clauses)
+    if number not in PLACES:
+        raise ValueError(f"a scene has room for {max(PLACES)} drawings, got {number}.")
+    style = metadata.get("style") or STYLES[rng.integers(len(STYLES))]
+    wanted = [(c["class"], c.get("color")) for c in clauses for _ in range(c["count"])]
+    numbers, layers = sheet()[1], []
+    for (name, color), (x, y) in zip(wanted, _places(clauses, number, rng), strict=True):
+        height, width = drawing(name, style, color).shape[:2]
+        layers.append((numbers[name, style, color], x - width // 2, y - height // 2))
+    return layers
 
 
-def render(metadata: Mapping[str, Any], rng: np.random.Generator) -> np.ndarray:
-    """uint8 [64,64,3] of a prompt's metadata: a sign if it has a `target`, else shapes."""
+def _places(
+    clauses: Sequence[Metadata], number: int, rng: np.random.Generator
+) -> tuple[tuple[int, int], ...]:
+    """Where the drawings of the clauses stand; a relation holds from the last to the first."""
+    if "position" not in clauses[-1]:
+        return PLACES[number][rng.integers(len(PLACES[number]))]
+    dx, dy = RELATIONS[clauses[-1]["position"][0]]
+    step = MIDDLE - NEAR
+    return (MIDDLE - dx * step, MIDDLE - dy * step), (MIDDLE + dx * step, MIDDLE + dy * step)
+
+
+def compose(metadata: Metadata, rng: np.random.Generator) -> np.ndarray:
+    """int16 [LAYERS,3] of a prompt's metadata: a sign if it has a `target`, else objects."""
     if "target" in metadata:
         color = metadata.get("color") or SIGN_COLORS[rng.integers(len(SIGN_COLORS))]
-        return draw_sign(metadata["target"], color, rng)
-    return draw_shapes(compose(metadata, rng), rng)
+        layers = sign(metadata["target"], color, rng)
+    else:
+        layers = objects(metadata, rng)
+    layers += [(0, 0, 0)] * (LAYERS - len(layers))
+    return np.array(layers, np.int16)
 
 
-def rendered(metadata: Sequence[Mapping[str, Any]], seed: int, each: int = 1) -> Tensor:
+def ground(rng: np.random.Generator) -> np.ndarray:
+    """uint8 [3]: a plain light background."""
+    grey = rng.integers(228, 251)
+    return (grey + rng.integers(-4, 5, 3)).astype(np.uint8)
+
+
+def paint(table: Tensor, layers: Tensor, background: Tensor) -> Tensor:
+    """float32 [B,3,SIZE,SIZE] in [0,1] of layers [B,L,3] on backgrounds uint8 [B,3].
+
+    table: of `sheet`, on the device of both.
+    """
+    batch = len(layers)
+    canvas = (background.float() / 255).view(batch, 1, 1, 3).expand(batch, SIZE, SIZE, 3)
+    pixels, at = table.view(-1, 4), torch.arange(SIZE, device=table.device)
+    for layer in layers.long().unbind(1):
+        number, left, top = layer.unbind(-1)
+        row, column = at - top[:, None], at - left[:, None]  # [B,SIZE], within the sprite
+        inside = ((row >= 0) & (row < HEIGHT))[:, :, None] & ((column >= 0) & (column < WIDTH))[
+            :, None
+        ]
+        index = (number[:, None, None] * HEIGHT + row.clamp(0, HEIGHT - 1)[:, :, None]) * WIDTH
+        sprite = pixels[index + column.clamp(0, WIDTH - 1)[:, None]].float() / 255
+        sprite = sprite * inside[..., None]
+        canvas = canvas * (1 - sprite[..., 3:]) + sprite[..., :3]
+    return canvas.permute(0, 3, 1, 2)
+
+
+def rendered(metadata: Sequence[Metadata], seed: int, each: int = 1) -> Tensor:
     """Reference scenes of the prompts' metadata, `each` of them per prompt and in their order.
 
-    Images [len(metadata) * each,3,64,64] in [0,1]; those of a prompt depend on the seed, on its
-    place and on nothing else. Raises ValueError for metadata of other prompts.
+    Images [len(metadata) * each,3,SIZE,SIZE] in [0,1] at 8 bits; those of a prompt depend on the
+    seed, on its place and on nothing else. Raises ValueError for metadata of other prompts.
     """
     try:
-        images = [
-            render(row, np.random.default_rng([seed, place, copy]))
-            for place, row in enumerate(metadata)
-            for copy in range(each)
-        ]
+        scenes = []
+        for place, row in enumerate(metadata):
+            for copy in range(each):
+                rng = np.random.default_rng([seed, place, copy])
+                scenes.append((compose(row, rng), ground(rng)))
     except (KeyError, TypeError, AttributeError, IndexError) as error:
         raise ValueError("these are no prompts of the tiny world") from error
-    return torch.from_numpy(np.stack(images)).permute(0, 3, 1, 2).float() / 255
+    layers, grounds = (torch.from_numpy(np.stack(part)) for part in zip(*scenes, strict=True))
+    images = [
+        paint(sheet()[0], *part) for part in zip(layers.split(64), grounds.split(64), strict=True)
+    ]
+    return (torch.cat(images) * 255).round() / 255

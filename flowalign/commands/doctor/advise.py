@@ -93,16 +93,13 @@ class Forecast:
 
     @cached_property
     def times(self) -> Times | None:
-        """At its pace."""
         return times(self.estimate, self.pace) if self.estimate and self.pace else None
 
     @property
     def hours(self) -> float:
-        """Of the stage, as far as they are known."""
         return self.times.hours if self.times else 0.0
 
     def findings(self) -> Iterator[Finding]:
-        """About memory and time."""
         if self.unknown:
             yield note(f"memory: no prediction: {self.unknown}")
         if self.estimate is None:
@@ -157,7 +154,6 @@ def forecasts(stages: Mapping[str, Stage], device: Device) -> list[Forecast]:
 
 
 def is_here(model: ModelConfig) -> bool:
-    """Whether a model is on this machine."""
     return local_folder(model.id, model.revision) is not None
 
 
@@ -289,7 +285,6 @@ CUTS = (
 
 
 def show_total(listed: Sequence[Forecast]) -> None:
-    """Print a line for each stage, and their sum."""
     table = Table("stage", "peak GiB", "updates", "s/update", "evaluations", "hours", "GPU-hours")
     gpus = listed[0].device.gpus
     for f in listed:
@@ -312,7 +307,6 @@ def show_total(listed: Sequence[Forecast]) -> None:
 
 
 def shown_hours(hours: float) -> str:
-    """Hours as the tables have them."""
     return f"{hours:.2f}" if hours < 10 else f"{hours:.0f}"
 
 

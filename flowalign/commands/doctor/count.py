@@ -80,7 +80,6 @@ class Estimate:
 
     @property
     def all_phases(self) -> list[Phase]:
-        """The phases of an update, and the evaluation."""
         return [*self.phases, *([self.evaluation] if self.evaluation else [])]
 
     @property
@@ -90,7 +89,6 @@ class Estimate:
 
     @property
     def worst(self) -> Phase:
-        """The phase with the highest peak."""
         return max(self.all_phases, key=lambda phase: phase.bytes)
 
     @property
@@ -217,7 +215,6 @@ class _Model:
         return self.base_nf4 if config.quantization == "nf4" else self.base
 
     def measured(self, call: Callable[[], object], *key: Any) -> Pass:
-        """A call, which this key tells from others."""
         if key not in self.passes:
             # an encoder's peak can be its hidden states, which few blocks do not show
             shown = () if key[0] in ("text", "VAE") else (self.backbone.core,)
@@ -243,7 +240,6 @@ class _Model:
         return self.frozen[key]
 
     def encoded(self, batch: int) -> Pass:
-        """The text encoders on `batch` prompts."""
         lengths = self.backbone.family.encoder_tokens(self.backbone.text.max_sequence_length)
 
         def encode() -> None:
@@ -255,7 +251,6 @@ class _Model:
         return self.measured(encode, "text", batch)
 
     def forward(self, batch: int, source: Source) -> Pass:
-        """A forward pass without gradient."""
         x, cond = self.inputs(batch)
 
         def forward() -> None:
@@ -265,24 +260,20 @@ class _Model:
         found = self.measured(forward, "forward", batch, source)
         return found if self.here else found._replace(peak=0)
 
-    def decoded(self, batch: int, rows: int | None) -> Pass:
-        """The VAE's decoder on a batch, so many rows at once; None = all."""
+    def decoded(self, batch: int, rows: int) -> Pass:
+        """The VAE's decoder on a batch, so many rows at once."""
         latents, self.backbone.decode_batch = self.latents(batch), rows
-        call = partial(self.backbone.decode, latents, batch)
-        return self.measured(call, "VAE", batch, rows or batch)
+        return self.measured(partial(self.backbone.decode, latents), "VAE", batch, rows)
 
     def latents(self, rows: int) -> Tensor:
-        """[rows,C,h,w], float32."""
         return torch.empty(rows, *self.latent_shape, device="meta")
 
     def texts(self, rows: int) -> dict[str, Tensor]:
-        """The embeddings of so many prompts."""
         shapes = self.backbone.family.text_shapes(self.backbone.text.max_sequence_length)
         make = partial(torch.empty, dtype=self.dtype, device="meta")
         return {name: make(rows, *shape) for name, shape in shapes.items()}
 
     def inputs(self, rows: int) -> tuple[Tensor, Conditioning]:
-        """Latents, each with its own prompt."""
         index = torch.empty(rows, device="meta", dtype=torch.long)
         return self.latents(rows), Conditioning(self.texts(rows), index, self.texts(1))
 
@@ -410,7 +401,7 @@ def _evaluation(config: Stage, model: _Model, processes: int) -> Phase:
     flops = forward.flops * sampling.steps + decoded.flops + encoded.flops * batch
     peak = max(forward.peak, decoded.peak) + batch * model.latent
     peak += size(model.texts(batch + 1).values())
-    sizes = {"model.decode_batch": rows or batch, key: batch}
+    sizes = {"model.decode_batch": min(rows, batch), key: batch}
     flops = flops / batch * (images / processes)
     return Phase("evaluation", "sampling", max(peak, least), flops, sizes)
 
@@ -453,7 +444,6 @@ class _Update:
         return len(trained[0]), total / len(trained)
 
     def sampling(self) -> Iterator[Phase]:
-        """The phases of the rollout, without gradient, in order."""
         model, settings, rollout = self.model, self.config.model, self.config.rollout
         # with a cache, prompts are encoded once, one by one
         batch = 1 if settings.text_cache else min(self.prompts, TEXT_BATCH)
@@ -476,12 +466,11 @@ class _Update:
         if self.keeps.images:  # all images of the rollout are held
             meter = model.decoded(batch, settings.decode_batch)
             held = max(meter.peak - batch * model.pixels, self.images * model.pixels)
-            sizes = {"model.decode_batch": min(settings.decode_batch or rollout.batch_size, batch)}
+            sizes = {"model.decode_batch": min(settings.decode_batch, batch)}
             flops = meter.flops / batch * self.images
             yield Phase("VAE decode", "sampling", self.rollout_bytes + held, flops, sizes)
 
     def learning(self) -> Iterator[Phase]:
-        """The phases that follow, in order."""
         config, model = self.config, self.model
         if self.keeps.labels:  # each pair by its teacher, and by the anchor
             batch = min(config.batch_sizes["student.label_batch"], self.pairs)

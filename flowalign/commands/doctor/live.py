@@ -21,29 +21,24 @@ import torch
 from torch import Tensor
 
 from flowalign import rewards, sde
-from flowalign.backbone import Backbone, ModelError
+from flowalign.backbone import ModelError
 from flowalign.backbone.tiny.scenes import rendered
 from flowalign.commands import build
 from flowalign.commands.doctor.count import predict
 from flowalign.commands.doctor.pace import KINDS, Pace
 from flowalign.commands.findings import Finding, fault, note, ok
-from flowalign.config import ConfigError, SamplingConfig, Stage, TrainingStage, parse
-from flowalign.rewards import RewardBase
+from flowalign.config import ConfigError, Stage, TrainingStage, parse
 from flowalign.rewards.scoring import score
-from flowalign.teachers.bank import Bank
 from flowalign.training import metrics
 from flowalign.training.algorithm import TrainingError, algorithm_class, pairs_of
-from flowalign.training.data import load_prompts, subset
+from flowalign.training.data import load_prompts
 from flowalign.training.loop import Loop
 from flowalign.training.nonfinite import NotFinite
-from flowalign.training.rollout import generate
 from flowalign.types import PromptBatch, Rollout, Scores
 
 COPIES = 4  # images of a prompt: of a small run at most, and for a reward that compares them
 IMAGES = 16  # of an update, at least: enough to see what it does
 UPDATES = 3  # of a small run; the first one warms up, and the others are timed
-WORTH = 128  # prompts on which a teacher is compared with the student's start, at most
-FEW = 8  # pairs of scores, below which a standard error means nothing
 PROBES = ("tiny/geneval_test", "tiny/ocr_test", "tiny/preference_test")
 TOLERANCE = 1e-4  # relative, of scores: float32 sums in another order
 
@@ -96,7 +91,7 @@ def _train(
 ) -> Pace:
     """Findings of a small run, and its pace."""
     small = _small(config, folder)
-    loop, _, built = build.wire(small)
+    loop, _, _ = build.wire(small)
     loop.log.on_update = lambda update, metrics: None
     prepared = loop.prepare(loop.rollout(0))
     if isinstance(prepared, NotFinite):
@@ -104,8 +99,6 @@ def _train(
     rollout = prepared.rollout
     if rollout.log_probs is not None and small.clip_ranges:
         findings.append(_ratio(small, loop, rollout))
-    if isinstance(bank := loop.algorithm.teachers, Bank):
-        findings += _worth(config, loop.backbone, bank, built)
     two = next(pairs_of(rollout, torch.arange(len(rollout)) < 2, 2))  # they show a change
     with torch.no_grad():
         before = loop.algorithm.velocity(two)
@@ -182,54 +175,6 @@ def _ratio(config: TrainingStage, loop: Loop, rollout: Rollout) -> Finding:
         f"{text}; the clip range is {limit:g}. Rollout and update compute different "
         "log-probs. In a 16-bit dtype let rollout.batch_size equal optimizer.micro_batch.",
     )
-
-
-def _worth(
-    config: TrainingStage, backbone: Backbone, bank: Bank, built: Mapping[str, RewardBase]
-) -> Iterator[Finding]:
-    """Whether a teacher scores less on its own task than the student does at its start.
-
-    The teacher samples at the guidance of its labels, the student at the one of its training, both
-    the same held-out prompts from the same noise. The teacher's score is what there is to learn.
-    """
-    count = min(WORTH, config.evaluation.prompts) if config.evaluation else WORTH
-    keys = {"steps": config.rollout.steps, "batch_size": config.rollout.batch_size}
-    for task in config.tasks:
-        reward = built.get(task.name)
-        if reward is None or task.validation is None or reward.groupwise:
-            continue
-        prompts = subset(load_prompts(task.validation, task.name), count)
-        (source,) = bank.sources([task.name])
-        settings = SamplingConfig(guidance=config.guidance, seed=config.seed, **keys)
-        start = _scores(backbone, prompts, settings, reward)
-        settings = settings.model_copy(update={"guidance": source.guidance})
-        with backbone.adapter(source.adapter):
-            taught = _scores(backbone, prompts, settings, reward)
-        both = torch.stack([start, taught])[:, start.isfinite() & taught.isfinite()]
-        if both.shape[1] < FEW:
-            yield note(f"worth: too few images of task {task.name!r} could be scored")
-            continue
-        gap = both[1] - both[0]
-        mean, error = float(gap.mean()), float(gap.std() / len(gap) ** 0.5)
-        before, after = both.mean(1).tolist()
-        text = (
-            f"worth: on task {task.name!r} its teacher at guidance {source.guidance:g} scores "
-            f"{after:.3f}, the student's start at {config.guidance:g} {before:.3f}: {mean:+.3f} ± "
-            f"{error:.3f} on {len(gap)} prompts"
-        )
-        if mean < -2 * error:
-            text += ". Its labels make the student worse. Check its guidance, adapter and task."
-        yield Finding("fault" if mean < -2 * error else "ok", text)
-
-
-def _scores(
-    backbone: Backbone, prompts: PromptBatch, settings: SamplingConfig, reward: RewardBase
-) -> Tensor:
-    """The reward's headline number [P] of one image of each prompt; NaN = invalid."""
-    images = generate(backbone, prompts, settings)
-    scores = score(reward, images, prompts.prompts, prompts.metadata)
-    value = scores.parts.get(reward.headline or "", scores.value)
-    return value.float().cpu().where(scores.valid.cpu(), torch.nan)
 
 
 # Rewards -----------------------------------------------------------------------------------------

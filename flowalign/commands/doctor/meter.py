@@ -143,7 +143,6 @@ def measure_blocks(call: Callable[[], object], device_type: str, *modules: nn.Mo
 
 
 def _shapes(module: nn.Module) -> tuple[Any, ...]:
-    """What makes blocks equal."""
     return type(module), [(n, p.shape, p.dtype) for n, p in module.named_parameters()]
 
 
@@ -154,7 +153,6 @@ def size_of(*modules: nn.Module) -> int:
 
 
 def size(tensors: Iterable[Tensor]) -> int:
-    """Bytes of tensors that share no storage."""
     return sum(rounded(tensor.nbytes) for tensor in tensors)
 
 

@@ -26,7 +26,6 @@ SAMPLE = 500  # prompts of a set, about, whose length is checked
 
 
 def examine(config: TrainingStage) -> list[Finding]:
-    """All findings of a stage."""
     findings, backbone = [*_numbers(config)], None
     with suppress(LookupError):  # its shapes are not known
         backbone = without_data(config.model)

@@ -1,28 +1,24 @@
-"""`flowalign data generate | fetch | list | check`."""
+"""`flowalign data generate | fetch | list`."""
 
 from __future__ import annotations
 
 import argparse
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from flowalign import rewards
 from flowalign.commands.prompts import geneval, held_out, ocr
 from flowalign.commands.prompts.fetch import about, write
 from flowalign.commands.prompts.fetch import fetch as fetch_set
-from flowalign.commands.prompts.geneval import same_picture
 from flowalign.commands.prompts.held_out import digest
 from flowalign.rewards.ocr import target_of
-from flowalign.system.escape import harmless
 from flowalign.system.exit import refusing
 from flowalign.system.files import expanded
 from flowalign.training.data import load_prompts
 from flowalign.training.sources import GENERATED, SOURCES, validation_file
-from flowalign.types import PromptBatch
 
 
 def generate(args: argparse.Namespace) -> int:
@@ -55,7 +51,6 @@ def generate(args: argparse.Namespace) -> int:
 
 
 def _line(row: str | Mapping[str, Any]) -> bytes:
-    """Of a file of prompts."""
     return f"{row if isinstance(row, str) else json.dumps(row)}\n".encode()
 
 
@@ -74,45 +69,9 @@ def show(args: argparse.Namespace) -> int:
     return 0
 
 
-def check(args: argparse.Namespace) -> int:
-    """Tell what rewards refuse in sets, and which of their prompts are in other sets, too."""
-    others = {name: set(map(digest, load_prompts(name, "other").prompts)) for name in args.against}
-    for name in args.reward:
-        rewards.check(name, {})
-    sound = True
-    for name in args.sets:
-        batch = load_prompts(name, "checked")
-        print(f"{name}: {len(batch)} prompts, {len(set(batch.prompts))} different")
-        for text in _faults(batch, args.reward, others):
-            print(harmless(f"fault  {text}"))
-            sound = False
-    return 0 if sound else 1
-
-
-def _faults(
-    batch: PromptBatch, names: Sequence[str], others: Mapping[str, Set[str]]
-) -> Iterator[str]:
-    """others {set: digests of its prompts}."""
-    for name in names:
-        try:
-            rewards.check_prompts(name, {}, batch.prompts, batch.metadata)
-        except ValueError as error:
-            yield f"reward {name}: {error}"
-    rows = zip(batch.prompts, batch.metadata, strict=True)
-    several = [p for p, metadata in rows if p.count('"') > 2 and "target" not in metadata]
-    if several and "ocr" in names:
-        text = "have more than two straight double quotes, of which only the first two count, such"
-        yield f"{len(several)} prompts {text} as {several[0]!r}; give `target` in the metadata"
-    for name, digests in others.items():
-        same = [p for p in batch.prompts if not digests.isdisjoint(map(digest, same_picture(p)))]
-        if same:
-            text = f"are also in {name}, the order of two objects aside, such as"
-            yield f"{len(same)} prompts {text} {same[0]!r}"
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("flowalign data", description=(__doc__ or "").strip())
-    commands = parser.add_subparsers(required=True, metavar="generate | fetch | list | check")
+    commands = parser.add_subparsers(required=True, metavar="generate | fetch | list")
 
     def command(name: str, run: Callable[..., int]) -> argparse.ArgumentParser:
         made = commands.add_parser(name, help=run.__doc__, description=run.__doc__)
@@ -135,17 +94,10 @@ def _parser() -> argparse.ArgumentParser:
     made.add_argument("--force", action="store_true", help="replace files that differ")
 
     command("list", show)
-
-    made = command("check", check)
-    help = "a .txt, .jsonl or .csv, a folder, or tiny/NAME"
-    made.add_argument("sets", nargs="+", metavar="SET", help=help)
-    made.add_argument("--reward", nargs="+", default=[], metavar="NAME")
-    made.add_argument("--against", nargs="+", default=[], metavar="SET", help="such as a test set")
     return parser
 
 
 @refusing("data")
 def main(argv: Sequence[str]) -> int:
-    """The command line; 0 = done, 1 = `check` found a fault, 2 = it could not be done."""
     args = _parser().parse_args(argv)
     return args.run(args)

@@ -51,7 +51,6 @@ class RecipeStage(Job):
     `--variant FILE` on the command line sets it."""
 
     def problems(self) -> Iterator[str]:
-        """Variants of no stage; stages that would share a folder on some disks."""
         yield from (f"variant.{text}" for text in variant_problems(self.variant))
         yield from same_names([("stages", name) for name in self.stages])
 
@@ -70,7 +69,6 @@ PLUGINS = "flowalign.algorithms"  # entry points: name of a stage -> its config 
 
 
 def stage_names() -> list[str]:
-    """The names of all stages: of STAGES, then of plugins."""
     return list(dict.fromkeys([*STAGES, *sorted(p.name for p in entry_points(PLUGINS))]))
 
 

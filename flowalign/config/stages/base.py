@@ -49,7 +49,6 @@ class Stage(Section):
 
     @property
     def samples(self) -> bool:
-        """Whether it draws images."""
         return self.trains
 
     @property
@@ -103,7 +102,6 @@ class Stage(Section):
 
     @property
     def evaluation_sampling(self) -> SamplingConfig:
-        """How evaluations sample."""
         return SamplingConfig()
 
     @property
@@ -121,7 +119,6 @@ class Job(Stage):
 
 
 def judged_at(place: str, benchmarks: Sequence[BenchmarkConfig], models: int = 1) -> list[Judged]:
-    """Benchmarks, which are listed at a place."""
     return [
         Judged(f"{place}.{i}", b.name, b.reward_keys, {"prompts": b.prompts}, models * b.images,
                b.limit)
@@ -138,5 +135,4 @@ def same_names(names: Sequence[tuple[str, str]]) -> Iterator[str]:
 
 
 def either(value: Any, default: Any) -> Any:
-    """The value, or the default where it is null."""
     return default if value is None else value

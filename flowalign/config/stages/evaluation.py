@@ -118,7 +118,6 @@ class EvalStage(Stage):
 
     @property
     def given(self) -> dict[str, GivenImages]:
-        """{name: images that another program made}."""
         return {name: g for name, g in self.models.items() if isinstance(g, GivenImages)}
 
     @property
@@ -154,12 +153,10 @@ class EvalStage(Stage):
         return {"sampling.guidance": self.sampling.guidance, **own}
 
     def sampling_of(self, model: str) -> SamplingConfig:
-        """How the images of one of the models are sampled."""
         scale = self.guidance.get(model, self.sampling.guidance)
         return self.sampling.model_copy(update={"guidance": scale})
 
     def problems(self) -> Iterator[str]:
-        """Names that tables and files cannot hold or tell apart; models that are not there."""
         yield from same_names([("models", name) for name in self.models])
         columns = [{b.name, *b.judges} for b in self.benchmarks]
         columns += [{"average"}, {"fidelity"}]  # of every table

@@ -57,7 +57,6 @@ class MergeStage(Job):
         return dict(Counter(ranks) & total) if self.method == "svd" else ranks
 
     def problems(self) -> Iterator[str]:
-        """Weights that are not one an adapter; a rank that `concat` does not have."""
         if self.weights is not None and len(self.weights) != len(self.adapters):
             yield f"weights: {len(self.weights)} for {len(self.adapters)} adapters. Give one each."
         if self.rank is not None and self.method == "concat":

@@ -82,7 +82,6 @@ class ForwardConfig(AdvantageConfig):
     """Weight of |v - v_base|^2; 0 saves its forward pass."""
 
     def problems(self) -> Iterator[str]:
-        """A part of the way that is none."""
         low, high = self.within
         if low >= high:
             yield f"within: [{low}, {high}] is empty. Use [0, 1] for the whole way."
@@ -93,7 +92,6 @@ class ForwardStage(RewardStage):
 
     @property
     def forward(self) -> ForwardConfig:
-        """The section of the stage's own name."""
         return getattr(self, self.stage)
 
     @property
@@ -110,7 +108,6 @@ class ForwardStage(RewardStage):
         return False  # there is no ratio of transitions
 
     def problems(self) -> Iterator[str]:
-        """Noise in rollouts, groups that are all alike, and more noise levels than there are."""
         yield from super().problems()
         rollout, forward, name = self.rollout, self.forward, self.stage
         if rollout.kind != "ode":

@@ -34,7 +34,6 @@ class DistillationStage(TrainingStage):
         return {f"teachers.{n}": t for n, t in self.teachers.items() if t.extrapolate != 1}
 
     def problems(self) -> Iterator[str]:
-        """Tasks without a teacher, teachers without a task."""
         yield from super().problems()
         names, routing = sorted(self.teachers), self.routing
         for index, task in enumerate(self.tasks):
@@ -92,7 +91,6 @@ class StudentConfig(Section):
     many evaluations; null = at train.updates."""
 
     def problems(self) -> Iterator[str]:
-        """A weighting that belongs to another gradient, and patience without distances."""
         if self.patience is not None and not self.fixed_prompts:
             yield "patience: it needs fixed_prompts, which are 0."
         if self.gradient == "published" and self.weighting != "published":
@@ -149,7 +147,6 @@ class OpdStage(DistillationStage):
         return {**super().labellers, **({"anchor": self.anchor} if self.anchor else {})}
 
     def problems(self) -> Iterator[str]:
-        """A policy of two CFG scales, and more states than there are."""
         yield from super().problems()
         # PPO's ratio compares the new policy with the one that sampled, at its CFG scale.
         if self.needs_actions and self.guidance != self.rollout.guidance:
@@ -182,7 +179,6 @@ class SftStage(DistillationStage):
     sft: SftConfig = SftConfig()
 
     def problems(self) -> Iterator[str]:
-        """A target beyond a teacher, which cannot sample images."""
         yield from super().problems()
         for key, teacher in self.extrapolated.items():
             text = f"{teacher.extrapolate}, but `sft` learns from images of the teacher itself"

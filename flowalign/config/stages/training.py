@@ -59,7 +59,6 @@ class TrainingStage(Job):
 
     @property
     def optimizer_steps(self) -> int:
-        """Optimizer steps of the run."""
         return self.train.updates * self.optimizer.updates_per_rollout
 
     @property
@@ -112,7 +111,6 @@ class TrainingStage(Job):
 
     @property
     def watched(self) -> list[run.BenchmarkConfig]:
-        """The benchmarks of evaluation.watch."""
         return self.evaluation.watch if self.evaluation else []
 
     @property
@@ -146,7 +144,6 @@ class TrainingStage(Job):
         return {}
 
     def guidance_of(self, teacher: LabellerConfig) -> float:
-        """The CFG scale of a teacher or anchor."""
         return either(teacher.guidance, self.guidance)
 
     @property
@@ -189,7 +186,6 @@ class TrainingStage(Job):
         return ranks_of(self.lora.init, self.lora)
 
     def problems(self) -> Iterator[str]:
-        """Noise, group size, prompts, rewards and names that do not fit what is learnt."""
         rollout, updates = self.rollout, self.optimizer.updates_per_rollout
         if self.needs_noise and (rollout.kind == "ode" or rollout.noise_level == 0):
             key = "kind: 'ode'" if rollout.kind == "ode" else "noise_level: 0"

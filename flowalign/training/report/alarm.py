@@ -130,11 +130,9 @@ class Alarm:
         ]
 
     def state(self) -> dict[str, Any]:
-        """Everything; an error that is not known is NaN."""
         return dict(vars(self))
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Go back to what `state` returned."""
         vars(self).update(state, rewards=self.rewards)
         self.trained = [_measured(pair) for pair in state["trained"]]
         self.watched = [{k: _measured(v) for k, v in seen.items()} for seen in state["watched"]]

@@ -48,7 +48,6 @@ class RunLog:
         self.main, self.too_far = accelerator.is_main_process, ""
 
     def write(self, update: int, values: Mapping[str, float]) -> None:
-        """A row: an update, or an evaluation."""
         if self.main:
             self.folder.mkdir(parents=True, exist_ok=True)
             row = to_json({metrics.UPDATE: update, **values})
@@ -57,7 +56,6 @@ class RunLog:
         self.accelerator.log(dict(values), step=update)
 
     def warn(self, update: int, texts: Iterable[str]) -> None:
-        """Warnings about an update."""
         for text in texts if self.main else ():
             log.warning("update %d: %s", update, text)
 
@@ -70,14 +68,12 @@ class RunLog:
             trackers.image(self.accelerator, "samples", path, update)
 
     def evaluation(self, update: int, report: EvalReport) -> None:
-        """Some images of an evaluation."""
         if self.main and report.examples:
             keep = self.config.train.keep_samples
             path = samples.write_examples(self.folder, update, report.examples, keep)
             trackers.image(self.accelerator, "held_out", path, update)
 
     def page(self) -> None:
-        """The page of the run, as it is now."""
         if self.main:
             page.write(self.folder, self.config)
 
@@ -179,10 +175,8 @@ class Evaluations:
         return True
 
     def state(self) -> dict[str, Any]:
-        """For a checkpoint."""
         return {"evaluated": self.last, "best": self.best, "nearest": self.nearest}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Go back to what `state` returned."""
         self.last, self.best = state["evaluated"], state["best"]
         self.nearest = state.get("nearest", {})

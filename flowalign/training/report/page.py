@@ -117,7 +117,6 @@ def write(run: Path, config: TrainingStage | None = None) -> Path:
 
 
 def _config(run: Path) -> Mapping[str, Any]:
-    """Of the run in a folder, as it wrote it."""
     try:
         config = read(run / "config.yaml")
         config["stage"]
@@ -149,7 +148,6 @@ def _stage(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
 def _facts(
     run: Path, config: Mapping[str, Any], curves: Mapping[str, pictures.Curve]
 ) -> list[tuple[str, str]]:
-    """The figures above the curves: (name, value)."""
     facts, chosen, rows = [], results.kept(run), results.evaluations(run)
     if last := max((points[-1][0] for points in curves.values()), default=0):
         total = (config.get("train") or {}).get("updates", "?")
@@ -164,7 +162,6 @@ def _facts(
 
 
 def _pictures(run: Path) -> list[tuple[str, str]]:
-    """(title, data URI) of those that there are."""
     found = {"Curves": run / pictures.CURVES}
     held_out, training = (samples.updates(run, k) for k in (samples.EVALUATION, samples.TRAINING))
     for update in [*held_out[:1], *held_out[-1:]]:  # before and after

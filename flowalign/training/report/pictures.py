@@ -193,7 +193,6 @@ def _plain(text: str) -> str:
 
 
 def _pixels(image: Tensor | Image.Image) -> np.ndarray:
-    """[H,W,3] for imshow."""
     if isinstance(image, Image.Image):
         return np.asarray(image.convert("RGB"))
     return image.detach().float().cpu().permute(1, 2, 0).clamp(0, 1).numpy()
@@ -279,7 +278,6 @@ def metrics_plot(drawn: Sequence[Chart], path: Path, title: str = "") -> None:
 
 
 def _draw_chart(axis: Axes, chart: Chart) -> None:
-    """Draw the curves, with their legend below the axes."""
     about, ones = "rollouts", np.ones(WINDOW)
     for label, points in chart.curves.items():
         x, y = zip(*points, strict=True)

@@ -51,7 +51,6 @@ class Progress:
             yield
 
     def update(self, update: int, values: Mapping[str, float]) -> None:
-        """Show the metrics of an update, or of an evaluation."""
         if not self.main:
             return
         self.done = update

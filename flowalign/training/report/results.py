@@ -104,7 +104,6 @@ def merged(adapter: str | Path) -> str:
 
 
 def _paths(folder: Path) -> dict[str, Path]:
-    """What there is below the folder of a run: {what: path}."""
     paths = {what: folder / name for what, name in FILES.items()}
     if newest := checkpoints(folder)[-1:]:
         paths["checkpoint"] = newest[0]

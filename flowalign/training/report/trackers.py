@@ -43,7 +43,6 @@ def _wandb_run(folder: Path) -> dict[str, str]:
 
 
 def image(accelerator: Accelerator, name: str, path: Path, step: int) -> None:
-    """Log a picture file."""
     with Image.open(path) as picture:
         pixels = np.asarray(picture.convert("RGB"))[None]
     for tracker in accelerator.trackers:

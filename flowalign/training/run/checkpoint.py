@@ -48,7 +48,6 @@ class Checkpoints:
         ]
 
     def latest(self) -> Path | None:
-        """The newest of them, if any."""
         return (self.all() or [None])[-1]
 
     def save(

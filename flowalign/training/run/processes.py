@@ -106,7 +106,6 @@ def start(config: TrainingStage) -> Accelerator:
 
 
 def finish(accelerator: Accelerator) -> None:
-    """After a run, end its trackers."""
     # not end_training(): it also ends the process group, which the next stage of a recipe needs
     accelerator.wait_for_everyone()
     for tracker in accelerator.trackers:
@@ -114,7 +113,6 @@ def finish(accelerator: Accelerator) -> None:
 
 
 def part() -> None:
-    """At the end of everything, end the process group."""
     if torch.distributed.is_initialized():
         PartialState().destroy_process_group()
 
@@ -228,7 +226,6 @@ class Means:
         self.add_sum(name, value * count, count)
 
     def add_sum(self, name: str, total: float, count: int) -> None:
-        """Add a sum of `count` values."""
         before, number = self.sums.get(name, (0, 0))
         self.sums[name] = before + total, number + count
 
@@ -243,7 +240,6 @@ class Means:
 
 
 def of(accelerator: Accelerator) -> Parallel:
-    """The strategy of an accelerator."""
     sharded = accelerator.distributed_type == DistributedType.FSDP
     return (Fsdp2 if sharded else Parallel)(accelerator)
 
@@ -265,7 +261,6 @@ class Parallel:
         return optimizer
 
     def learning(self, model: nn.Module, *, last: bool) -> AbstractContextManager[None]:
-        """Around forward and backward pass of a micro-batch."""
         return nullcontext() if last else self.accelerator.no_sync(model)
 
     def average(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -289,7 +284,6 @@ class Fsdp2(Parallel):
         return super().prepare(backbone, optimizer)
 
     def average(self, parameters: Sequence[nn.Parameter]) -> None:
-        """One reduction of all gradients."""
         grads = [p.grad for p in parameters if p.grad is not None]
         flat = torch.cat([grad.flatten() for grad in grads])
         mean: Any = self.accelerator.reduce(flat, "mean")

@@ -57,7 +57,6 @@ class Opd(Algorithm[Labels]):
 
     @classmethod
     def keeps(cls, config: OpdStage, updates: Sequence[int] | None = None) -> Keeps:
-        """Labels of the trained states."""
         return Keeps(
             actions=config.needs_actions,
             targets=[config.student.label_dtype] * (2 if config.anchor else 1),
@@ -73,7 +72,6 @@ class Opd(Algorithm[Labels]):
     # What the loop asks ------------------------------------------------------------------------
 
     def plan(self, update: int) -> Schedule:
-        """The states that this update trains."""
         return dataclasses.replace(
             schedule_of(self.config, self.backbone),
             window=window_of(self.config.rollout, update),

@@ -45,12 +45,10 @@ class Sft(Algorithm[Targets]):
         )
 
     def sources(self, tasks: list[str]) -> list[Source]:
-        """Each image is sampled by its task's teacher."""
         assert self.teachers
         return self.teachers.sources(tasks)
 
     def prepare(self, rollout: Rollout, update: int) -> Targets:
-        """Noise the teachers' latents: the states and target velocities of this update."""
         key = (self.config.seed, update, Stream.SFT)
         shift = self.backbone.shift(self.config.rollout.steps)
         states, target = noised(rollout, stratified(shift, self.config.sft.states, key), key)
@@ -63,6 +61,5 @@ class Sft(Algorithm[Targets]):
         )
 
     def loss(self, pairs: Pairs, velocity: Tensor, prepared: Targets) -> StepLoss:
-        """The mean of |v - (eps - x0)|^2."""
         target = prepared.velocity[pairs.rows, pairs.columns]
         return StepLoss(velocity_error(velocity, target).mean())

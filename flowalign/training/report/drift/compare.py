@@ -81,7 +81,6 @@ class Drift:
 
     @property
     def has_interval(self) -> bool:
-        """Whether there were enough prompts for one."""
         return math.isfinite(self.low) and math.isfinite(self.high)
 
     @property
@@ -111,7 +110,6 @@ class Check:
 
     @property
     def by_size(self) -> list[Drift]:
-        """The statistics, the largest drift first."""
         return sorted(self.drifts, key=lambda drift: -abs(drift.sigmas))
 
     @staticmethod

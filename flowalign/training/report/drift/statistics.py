@@ -36,7 +36,6 @@ class ImageStatistics:
 
     @staticmethod
     def of(family: Any, rewards: Mapping[str, Any]) -> ImageStatistics:
-        """For the images of a model family, and the rewards of the tasks."""
         text = frozenset(name for name, reward in rewards.items() if hasattr(reward, "engine"))
         return ImageStatistics(family.factor * family.patch, text)
 
@@ -148,7 +147,6 @@ def asked(metadata: Mapping[str, Any]) -> float:
 
 
 def _reduced(images: Tensor) -> list[np.ndarray]:
-    """float32 [h,w,3] each, the longer side at most SIDE."""
     pictures = [np.ascontiguousarray(image.permute(1, 2, 0).numpy()) for image in images]
     height, width = pictures[0].shape[:2]
     scale = SIDE / max(height, width)
