@@ -11,7 +11,7 @@ import io
 import json
 from pathlib import Path
 
-import cairosvg
+import cairosvg  # pyright: ignore[reportMissingImports]
 import cv2
 import numpy as np
 from PIL import Image
