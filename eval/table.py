@@ -143,6 +143,7 @@ class Table:
         return f"{number} (n {row.n} of {row.total})" if incomplete else number
 
     def interval(self, label: str, column: str) -> str:
+        """The ends of the 95 % interval, "" if there is none."""
         return between(self.rows[label][column], self.decimals[column])
 
     def n(self, column: str) -> str:

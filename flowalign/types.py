@@ -144,6 +144,7 @@ class Scores:
 
     @property
     def mean(self) -> float:
+        """Mean over the valid images; NaN when there is none."""
         return float(self.value[self.valid].mean()) if bool(self.valid.any()) else float("nan")
 
 

@@ -90,6 +90,7 @@ def register(name: str) -> Callable[[Factory], Factory]:
 
 
 def names() -> list[str]:
+    """Every reward that is known by name, sorted."""
     return sorted({*_registered, *_paths()})
 
 

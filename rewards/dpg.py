@@ -89,6 +89,7 @@ class DPG(AskedReward):
 
     @classmethod
     def check_options(cls, *_: Any, **options: Any) -> None:
+        """Raise ValueError for an endpoint that reward `vlm` would refuse."""
         if (endpoint := options.get("endpoint")) is not None:
             check_call("`endpoint` of reward 'dpg'", VLM, {"model": MODEL, **endpoint})
 
@@ -120,6 +121,7 @@ class DPG(AskedReward):
         return Scores.of_rows(rows, reasons)
 
     def _ask(self, image: Tensor, metadata: Mapping[str, Any]) -> tuple[dict[int, Question], Any]:
+        """The questions about an image [1,3,H,W], and the answers."""
         asked = questions(metadata)
         if self.rule == "official" and metadata.get("first_row"):  # of the file; they skip it
             del asked[next(iter(asked))]

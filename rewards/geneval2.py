@@ -118,6 +118,7 @@ class AskedReward(RewardBase):
 
     @classmethod
     def check_prompts(cls, prompts: Sequence[str], metadata: Metadata, **options: Any) -> None:
+        """Raise ValueError for the first prompt whose metadata is not of the judge's form."""
         for prompt, meta in zip(prompts, metadata, strict=True):
             try:
                 cls.questions(meta)

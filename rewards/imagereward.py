@@ -100,6 +100,7 @@ class ImageReward(Preference):
 
     @torch.no_grad()
     def raw(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
+        """(r - mean) / std [B]."""
         device, scores = self.placement.device, [torch.empty(0)]
         with self.placement:
             for number, pictures in enumerate(clip.batches(images, self.batch_size)):

@@ -127,6 +127,7 @@ class Mask2Former:
 
     @torch.no_grad()
     def _detect(self, pictures: list[np.ndarray]) -> list[Detections]:
+        """One Detections a picture; the pictures, uint8 [H,W,3], are of one size."""
         inputs = self.processor(
             pictures,
             size={"shortest_edge": self.shortest, "longest_edge": self.longest},

@@ -160,6 +160,7 @@ class RapidOCREngine:
         )
 
     def read(self, image: np.ndarray) -> list[Line]:
+        """image uint8 RGB [H,W,3] -> (text, confidence) in RapidOCR's order, [] = no text."""
         page = self._ocr(_bgr(image))
         return list(zip(page.txts or (), map(float, page.scores or ()), strict=True))
 
@@ -194,6 +195,7 @@ class PaddleOCREngine:
         )
 
     def read(self, image: np.ndarray) -> list[Line]:
+        """image uint8 RGB [H,W,3] -> (text, confidence) in PaddleOCR's order, [] = no text."""
         (page,) = self._ocr.predict([_bgr(image)])
         return list(zip(page["rec_texts"], map(float, page["rec_scores"]), strict=True))
 
@@ -210,6 +212,7 @@ class VLMEngine:
 
     @staticmethod
     def check_options(endpoint: Mapping[str, Any], **others: Any) -> None:
+        """Raise ValueError for an endpoint that reward `vlm` would refuse."""
         check_call("`endpoint` of OCR engine 'vlm'", VLM, endpoint)
 
     def read(self, image: np.ndarray) -> list[Line]:
@@ -277,6 +280,7 @@ class OCR(RewardBase):
 
     @classmethod
     def check_options(cls, engine: str | Engine = "rapidocr", **options: Any) -> None:
+        """Raise ValueError for an engine that does not take these options; imports no engine."""
         if isinstance(engine, str):
             if engine not in ENGINES:
                 raise ValueError(f"no OCR engine {engine!r}; use one of {list(ENGINES)}.")
@@ -296,6 +300,7 @@ class OCR(RewardBase):
 
     @classmethod
     def check_prompts(cls, prompts: Sequence[str], metadata: Metadata, **options: Any) -> None:
+        """Raise ValueError for the first prompt that has no target text."""
         for number, (prompt, meta) in enumerate(zip(prompts, metadata, strict=True), 1):
             try:
                 _texts(options.get("rule", "published"), prompt, meta)

@@ -220,6 +220,7 @@ class Head(nn.Module):
         )
 
     def forward(self, vectors: Tensor) -> Tensor:
+        """vectors [B,width] -> [B]."""
         return self.layers(vectors).squeeze(-1)
 
 

@@ -236,6 +236,7 @@ class AsyncScorer:
 
     @property
     def waiting(self) -> int:
+        """How many images were submitted and not collected."""
         return sum(len(images) for images, _, _ in self._jobs)
 
     def submit(self, images: Tensor, batch: PromptBatch) -> None:

@@ -138,6 +138,7 @@ class VLM(RewardBase):
         scale: float | None = None,
         **others: Any,
     ) -> None:
+        """Raise ValueError for a template that cannot work. Sends no request."""
         _template(template, pattern, scale)
 
     def __call__(self, images: Tensor, prompts: Sequence[str], metadata: Metadata) -> Scores:
@@ -198,6 +199,7 @@ def image_url(image: Tensor, size: int | None) -> str:
 
 
 def _template(template: str, pattern: str | None, scale: float | None) -> Template:
+    """The template that the options name or make. Raises ValueError for what is none."""
     if template not in TEMPLATES and "{prompt}" not in template:
         raise ValueError(
             f"no `template` {template!r}; use one of {list(TEMPLATES)}, or a text with {{prompt}}."

@@ -393,6 +393,7 @@ def _say_once(level: int, text: str) -> None:
 
 
 def not_finite(weights: Mapping[str, Tensor]) -> str | None:
+    """The name of the first weight that holds NaN or infinity."""
     return next((name for name, w in weights.items() if not w.detach().isfinite().all()), None)
 
 

@@ -90,6 +90,7 @@ class Flux(PackedFamily):
         }
 
     def encode(self, prompts: list[str], length: int, device: Any) -> list[Text]:
+        """embeds [L,D] and pooled [E] of each prompt."""
         embeds, pooled, _ = self.pipe.encode_prompt(
             prompts, device=device, max_sequence_length=length
         )

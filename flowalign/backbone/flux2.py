@@ -60,6 +60,7 @@ class Flux2(Family):
         return {"embeds": (length, self.core.config.joint_attention_dim)}
 
     def encode(self, prompts: list[str], length: int, device: Any) -> list[Text]:
+        """embeds [L,D] of each prompt."""
         embeds, _ = self.pipe.encode_prompt(prompts, device=device, max_sequence_length=length)
         return by_prompt(embeds=embeds)
 

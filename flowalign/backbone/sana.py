@@ -80,6 +80,7 @@ class Sana(Family):
         return {"embeds": (length, self.core.config.caption_channels), "mask": (length,)}
 
     def encode(self, prompts: list[str], length: int, device: Any) -> list[Text]:
+        """embeds [L,D] and mask [L] of each prompt."""
         empty = prompts == [self.negative]  # which is encoded alone
         embeds, mask, _, _ = self.pipe.encode_prompt(
             [""] if empty else prompts,

@@ -73,6 +73,7 @@ class SD3(Family):
         }
 
     def encode(self, prompts: Sequence[str], length: int, device: Any) -> list[Text]:
+        """embeds [L,D] and pooled [E] of each prompt."""
         texts = list(prompts)
         embeds, _, pooled, _ = self.pipe.encode_prompt(
             texts,

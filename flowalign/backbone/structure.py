@@ -48,6 +48,7 @@ class ModelSpec:
 
     @property
     def latent_shape(self) -> tuple[int, int, int]:
+        """C, h, w of a latent."""
         (height, width), factor = self.config.size, self.family.factor
         return self.family.channels, height // factor, width // factor
 

@@ -43,6 +43,7 @@ class ZImage(Family):
         return {"embeds": (length, self.core.config.cap_feat_dim), "mask": (length,)}
 
     def encode(self, prompts: list[str], length: int, device: Any) -> list[Text]:
+        """embeds [L,D] and mask [L] of each prompt, L its own number of tokens."""
         embeds, _ = self.pipe.encode_prompt(
             list(prompts),  # the pipeline writes into it
             device=device,
@@ -62,4 +63,5 @@ class ZImage(Family):
         }
 
     def velocity(self, output: Sequence[Tensor], x: Tensor) -> Tensor:
+        """A list of [C,1,h,w] -> v [B,C,h,w]."""
         return -torch.stack(list(output)).squeeze(2).float()

@@ -77,6 +77,7 @@ def wire(
 
 
 def build_rewards(config: TrainingStage, device: torch.device) -> dict[str, RewardBase]:
+    """The reward of each task; ConfigError for those that cannot be built."""
     built, problems = {}, []
     for index, task in enumerate(config.tasks):
         try:

@@ -76,6 +76,7 @@ def _number(kind: type[int] | type[float], least: int, multiple: int | None = No
 
 @refusing("sample")
 def main(argv: Sequence[str]) -> int:
+    """Exit status: 0 done, 2 refused."""
     args = parser().parse_args(argv)
     quiet()
     family = partial(read_family, ModelConfig(id=args.model)) if args.model else None

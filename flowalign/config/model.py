@@ -49,6 +49,7 @@ class ModelConfig(Section):
 
     @property
     def size(self) -> Size:
+        """(height, width) of its images."""
         return self.height, self.width
 
 

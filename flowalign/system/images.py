@@ -60,6 +60,7 @@ def pixels_of(file: bytes) -> Tensor:
 
 
 def png_base64(image: Image.Image) -> str:
+    """An image as a PNG file in base64: lossless."""
     file = io.BytesIO()
     image.save(file, "PNG", compress_type=zlib.Z_RLE)  # half the time, and as small for photographs
     return base64.b64encode(file.getvalue()).decode("ascii")

@@ -266,6 +266,7 @@ class _Model:
         return self.measured(partial(self.backbone.decode, latents), "VAE", batch, rows)
 
     def latents(self, rows: int) -> Tensor:
+        """[rows,C,h,w], float32."""
         return torch.empty(rows, *self.latent_shape, device="meta")
 
     def texts(self, rows: int) -> dict[str, Tensor]:

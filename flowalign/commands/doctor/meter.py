@@ -153,6 +153,7 @@ def size_of(*modules: nn.Module) -> int:
 
 
 def size(tensors: Iterable[Tensor]) -> int:
+    """Bytes of tensors that share no storage."""
     return sum(rounded(tensor.nbytes) for tensor in tensors)
 
 

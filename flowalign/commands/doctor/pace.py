@@ -98,6 +98,7 @@ class Pace:
 
     @classmethod
     def constant(cls, rate: float, source: str) -> Pace:
+        """The same rate, in FLOP/s, in all phases."""
         return cls(dict.fromkeys([*KINDS, "rewards"], rate), source)
 
     @classmethod
@@ -120,6 +121,7 @@ class Times(NamedTuple):
 
     @property
     def update(self) -> float:
+        """Seconds of an update."""
         return sum(self.seconds.values())
 
 

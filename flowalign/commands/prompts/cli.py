@@ -99,5 +99,6 @@ def _parser() -> argparse.ArgumentParser:
 
 @refusing("data")
 def main(argv: Sequence[str]) -> int:
+    """The command line; 0 = done, 2 = it could not be done."""
     args = _parser().parse_args(argv)
     return args.run(args)

@@ -130,6 +130,7 @@ class Alarm:
         ]
 
     def state(self) -> dict[str, Any]:
+        """Everything; an error that is not known is NaN."""
         return dict(vars(self))
 
     def load(self, state: Mapping[str, Any]) -> None:

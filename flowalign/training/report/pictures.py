@@ -193,6 +193,7 @@ def _plain(text: str) -> str:
 
 
 def _pixels(image: Tensor | Image.Image) -> np.ndarray:
+    """[H,W,3] for imshow."""
     if isinstance(image, Image.Image):
         return np.asarray(image.convert("RGB"))
     return image.detach().float().cpu().permute(1, 2, 0).clamp(0, 1).numpy()

@@ -48,6 +48,7 @@ class Checkpoints:
         ]
 
     def latest(self) -> Path | None:
+        """The newest of them, if any."""
         return (self.all() or [None])[-1]
 
     def save(

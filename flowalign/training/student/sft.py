@@ -61,5 +61,6 @@ class Sft(Algorithm[Targets]):
         )
 
     def loss(self, pairs: Pairs, velocity: Tensor, prepared: Targets) -> StepLoss:
+        """The mean of |v - (eps - x0)|^2."""
         target = prepared.velocity[pairs.rows, pairs.columns]
         return StepLoss(velocity_error(velocity, target).mean())

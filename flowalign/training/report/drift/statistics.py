@@ -147,6 +147,7 @@ def asked(metadata: Mapping[str, Any]) -> float:
 
 
 def _reduced(images: Tensor) -> list[np.ndarray]:
+    """float32 [h,w,3] each, the longer side at most SIDE."""
     pictures = [np.ascontiguousarray(image.permute(1, 2, 0).numpy()) for image in images]
     height, width = pictures[0].shape[:2]
     scale = SIDE / max(height, width)
