@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import logging
 import math
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
@@ -22,11 +24,14 @@ from torch import Tensor
 from flowalign.rewards.base import RewardBase, as_reward
 from flowalign.system.devices import SideStream
 from flowalign.system.images import stacked
+from flowalign.system.signals import Interrupted
 from flowalign.types import Metadata, PromptBatch, Reward, Scores
 
 log = logging.getLogger(__name__)
 
 Score = Callable[[Tensor, PromptBatch], Scores]
+# while a reward is called: why the rewards failed that it calls by `score`
+NESTED: ContextVar[list[str] | None] = ContextVar("nested", default=None)
 OUTSIDE = (ConnectionError, TimeoutError, ImportError)  # no image's fault: the next would fail too
 
 
@@ -49,7 +54,9 @@ def score(
     (ConnectionError, TimeoutError, ImportError) ends the call: the reward is not called again.
     An answer that is no Scores, or has a wrong length, makes all its images invalid; NaN and
     infinity make their image invalid. Each distinct reason is logged once a call.
-    Raises ValueError if the inputs differ in length.
+    A reward that calls sys.exit has failed on its images, too: it must not end the run.
+    Raises ValueError if the inputs differ in length; Interrupted passes, and KeyboardInterrupt in
+    the main thread, which alone is interrupted.
     """
     reward, images = as_reward(reward), stacked(images)
     count = len(images)
@@ -77,13 +84,15 @@ def score(
         except OUTSIDE as error:
             pieces += [(rows, failed(len(rows), error)) for rows in (rows, *left)]
             break
-        except (Exception, SystemExit) as error:
+        except Exception as error:
             if reward.groupwise or len(rows) == 1:
                 pieces.append((rows, failed(len(rows), error)))
             else:  # there is no other group
                 left = [[row] for row in rows]
     result = assemble(count, pieces)
 
+    if (nested := NESTED.get()) is not None:
+        nested += [f"{reward.name}: {text}" for text in dict.fromkeys(result.failures.values())]
     line = "reward %s failed on %d of %d images (rows %s), which are invalid: %s"
     for reason in dict.fromkeys(result.failures.values()):
         rows = [row for row, text in result.failures.items() if text == reason]
@@ -91,12 +100,22 @@ def score(
     return result
 
 
+@torch.no_grad()
 def _checked(
     reward: RewardBase, images: Tensor, prompts: Sequence[str], metadata: Metadata
 ) -> Scores:
     """One call with its answer checked: float32, on the CPU, NaN where invalid, with a reason."""
-    with torch.no_grad(), settings_kept(reward.name):
-        scores: Any = reward(images, prompts, metadata)
+    token = NESTED.set(nested := [])
+    try:
+        with settings_kept(reward.name):
+            scores: Any = reward(images, prompts, metadata)
+    except (SystemExit, KeyboardInterrupt) as error:
+        main = threading.current_thread() is threading.main_thread()
+        if isinstance(error, Interrupted) or (main and isinstance(error, KeyboardInterrupt)):
+            raise
+        raise RuntimeError(f"it raised {error!r}, which would have ended the run") from error
+    finally:
+        NESTED.reset(token)
     count = len(images)
     if not isinstance(scores, Scores):
         kind = type(scores).__name__
@@ -109,7 +128,8 @@ def _checked(
     valid = scores.valid.detach().cpu().bool() & torch.isfinite(value)
     reasons = dict(scores.reasons)
     for row in (~valid).nonzero().flatten().tolist():
-        reasons[row] = reasons.get(row) or f"returned {float(value[row])}"
+        inner = f" ({nested[0]})" if nested else ""
+        reasons[row] = reasons.get(row) or f"returned {float(value[row])}{inner}"
     parts = {name: part.detach().to("cpu", torch.float32) for name, part in scores.parts.items()}
     return Scores(value.masked_fill(~valid, math.nan), valid, parts, reasons)
 
@@ -146,7 +166,8 @@ def _settings() -> dict[str, Any]:
 # Putting scores together --------------------------------------------------------------------------
 
 
-def failed(count: int, reason: str | BaseException) -> Scores:
+def failed(count: int, reason: str | Exception) -> Scores:
+    """Scores of images that are all invalid for one reason."""
     text = reason if isinstance(reason, str) else f"{type(reason).__name__}: {reason}"
     value, valid = torch.full((count,), math.nan), torch.zeros(count, dtype=torch.bool)
     return Scores(value, valid, {}, dict.fromkeys(range(count), text))
@@ -225,6 +246,8 @@ class AsyncScorer:
     """Scores batches of images in order, in one thread, while the caller samples the next ones.
 
     The scores are those of calling `score` at once, as far as a reward judges each image by itself.
+    `submit` waits for a thread's first batch, and for all where a reward changes torch's global
+    settings, so that no image is sampled under these.
     seconds: a batch that takes longer is given up and its images are invalid (None = wait for
     ever). Python cannot end the thread that hangs: it is left behind, and a new one takes over.
     """
@@ -240,8 +263,7 @@ class AsyncScorer:
         return sum(len(images) for images, _, _ in self._jobs)
 
     def submit(self, images: Tensor, batch: PromptBatch) -> None:
-        """Start to score images [B,3,H,W] and their B rows. Waits for a thread's first batch, and
-        for all where a reward changes torch's global settings: no image is sampled under these."""
+        """Start to score images [B,3,H,W] and their B rows; returns at once."""
         if is_first := self._worker is None:
             self._worker = Worker()
             weakref.finalize(self, self._worker.close)

@@ -1,9 +1,9 @@
 """The code that a reward's scores depend on, as a digest: other code, other scores.
 
 That of the module that defines it, and of what this imports, inside functions as well, as far as it
-is the user's own or another reward of flowalign; of an installed plugin, its version, too. Of what
-was typed into a notebook, the function or class itself counts. Not seen are other installed
-packages, modules that are imported by a computed name, and files of data.
+is the user's own or another reward of flowalign; of an installed plugin, its version, too. What was
+typed into a notebook counts with the functions, classes and plain values that it uses. Not seen are
+other installed packages, modules that are imported by a computed name, and files of data.
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ import ast
 import inspect
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from importlib.machinery import PathFinder
 from importlib.metadata import packages_distributions, version
 from importlib.util import find_spec, resolve_name
 from itertools import accumulate
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from flowalign.system.manifest import json_sha256
@@ -27,12 +28,16 @@ log = logging.getLogger("flowalign")
 
 OURS = "flowalign.rewards."
 FRAME = {OURS + name for name in ("base", "options", "scoring", "source")}  # no reward's own
+# of functions, closures, classes, methods, decorated functions, properties and partials
+PARTS = "__defaults__ __kwdefaults__ __closure__ cell_contents __bases__ __func__ __self__".split()
+PARTS += "__wrapped__ fget func args keywords".split()
 
 
 def digest(code: Any) -> str | None:
     """Of a module, by its name, or of a class or function. None if no module has that name."""
-    module = code if isinstance(code, str) else code.__module__
-    found: Any = _typed(code) if module == "__main__" else _files(module, {}, whole=True)
+    found: Any = _files(code if isinstance(code, str) else code.__module__, {}, whole=True)
+    if not isinstance(code, str):
+        found = [found, *_pieces(code, {})]
     return json_sha256(found)[:16] if found else None
 
 
@@ -78,11 +83,30 @@ def _imports(content: bytes, package: str) -> Iterator[str]:
                 yield from (f"{base}.{alias.name}" for alias in node.names)
 
 
-def _typed(code: Any) -> list[Any]:
-    """The compiled code of a function, or of the methods of a class, with the functions inside."""
-    parts = vars(code).values() if isinstance(code, type) else [code]
-    codes = [part.__code__ for part in parts if inspect.isfunction(part)]
-    for each in codes:
-        codes += [const for const in each.co_consts if inspect.iscode(const)]
-    plain = [[c for c in each.co_consts if not inspect.iscode(c)] for each in codes]
-    return [[each.co_code, each.co_names, p] for each, p in zip(codes, plain, strict=True)]
+def _pieces(value: Any, seen: dict[int, Any]) -> Iterator[Any]:
+    """What an object is made of: contents of files, compiled code of what was typed, values."""
+    if value is None or isinstance(value, str | bytes | int | float | complex):
+        yield repr(value)
+        return
+    if id(value) in seen:
+        return
+    seen[id(value)] = value  # kept, as the number of an object that is gone is given again
+    module = getattr(value, "__name__" if isinstance(value, ModuleType) else "__module__", None)
+    yield (files := _files(str(module or "?"), {}))
+    inner = [getattr(value, name, None) for name in PARTS]
+    if isinstance(value, Mapping | list | tuple):
+        inner = [*value, *value.values()] if isinstance(value, Mapping) else value
+    elif isinstance(value, set | frozenset):
+        inner = sorted(value, key=repr)
+    elif inspect.isfunction(value):
+        if module == "__main__" or not Path(value.__code__.co_filename).is_file():
+            codes = [value.__code__]
+            for code in codes:  # with the functions inside it
+                inner += [code.co_code, code.co_names, code.co_consts]
+                codes += [const for const in code.co_consts if inspect.iscode(const)]
+            names = {name for code in codes for name in code.co_names}
+            inner += [value.__globals__.get(name) for name in sorted(names)]
+    elif module == "__main__" or files and not isinstance(value, type | ModuleType):
+        inner += [type(value), getattr(value, "__dict__", None)]
+    for part in inner:
+        yield from _pieces(part, seen)

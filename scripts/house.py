@@ -30,7 +30,7 @@ BUDGET = {
     "credit": 244,
     "eval": 2209,
     "flowalign": 64,
-    "rewards": 4183,
+    "rewards": 4229,
     "sde": 185,
     "system": 1126,
     "teachers": 1046,

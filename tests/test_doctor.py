@@ -101,7 +101,7 @@ def test_a_reward_that_calls_another_is_asked_with_prompts_that_the_other_can_sc
     (tmp_path / "p.txt").write_text("a kite\na lamp\n")
     findings, _ = diagnose("test_doctor:readable", {}, 4, None, [str(tmp_path / "p.txt")])
     (failed,) = [finding for finding in findings if finding.level == "fault"]
-    assert "8 of 8" in failed.text
+    assert "ocr: " in failed.text and "8 of 8" in failed.text
     assert len(findings) == 2  # and the time: nothing is "ok" about scores that are not there
 
 

@@ -121,13 +121,33 @@ def test_the_version_of_an_installed_plugin_counts_and_not_its_neighbours(tmp_pa
     assert digests[0] == digests[1] != digests[2]
 
 
-def test_what_was_typed_into_a_notebook_counts() -> None:
-    def digest(size: int) -> Any:
-        names: dict[str, Any] = {"__name__": "__main__"}
-        exec(f"class Red:\n  def __call__(self, *given):\n    return {size}", names)
-        return source.digest(names["Red"])
+CELL = """
+SIZE = {size}
+def scale(x): return {factor} * x
+class Base:
+    bonus = {bonus}
+class Red(Base):
+    def __call__(self, images, prompts, metadata):
+        return Scores.of([SIZE * scale(1.0) + self.bonus for _ in prompts])
+def made(constant):
+    def red(images, prompts, metadata):
+        return Scores.of([constant * SIZE * scale(1.0)])
+    return red
+"""
 
-    assert digest(1) == digest(1) != digest(2)
+
+@pytest.mark.parametrize("last", ["Red", "made({constant})", "Red().__call__"])
+def test_what_was_typed_into_a_notebook_counts_with_what_it_uses(last: str) -> None:
+    def digest(**changes: float) -> Any:
+        values = {"size": 1, "factor": 1, "bonus": 0, "constant": 1} | changes
+        names: dict[str, Any] = {"__name__": "__main__"}
+        exec("from flowalign.types import Scores", names)
+        exec(compile(CELL.format(**values), "<cell 1>", "exec"), names)
+        return source.digest(eval(last.format(**values), names))
+
+    changes = ["size", "factor", "constant" if "made" in last else "bonus"]
+    digests = [digest(), *(digest(**{change: 7}) for change in changes)]
+    assert digest() == digests[0] and len({*digests}) == 4
 
 
 def test_a_process_that_runs_what_it_imported_says_so(

@@ -27,7 +27,8 @@ from flowalign.rewards import (
     scoring,
 )
 from flowalign.rewards.options import located
-from flowalign.types import Detections, Scores
+from flowalign.rewards.scoring import AsyncScorer
+from flowalign.types import Detections, PromptBatch, Scores
 
 IMAGES = torch.tensor([0.1, 0.2, 0.3, 0.4]).view(4, 1, 1, 1).expand(4, 3, 2, 2)
 PROMPTS, METADATA = ["a", "b", "c", "d"], [{}, {}, {}, {}]
@@ -224,6 +225,17 @@ def test_nan_infinity_and_a_false_valid_mask_their_image():
     assert set(result.reasons) == {1, 2, 3}
 
 
+def test_why_a_reward_failed_that_another_calls_is_told():
+    def outer(images, prompts, metadata):
+        return score(Brightness(poison="c"), images, prompts, metadata)
+
+    def silent(images, prompts, metadata):
+        return Scores.of(outer(images, prompts, metadata).value)
+
+    for reward in (outer, silent):
+        assert "cannot look at c" in score(reward, IMAGES, PROMPTS, METADATA).reasons[2]
+
+
 def test_keyboard_interrupt_passes_and_unequal_inputs_are_the_callers_fault():
     def interrupted(images, prompts, metadata):
         raise KeyboardInterrupt
@@ -232,6 +244,18 @@ def test_keyboard_interrupt_passes_and_unequal_inputs_are_the_callers_fault():
         score(interrupted, IMAGES, PROMPTS, METADATA)
     with pytest.raises(ValueError, match="3 prompts"):
         score(Brightness(), IMAGES, PROMPTS[:3], METADATA)
+
+
+@pytest.mark.parametrize("error", [SystemExit(0), KeyboardInterrupt("mine")])
+def test_a_reward_cannot_end_the_run(error):
+    def ending(images, prompts, metadata):
+        raise error
+
+    scorer = AsyncScorer(lambda images, batch: score(ending, images, batch.prompts, batch.metadata))
+    scorer.submit(IMAGES, PromptBatch(PROMPTS, ["x"] * len(PROMPTS), METADATA))
+    scores = scorer.collect()
+    assert not scores.valid.any()
+    assert all(repr(error) in reason for reason in scores.reasons.values())
 
 
 @pytest.mark.parametrize(

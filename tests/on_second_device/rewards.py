@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from types import MethodType
 from typing import Any
 
 import pytest
+import test_hpsv2
+import test_imagereward
 import test_mask2former
 import torch
+from PIL import Image
 from small_models import PROMPTS, clip_folder, pictures
+from test_aesthetic import head_weights
 from torch import nn
 
 from flowalign import rewards
@@ -18,8 +23,11 @@ from flowalign.rewards.scoring import AsyncScorer, Worker
 from flowalign.types import PromptBatch, Reward, Scores
 
 HERE, THERE, CPU = map(torch.device, ("second:1", "second:0", "cpu"))
-mask2former = test_mask2former.options
 CLAUSES = [[{"class": name, "count": 1, "color": "red"}] for name in ("person", "dog", "kite")]
+
+hpsv2, imagereward, mask2former = (
+    test.options for test in (test_hpsv2, test_imagereward, test_mask2former)
+)
 
 
 @pytest.fixture(scope="module")
@@ -35,6 +43,21 @@ def clipscore(clip: str) -> dict[str, Any]:
 @pytest.fixture
 def pickscore(clip: str) -> dict[str, Any]:
     return {"model": clip}
+
+
+diversity = clipscore
+
+
+@pytest.fixture
+def similarity(clip: str, tmp_path) -> dict[str, Any]:
+    Image.new("RGB", (32, 32), "red").save(tmp_path / "red.png")
+    return {"model": clip, "images": str(tmp_path)}
+
+
+@pytest.fixture
+def aesthetic(clip: str, tmp_path) -> dict[str, Any]:
+    torch.save(head_weights(), tmp_path / "head.pth")
+    return {"model": clip, "head": str(tmp_path / "head.pth")}
 
 
 @pytest.fixture(autouse=True)
@@ -55,11 +78,15 @@ def weighted(pickscore: dict[str, Any], geneval: dict[str, Any]) -> dict[str, An
     return {"rewards": parts}
 
 
-WITH_NETWORKS = ["clipscore", "geneval", "weighted"]
+WITH_NETWORKS = [
+    "aesthetic", "clipscore", "diversity", "geneval", "hpsv2", "imagereward", "pickscore",
+    "similarity", "weighted",
+]  # fmt: skip
 
 
 def batch(name: str) -> PromptBatch:
-    return PromptBatch(PROMPTS, [name] * 6, [{"include": clause} for clause in 2 * CLAUSES])
+    prompts = ["one"] * 6 if name == "diversity" else PROMPTS
+    return PromptBatch(prompts, [name] * 6, [{"include": clause} for clause in 2 * CLAUSES])
 
 
 def networks(thing: Any, depth: int = 12) -> Iterator[nn.Module]:
@@ -69,6 +96,8 @@ def networks(thing: Any, depth: int = 12) -> Iterator[nn.Module]:
     elif isinstance(thing, dict) and depth:
         for value in thing.values():
             yield from networks(value, depth - 1)
+    elif isinstance(thing, MethodType) and depth:  # such as the encoder of `diversity`
+        yield from networks(thing.__self__, depth - 1)
     elif type(thing).__module__.startswith("flowalign") and depth:
         yield from networks(vars(thing), depth - 1)
 
@@ -99,20 +128,21 @@ def test_a_reward_scores_on_its_device_in_a_worker_thread(
     asked = batch(name)
     known = rewards.build_on(CPU, name, options)
     assert places(known) == {CPU}
+    resident = {CPU} if name == "aesthetic" else set()  # its head stays there
     expected = in_the_background(known, asked)
     assert not expected.failures and expected.value.std() > 0
     for device in (HERE, torch.device("second"), None):
         reward = rewards.build_on(device, name, options)
-        assert places(reward) == {HERE}
+        assert places(reward) - resident == {HERE}
         found = in_the_background(reward, asked)
         assert not found.failures
         torch.testing.assert_close(found.value, expected.value, atol=1e-4, rtol=1e-4)
     other = rewards.build_on(THERE, name, options)
-    assert places(other) == {THERE}
+    assert places(other) - resident == {THERE}
     assert not in_the_background(other, asked).failures
 
 
-@pytest.mark.parametrize("name", ["clipscore", "geneval"])
+@pytest.mark.parametrize("name", ["clipscore", "geneval", "hpsv2", "imagereward"])
 def test_an_offloaded_reward_leaves_the_device_as_it_was(
     name: str, request: pytest.FixtureRequest
 ) -> None:
