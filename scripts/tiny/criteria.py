@@ -16,7 +16,6 @@ from pathlib import Path
 import parts
 import torch
 from diffusers import StableDiffusion3Pipeline
-from torch import Tensor
 
 from flowalign.backbone.tiny import PROMPTS
 from flowalign.eval.geneval import judge
@@ -25,20 +24,6 @@ from flowalign.rewards.geneval import GenEval
 
 CERTAIN = 0.9  # GenEval's threshold for counting
 OCR = {"engine": "rapidocr", "limit_type": "max", "rec_width": 96}
-AT_ONCE = 64
-
-
-def sample(pipe: StableDiffusion3Pipeline, texts: list[str], guidance: float, seed: int) -> Tensor:
-    """One image [len(texts),3,H,W] in [0,1] for each text, by ten Euler steps."""
-    generator, images = torch.Generator().manual_seed(seed), []
-    for start in range(0, len(texts), AT_ONCE):
-        part = texts[start : start + AT_ONCE]
-        (drawn,) = pipe(
-            part, num_inference_steps=10, guidance_scale=guidance, generator=generator,
-            max_sequence_length=parts.T5_LENGTH, output_type="pt", return_dict=False,
-        )  # fmt: skip
-        images.append(drawn)
-    return torch.cat(images)
 
 
 def main() -> None:
@@ -66,7 +51,7 @@ def main() -> None:
         rows = [json.loads(line) for line in lines for _ in range(args.images)]
         texts = [row["prompt"] for row in rows]
         for guidance in args.guidance:
-            images = sample(pipe, texts, guidance, 1)
+            images = parts.sample(pipe, texts, guidance, 1)
             besides = ""
             if task == "geneval":
                 seen = GenEval("tiny").detector(images)

@@ -9,8 +9,14 @@ import logging
 
 import prompts
 import torch
-from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, SD3Transformer2DModel
+from diffusers import (
+    AutoencoderKL,
+    FlowMatchEulerDiscreteScheduler,
+    SD3Transformer2DModel,
+    StableDiffusion3Pipeline,
+)
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors
+from torch import Tensor
 from transformers import (
     CLIPTextConfig,
     CLIPTextModelWithProjection,
@@ -28,6 +34,7 @@ CLIP_WIDTHS = (64, 96)
 WIDTH, BLOCKS, HEADS = 160, 6, 4
 SIDE = SIZE // 8  # of the latents
 LATENT_CHANNELS = 16
+AT_ONCE = 64  # images of a batch that is sampled
 SPECIAL = ["<pad>", "<bos>", "<unk>", "<eos>"]  # eos must not be 2: CLIP's legacy pooling path
 
 
@@ -152,3 +159,16 @@ def quiet() -> None:
     """Keep the libraries' notes about untrained parts out of the training log."""
     logging.getLogger("diffusers").setLevel(logging.ERROR)
     logging.getLogger("transformers").setLevel(logging.ERROR)
+
+
+def sample(pipe: StableDiffusion3Pipeline, texts: list[str], guidance: float, seed: int) -> Tensor:
+    """One image [len(texts),3,H,W] in [0,1] for each text, by ten Euler steps."""
+    generator, images = torch.Generator().manual_seed(seed), []
+    for start in range(0, len(texts), AT_ONCE):
+        part = texts[start : start + AT_ONCE]
+        (drawn,) = pipe(
+            part, num_inference_steps=10, guidance_scale=guidance, generator=generator,
+            max_sequence_length=T5_LENGTH, output_type="pt", return_dict=False,
+        )  # fmt: skip
+        images.append(drawn)
+    return torch.cat(images)

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import muon
 import numpy as np
@@ -26,7 +27,7 @@ import prompts
 import stream
 import styles
 import torch
-from diffusers import AutoencoderKL
+from diffusers import AutoencoderKL, StableDiffusion3Pipeline
 from mistakes import BLURRED, FADED, RIGHT, SPOTTED, WRONG, Rates
 from PIL import Image
 from safetensors.torch import load_file, save_file
@@ -491,11 +492,10 @@ class Run:
         pools = {tag: prompts.splits(tag)["val"] or prompts.splits(tag)["train"]
                  for tag in stream.TAG_SHARES}  # fmt: skip
         texts = [stream.captioned(RIGHT, rng, pools)[0] for _ in range(48)]
-        ids = torch.tensor([speller()(text) for text in texts], device=self.device)
+        pipe = pipeline(self.average.module.state_dict(), self.args.vae).to(self.device)
+        pipe.set_progress_bar_config(disable=True)
         with torch.compiler.set_stance("force_eager"):
-            latents = sample(self.average.module, ids, self.generator)
-        latents = latents / self.vae.config["scaling_factor"] + self.vae.config["shift_factor"]
-        images = decoded(self.vae, latents) / 2 + 0.5
+            images = parts.sample(pipe, texts, 1.0, 3)
         save_grid(images, 12, self.args.out / f"{name}.png")
         (self.args.out / "captions.txt").write_text("\n".join(texts))
 
@@ -505,17 +505,23 @@ def t5_ids(ids: Tensor, length: int) -> Tensor:
     return F.pad(ids, (0, max(0, length - ids.shape[1])))
 
 
-def sample(model: nn.Module, ids: Tensor, generator: torch.Generator, steps: int = 10) -> Tensor:
-    """Latents [B,16,12,12] by Euler steps on the scheduler's sigmas, without CFG."""
-    scheduler = parts.scheduler()
-    scheduler.set_timesteps(steps, device=ids.device)
-    shape = (len(ids), parts.LATENT_CHANNELS, parts.SIDE, parts.SIDE)
-    x = torch.randn(shape, generator=generator, device=ids.device)
-    sigmas = torch.as_tensor(scheduler.sigmas)
-    for now, after in zip(sigmas[:-1], sigmas[1:], strict=True):
-        v = model(x, now.expand(len(x)), ids, t5_ids(ids, parts.T5_LENGTH))
-        x = x + (after - now) * v
-    return x
+def pipeline(weights: dict[str, Tensor], vae: Path) -> StableDiffusion3Pipeline:
+    """The pipeline of a flow's weights and an autoencoder's file."""
+    model = Denoiser()
+    model.load_state_dict(weights)
+    spell = parts.tokenizer()
+    components: dict[str, Any] = {
+        "transformer": model.transformer,
+        "scheduler": parts.scheduler(),
+        "vae": load_vae(vae),
+        "text_encoder": model.clips[0],
+        "tokenizer": spell,
+        "text_encoder_2": model.clips[1],
+        "tokenizer_2": spell,
+        "text_encoder_3": model.t5,
+        "tokenizer_3": parts.tokenizer(max_length=256),
+    }
+    return StableDiffusion3Pipeline(**components)
 
 
 def train_flow(args: argparse.Namespace) -> None:

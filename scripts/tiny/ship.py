@@ -15,12 +15,10 @@ import json
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import parts
 import pretrain
 import torch
-from diffusers import StableDiffusion3Pipeline
 
 from flowalign.backbone.tiny import MODEL
 from flowalign.config import EvalStage, load
@@ -84,7 +82,7 @@ def main() -> None:
     if args.earlier:
         earlier = pretrain.read(args.earlier)
         weights = {k: w.lerp(earlier[k], args.share) for k, w in weights.items()}
-    pipe = pipeline(weights, args.vae)
+    pipe = pretrain.pipeline(weights, args.vae)
     modules = [c for c in pipe.components.values() if isinstance(c, torch.nn.Module)]
     parameters = sum(p.numel() for part in modules for p in part.parameters())
     pipe.to(dtype=torch.float16).save_pretrained(args.out)
@@ -98,25 +96,6 @@ def main() -> None:
             table=scores(args.out, args.guidance),
         )
         (args.out / "README.md").write_text(card)
-
-
-def pipeline(weights: dict[str, torch.Tensor], vae: Path) -> StableDiffusion3Pipeline:
-    """The pipeline of a flow's weights and an autoencoder's file."""
-    model = pretrain.Denoiser()
-    model.load_state_dict(weights)
-    spell = parts.tokenizer()
-    components: dict[str, Any] = {
-        "transformer": model.transformer,
-        "scheduler": parts.scheduler(),
-        "vae": pretrain.load_vae(vae),
-        "text_encoder": model.clips[0],
-        "tokenizer": spell,
-        "text_encoder_2": model.clips[1],
-        "tokenizer_2": spell,
-        "text_encoder_3": model.t5,
-        "tokenizer_3": parts.tokenizer(max_length=256),
-    }
-    return StableDiffusion3Pipeline(**components)
 
 
 def tidy(folder: Path) -> None:
