@@ -140,7 +140,7 @@ class NftStage(ForwardStage):
     """DiffusionNFT on the rewards of one or more tasks.
 
     Start it from a LoRA that holds the base's guidance (`guided.yaml`), and sample without CFG:
-    that LoRA alone takes the base of shapes from .57 to .73 for 40,000 forward passes (docs/log.md).
+    it alone takes the base of shapes from .57 to .73 for 40,000 forward passes (docs/log.md).
     Images whose group has one score teach nothing, and are left out.
     """
 
