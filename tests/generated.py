@@ -69,6 +69,13 @@ texts = st.one_of(st.sampled_from(NASTY_TEXTS), st.text(max_size=20))
 scalars = st.one_of(
     st.none(), st.booleans(), st.integers(), st.sampled_from(NASTY_NUMBERS), st.floats(), texts
 )
+values = st.recursive(
+    scalars,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=4), st.dictionaries(st.one_of(texts, scalars), inner, max_size=4)
+    ),
+    max_leaves=8,
+)
 json_values = st.recursive(
     scalars,
     lambda inner: st.one_of(st.lists(inner, max_size=4), st.dictionaries(texts, inner, max_size=4)),

@@ -174,3 +174,10 @@ def test_the_table_pins_what_it_names() -> None:
     assert {f.name for f in files if "train" in f.name} == {f.name for f in files if f.validation}
     assert len(set(names)) == len(names)
     assert "offensive" in SOURCES["pickscore"].note
+
+
+def test_md5_is_compared_where_nothing_better_is_known(site: Site, tmp_path: Path) -> None:
+    right = f"md5:{hashlib.md5(TEXT).hexdigest()}"
+    fetch(source(site.serve("/x"), right), tmp_path)
+    with pytest.raises(FetchError, match="md5:00"):
+        fetch(source(site.serve("/x"), "md5:00", "other.txt"), tmp_path)

@@ -18,7 +18,7 @@ import torch
 from diffusers import SD3Transformer2DModel
 from generated import examples, holds, nothing_else
 from hypothesis import strategies as st
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save, save_file
 
 import flowalign
 from flowalign import rewards
@@ -156,6 +156,31 @@ def test_a_description_that_is_no_mapping_is_refused(content: bytes, tmp_path: P
     (tmp_path / PEFT_CONFIG).write_bytes(content)
     with pytest.raises(AdapterError):
         read_lora(tmp_path)
+
+
+SOUND = save(
+    HALVES,
+    metadata={
+        "format": "pt",
+        "lora_adapter_metadata": json.dumps({"r": 2, "lora_alpha": 4, "rank_pattern": {}}),
+        "flowalign_max_sequence_length": "16",
+    },
+)
+
+
+@examples(200)
+def test_any_damage_to_a_head_is_refused_or_does_no_harm(
+    count: int, tmp_path: Path, bare: SD3Transformer2DModel
+) -> None:
+    folder = tmp_path / "a"
+    folder.mkdir()
+
+    def check(start: int, removed: int, put: bytes) -> None:
+        (folder / ADAPTER).write_bytes(SOUND[:start] + put + SOUND[start + removed :])
+        taken_or_refused(folder, bare)
+
+    put = st.binary(max_size=24) | st.sampled_from([b'"', b"{", b"[[[[", b"\\ud800", b"\x00" * 9])
+    holds(check, count, start=st.integers(0, 420), removed=st.integers(0, 24), put=put)
 
 
 @pytest.mark.parametrize("length", ["0", "-1", "9" * 5000, "x"])

@@ -1,13 +1,15 @@
 """Prompt files that a stranger made: they are read, or refused with PromptError, in time."""
 
+import json
 import os
 import time
 from pathlib import Path
 
 import pytest
-from generated import nothing_else
+from generated import examples, holds, json_values, nothing_else, texts
+from hypothesis import strategies as st
 
-from flowalign.training.data import PromptError, load_prompts
+from flowalign.training.data import PromptError, load_prompts, subset
 
 FILES = {  # each was a traceback, a hang, or silently something else
     "deep JSON": ("a.jsonl", '{"prompt": "a", "x": ' + "[" * 100_000),
@@ -49,3 +51,34 @@ def test_a_pipe_is_no_prompt_set(tmp_path: Path):
     for path in (tmp_path / "a.txt", tmp_path):
         with pytest.raises(PromptError):
             load_prompts(path, "task")
+
+
+SIGNS = ["\n", "\r\n", '"', ",", "prompt", "text,q", "item_id", "{", "}", "[", ":"]
+pieces = texts | st.sampled_from(SIGNS)
+rows = st.fixed_dictionaries(
+    {"prompt": texts | json_values}, optional={"target": json_values, "tag": texts}
+)
+lines = st.lists(pieces, max_size=9).map("".join) | (rows | json_values).map(json.dumps)
+written = st.lists(lines, max_size=5).map(lambda found: "\n".join(found).encode(errors="replace"))
+written |= st.binary(max_size=60)
+
+
+@pytest.mark.slow
+@examples(1200)
+@pytest.mark.parametrize("suffix", [".jsonl", ".csv", ".txt"])
+def test_a_file_is_read_or_refused(count: int, suffix: str, tmp_path: Path):
+    path = tmp_path / f"prompts{suffix}"
+    path.touch()
+
+    def read_or_refused(content: bytes) -> None:
+        path.write_bytes(content)
+        try:
+            batch = load_prompts(path, "task")
+        except PromptError as error:
+            str(error).encode()
+            return
+        assert all(prompt.strip() for prompt in batch.prompts)
+        json.dumps(batch.metadata, allow_nan=False).encode()
+        assert len(subset(batch, 2)) == min(2, len(batch))
+
+    holds(read_or_refused, count // 3, content=written)

@@ -1,4 +1,4 @@
-"""Generated requests: read, or refused with ValueError, in time, and nothing that
+"""Generated requests and answers: read, or refused with ValueError, in time, and nothing that
 steers. test_hostile_server.py sends such over sockets.
 
 `-m long` runs the same properties on ten times as many inputs.
@@ -21,6 +21,7 @@ from flowalign.rewards.service.wire import Limits
 LIMITS = Limits(images=4, pixels=64 * 64, bytes=2**16)
 GOOD = wire.encode_request("exact", torch.zeros(2, 3, 4, 4), ["a", "b"], [{}, {"x": [1, {"y": 2}]}])
 FILE = base64.b64decode(json.loads(GOOD)["requests"][0]["history"][0]["image_b64"])
+ANSWER = {"results": [{"exact": {"exact": 1.0, "red": 0.5}}, {}], "errors": [{"exact": "no"}]}
 RAW = [  # JSON that Python's own writer does not write
     b"", b"[" * 5000, b'{"a":' * 5000, b"NaN", b"\xff\xfe{", b"\xef\xbb\xbf{}", b'"\\',
     b'{"requests":' + b"9" * 5000 + b"}",
@@ -73,6 +74,24 @@ def test_a_request_is_read_or_refused(count: int):
             assert len(images) == len(prompts) == len(metadata) <= LIMITS.images
 
     holds(check, count, body=bodies() | st.just(GOOD))
+
+
+@examples(250)
+def test_an_answer_is_read_or_refused(count: int):
+    """One number a row, finite where it is valid; parts under printable names."""
+
+    def check(body: bytes) -> None:
+        try:
+            scores = wire.decode_answer("exact", body, 2)
+        except ValueError as error:
+            harmless(str(error))
+            return
+        assert len(scores.value) == len(scores.valid) == 2
+        assert bool(torch.isfinite(scores.value[scores.valid]).all())
+        for name, part in scores.parts.items():
+            assert len(part) == 2 and name.isprintable() and not bool(part.isinf().any())
+
+    holds(check, count, body=json_like(ANSWER))
 
 
 def harmless(text: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 import socket
 import threading
 import time
@@ -256,6 +257,28 @@ def test_options_that_cannot_work_are_refused_without_asking_anybody():
 
 
 # Training ----------------------------------------------------------------------------------------
+
+
+def metrics(folder: Path) -> list[dict]:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in line.items() if "second" not in k} for line in lines]
+
+
+@pytest.mark.slow
+def test_a_server_that_fails_under_load_costs_no_step(random_model: str, tmp_path: Path) -> None:
+    folders = [tmp_path / "here" / "run", tmp_path / "there" / "run"]
+    for folder in folders:
+        folder.parent.mkdir()
+    with served.serving(Flaky(refusals=3)) as url:
+        options = {"urls": url, "batch_size": 4}
+        for folder, reward in zip(
+            folders, (("served:exact", {}), ("remote", options)), strict=True
+        ):
+            config = fakes.settings(random_model, folder)
+            task = with_reward(config.tasks[0], *reward)
+            fakes.wired(config.model_copy(update={"tasks": [task]})).run()
+    expected, there = map(metrics, folders)
+    assert len(expected) == 4 and there == expected
 
 
 def with_reward(task, name: str, options: dict):

@@ -166,6 +166,13 @@ def test_without_fastapi_it_says_what_to_install(capsys, monkeypatch) -> None:
     assert "[serve]" in capsys.readouterr().err
 
 
+def test_a_port_that_is_taken_is_one_line(capsys):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        assert main(["serve-reward", "served:exact", "--port", port]) == 2
+    assert f"port {port}" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_the_command_serves_until_it_is_told_to_end():
     process, url = served.process("served:exact", environment={wire.TOKEN: "abc"})

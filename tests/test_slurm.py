@@ -67,6 +67,28 @@ def updates(folder: Path) -> list[int]:
     return [row["update"] for row in map(json.loads, lines) if "grad_norm" in row]
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
+def test_two_processes_train_and_go_on_when_requeued(
+    script: Path, node: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One node with two processes, or two launchers with one each; the second run resumes."""
+    nodes = 2 if script.stem == "several_nodes" else 1
+    monkeypatch.setenv("SLURM_NNODES", str(nodes))
+    monkeypatch.setenv("SLURM_GPUS_ON_NODE", str(2 // nodes))
+    for count in (1, 2)[: 3 - nodes]:  # the same lines restart both
+        done = subprocess.run(
+            [str(script), *CONFIG, "train.checkpoint_every=1", f"train.updates={count}"],
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert updates(node / "run") == list(range(1, count + 1))
+    states = (node / "run/checkpoints").rglob("rng_*.json")
+    assert {path.stem for path in states} == {"rng_0", "rng_1"}  # a state of each process
+
+
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
 @pytest.mark.parametrize(
     ("step", "signalled", "requeued"),
