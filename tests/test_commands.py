@@ -7,11 +7,12 @@ import signal
 import subprocess
 import sys
 import warnings
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 
-from flowalign import rewards
+from flowalign import __version__, rewards
 from flowalign.commands import cli
 from flowalign.system import packages
 from flowalign.system.exit import silenced
@@ -73,6 +74,15 @@ def test_a_tilde_in_a_path_is_the_home_folder(
     assert [path.name for path in tmp_path.iterdir()] == ["home"]
 
 
+def test_the_version_names_what_matters_and_where_it_lies(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert cli.main(["--version"]) == 0
+    said = capsys.readouterr().out
+    assert f"flowalign {__version__} ({ROOT / 'flowalign'})" in said
+    assert f"torch {metadata.version('torch')}" in said and "diffusers" in said
+
+
 @pytest.mark.parametrize(
     ("error", "status"), [(KeyboardInterrupt(), 130), (packages.MissingPackage("no x"), 2)]
 )
@@ -88,6 +98,28 @@ def test_what_ends_a_command_early_is_one_line(
     monkeypatch.setattr("flowalign.commands.prompts.cli.main", fail)
     assert cli.main(["data", "list"]) == status
     assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_a_served_reward_with_one_line(script: list[str], tmp_path: Path) -> None:
+    command = [*script, "serve-reward", "geneval", "detector=tiny", "--port", "0"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(
+        command,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a job in the background
+    ) as server:  # ignores it, and so do the processes that it starts
+        try:
+            assert server.stdout and "serving reward" in server.stdout.readline()
+            server.send_signal(signal.SIGINT)
+            _, said = server.communicate(timeout=60)
+        finally:
+            server.kill()
+    assert server.returncode == 130
+    assert len(said.splitlines()) == 1
 
 
 @pytest.mark.parametrize(  # rich prints the first line, `print` what follows
@@ -129,6 +161,24 @@ def test_a_module_in_the_current_folder_comes_before_one_beside_the_config(
         rewards.load("json:at_here")
     for name in ("my_first", "my_second"):
         sys.modules.pop(name)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        pytest.param(["sample", "a cat"], marks=pytest.mark.slow),
+        pytest.param(["doctor", "--reward", "geneval", "--count", "4"], marks=pytest.mark.long),
+    ],
+    ids=" ".join,
+)
+def test_libraries_say_nothing_on_stderr(
+    script: list[str], tmp_path: Path, arguments: list[str]
+) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command, folder = [*script, *arguments], tmp_path / "here"
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0
+    assert all(line.startswith("tiny: ") for line in done.stderr.splitlines())  # ours, of sample
 
 
 def warning_of(module: str) -> list[str]:

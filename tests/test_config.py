@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from generated import nothing_else
+from generated import examples, holds, mutated, nothing_else, scalars, texts, values
+from hypothesis import strategies as st
 from safetensors.torch import save_file
 from yaml import YAMLError
 
@@ -353,13 +354,19 @@ def test_a_config_of_another_command_is_refused() -> None:
     [
         ("benchmark: unknown key. Did you mean `benchmarks`", {"benchmark": []}),
         ("benchmarks.0.limit: got", {"benchmarks": [{**MARK, "limit": 0}]}),
+        ("sampling.step: unknown key", {"sampling": {"step": 3}}),
         ("models.ocr: got", {"models": {"ocr": 3}}),
         ("models: got", {"models": {}}),
+        ("models.a/b: got", {"models": {"a/b": None}}),
+        ("benchmarks.0.name: got", {"benchmarks": [{**MARK, "name": "a b"}]}),
         ("benchmarks: the name 'ocr'", {"benchmarks": [MARK, MARK]}),
         ("benchmarks: the name 'average'", {"benchmarks": [{**MARK, "name": "average"}]}),
         ("compare.bse: no model", {"compare": {"bse": ["base"]}}),
         ("compare.base: no model", {"compare": {"base": ["x"]}}),
         ("guidance: no model", {"guidance": {"bse": 2.0}}),
+        ("compare.base: got the text 'x'", {"compare": {"base": "x"}}),
+        ("report.images: got", {"report": {"images": -1}}),
+        ("fidelity.ref: unknown key", {"fidelity": {"ref": "tiny"}}),
     ],
 )
 def test_a_wrong_evaluation_is_explained(start: str, sections: dict[str, Any]) -> None:
@@ -552,6 +559,28 @@ def test_a_stage_stays_below_its_recipe(tmp_path: Path) -> None:
     stages = {"ocr": {"use": "teacher_ocr.yaml", "set": [f"output={tmp_path}/elsewhere"]}}
     config = parse(read(CONFIGS / "tiny/flow_opd.yaml") | {"stages": stages}, stage=RecipeStage)
     assert any("output" in problem for problem in recipe.examine(config, CONFIGS / "tiny")[1])
+
+
+def parsed_or_refused(data: Any, changes: list[str]) -> None:
+    try:
+        parse(data, changes, stage=Stage)
+    except ConfigError as error:
+        assert error.problems
+
+
+@pytest.mark.slow
+@examples(1000)
+def test_a_changed_config_is_parsed_or_refused(count: int):
+    keys = st.one_of(texts, scalars)
+
+    @st.composite
+    def configs(draw: Any) -> Any:
+        data = draw(st.sampled_from(SHIPPED))
+        for _ in range(draw(st.integers(1, 4))):
+            data = mutated(data, draw, values, keys) if isinstance(data, dict | list) else data
+        return data
+
+    holds(lambda data: parsed_or_refused(data, []), count, data=configs())
 
 
 def test_every_section_and_stage_can_be_imported_from_one_place() -> None:
