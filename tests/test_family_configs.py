@@ -1,12 +1,14 @@
 """The configs of the families beside Stable Diffusion 3.5: sound, and the doctor knows the shapes
 of their models."""
 
+import re
 from pathlib import Path
 
 import pytest
 import torch
 from test_sd35_configs import FAMILIES, ROOT, data
 
+from flowalign.backbone import loading
 from flowalign.commands import recipe
 from flowalign.commands.doctor import plan
 from flowalign.commands.doctor.advise import Device, forecasts, usable
@@ -145,6 +147,16 @@ def test_no_run_validates_on_a_set_that_an_evaluation_reports(folder: Path) -> N
                 used.setdefault(config.output, set()).update({task.prompts, str(task.validation)})
     assert reported and used
     assert {run: both for run, sets in used.items() if (both := sets & reported)} == {}
+
+
+def test_the_page_of_families_has_a_row_for_each_and_names_tests_that_exist() -> None:
+    text = (ROOT / "docs" / "backbones.md").read_text()
+    rows = {line.split("|")[1].strip(): line for line in text.splitlines() if "| tested |" in line}
+    assert rows.keys() == {f"`{family.name}`" for family in loading.FAMILIES.values()}
+    (tests,) = [line for line in text.splitlines() if line.startswith("| test |")]
+    code = "".join(path.read_text() for path in (ROOT / "tests").glob("test_*.py"))
+    for name in re.findall(r"`([a-z_]+)`", tests):
+        assert (ROOT / "tests" / f"{name}.py").is_file() or re.search(rf"def test_\w*{name}", code)
 
 
 @pytest.mark.usefixtures("data")
