@@ -14,6 +14,7 @@ import parts
 import torch
 import transformers
 from diffusers import FlowMatchEulerDiscreteScheduler
+from tokenizers import Regex, pre_tokenizers
 
 WIDTH = 32  # of the text encoders
 CHAT = (
@@ -31,8 +32,13 @@ DYNAMIC: dict[str, Any] = {
 
 
 def tokenizer(length: int) -> Any:
-    """The tiny world's, with a chat template that leaves a prompt as it is."""
+    """The tiny world's, to which a mark is a token, too, as to a real one; with a chat template
+    that leaves a prompt as it is."""
     found = parts.tokenizer(max_length=length)
+    marks = pre_tokenizers.Split(
+        Regex(r"[A-Z]|[a-z]+|[^\sA-Za-z]"), behavior="removed", invert=True
+    )
+    found.backend_tokenizer.pre_tokenizer = marks
     found.chat_template = CHAT
     return found
 
@@ -183,7 +189,7 @@ def sana() -> Any:
             scaling_factor=0.4,
         ),
         text_encoder=transformers.Gemma2Model(config),
-        tokenizer=parts.tokenizer(max_length=512),
+        tokenizer=tokenizer(512),
     )  # fmt: skip
 
 

@@ -220,7 +220,7 @@ def by_diffusers(folder: Path) -> Path:
     pipe, words, lines = flowalign.load("tiny"), [row["prompt"] for row in ROWS[:2]], []
     pipe.set_progress_bar_config(disable=True)
     folder.mkdir()
-    channels, side = pipe.transformer.config.in_channels, 64 // pipe.vae_scale_factor
+    channels, side = pipe.transformer.config.in_channels, 96 // pipe.vae_scale_factor
     for index, word in enumerate(words):
         noise = [Noise((SEED,)).draw(index, copy, (channels, side, side), 0) for copy in range(2)]
         made = pipe(
