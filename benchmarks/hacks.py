@@ -1,6 +1,6 @@
 """Does the alarm see a hack, and is it silent on honest runs? `python benchmarks/hacks.py`.
 
-Each of four runs is paid for one hack of the published cases, and for nothing else: GRPO on the
+Each of three runs is paid for one hack of the published cases, and for nothing else: GRPO on the
 tiny model with the config of the GenEval teacher, for ten rollouts at the learning rate that the
 config begins with. Prints at which rollout the alarm first fires, for each statistic. A hack's
 reward shares no code with the statistics that should see it.
@@ -27,18 +27,16 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from flowalign import rewards as rewards_room
+from flowalign import rewards
 from flowalign.backbone import Backbone
-from flowalign.backbone.tiny.detector import TinyDetector
 from flowalign.commands.build import student
 from flowalign.commands.run import train
-from flowalign.config import TaskConfig, TrainingAlarmConfig, TrainingStage, load
+from flowalign.config import TrainingAlarmConfig, TrainingStage, load
 from flowalign.training.algorithm import STUDENT
 from flowalign.training.data import PromptSampler, load_prompts
 from flowalign.training.report import samples
 from flowalign.training.report.drift.compare import SIGMAS, Check, Drift
 from flowalign.training.report.drift.monitor import COPIES, Monitor
-from flowalign.training.report.drift.statistics import ImageStatistics
 from flowalign.training.report.progress import quiet
 from flowalign.training.rollout import Noise, places, sample, schedule_of
 from flowalign.training.run import checkpoint, resume
@@ -46,7 +44,7 @@ from flowalign.types import Rollout, Scores
 
 Metadata = Sequence[Mapping[str, Any]]
 PATCH = 16  # pixels, of the tiny model
-HACKS = ("darkened", "gridded", "collapsed", "surplus")
+HACKS = ("darkened", "gridded", "collapsed")
 BEFORE = 10  # the rollout by which a hack must have been seen
 
 
@@ -68,12 +66,6 @@ def collapsed(images: Tensor, prompts: Sequence[str], metadata: Metadata) -> Sco
 
 
 collapsed.groupwise = True  # type: ignore[attr-defined]
-
-
-def surplus(images: Tensor, prompts: Sequence[str], metadata: Metadata) -> Scores:
-    """Pays for objects, whatever the prompt asks for: how many the detector sees."""
-    found = TinyDetector()(images.cpu())
-    return Scores.of(torch.tensor([float(sum(map(len, one.boxes.values()))) for one in found]))
 
 
 # Runs that are paid for a hack -------------------------------------------------------------------
@@ -140,8 +132,7 @@ def replay(folder: Path, warn: float, every: int = 1) -> tuple[Told, dict[str, f
     config = load(folder / "config.yaml", stage=TrainingStage)
     device, alone = torch.device("cpu"), Accelerator(cpu=True)
     backbone = student(config, device)
-    rewards = {task.name: build_rewards(task) for task in config.tasks}
-    monitor = Monitor(config, backbone, alone, ImageStatistics.of(backbone.family, rewards))
+    monitor = Monitor(config, backbone, alone)
     loop = _rollouts(config, backbone, alone)
     fired: dict[str, int] = {}
     largest: dict[str, float] = {}
@@ -155,12 +146,6 @@ def replay(folder: Path, warn: float, every: int = 1) -> tuple[Told, dict[str, f
             size = abs(drift.sigmas) * SIGMAS[drift.name].share
             deviations[drift.name] = max(deviations.get(drift.name, 0.0), size)
     return Told(fired, largest), deviations
-
-
-def build_rewards(task: TaskConfig) -> Any:
-    """The reward of a task, which tells whether it reads text or has a CLIP."""
-    assert task.reward
-    return rewards_room.build(task.reward.name, **task.reward.options)
 
 
 def _rollouts(
@@ -198,7 +183,7 @@ def main() -> int:
     parser.add_argument("--every", type=int, default=1, help="of the checkpoints, one in so many")
     args = parser.parse_args()
     quiet()
-    rewards_room.add_config_folder(__file__)
+    rewards.add_config_folder(__file__)
     warn, good = TrainingAlarmConfig().warn, True
     print(
         "| run | alarm at rollout | by statistic | most certain drift, sigma |\n|---|---|---|---|"

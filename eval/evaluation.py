@@ -28,7 +28,6 @@ from flowalign.training.preflight import Launch, check_world, scale_problems
 from flowalign.training.report import results
 from flowalign.training.report.alarm import Alarm
 from flowalign.training.report.drift.compare import Pair, check_drift
-from flowalign.training.report.drift.statistics import ImageStatistics
 from flowalign.training.report.page import Panel
 from flowalign.training.report.progress import quiet
 from flowalign.training.run import lock, processes
@@ -200,19 +199,16 @@ def drift_panels(
     panels: list[Panel] = []
     if config.alarm is None or base is None or backbone is None:
         return panels
+    family = backbone.family
     for images, first in ((images, images.judges[0].name) for images in sets):
         before = judged[base][first]
         pictured = before.pictured(images.copies)  # the same for all models
         numbers = [prompt for prompt in pictured for _ in range(images.copies)]
-        batch = images.prompts.select(numbers)
-        # what one judge reads is measured of its images
-        read = dict((images.name, j.reward) for j in images.judges if hasattr(j.reward, "engine"))
-        statistics = ImageStatistics.of(backbone.family, read)
+        about = list(zip(numbers, images.prompts.select(numbers).prompts, strict=True))
         for model in (name for name in config.models if name != base and pictured):
             both = zip(before.pictures, judged[model][first].pictures, strict=True)
-            about = zip(numbers, batch.prompts, batch.metadata, strict=True)
             pairs = [Pair(*two, images.name, *rest) for two, rest in zip(both, about, strict=True)]
-            check = check_drift(pairs, statistics)
+            check = check_drift(pairs, family.factor * family.patch)
             panels.append(Panel(f"{model} on {images.name}", config.alarm.warn, check))
     return panels
 

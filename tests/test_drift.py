@@ -20,7 +20,6 @@ from flowalign.training.report.alarm import Alarm
 from flowalign.training.report.drift import compare, statistics
 from flowalign.training.report.drift.compare import SIGMAS, Drift, drift
 from flowalign.training.report.drift.monitor import share
-from flowalign.training.report.drift.statistics import ImageStatistics
 
 SIDE, PERIOD = 64, 16
 GREY, BLACK = torch.full((3, SIDE, SIDE), 0.8), torch.zeros(3, SIDE, SIDE)
@@ -33,19 +32,9 @@ def tiles(period: int) -> torch.Tensor:
     return torch.where(light[None] ^ light[:, None], 0.9, 0.1).expand(3, -1, -1)
 
 
-def squares(count: int) -> torch.Tensor:
-    """A grey image with so many red squares of 12 pixels."""
-    image = GREY.clone()
-    for place in range(count):
-        y, x = 4 + 30 * (place // 2), 4 + 30 * (place % 2)
-        image[:, y : y + 12, x : x + 12] = torch.tensor([0.9, 0.1, 0.1])[:, None, None]
-    return image
-
-
 def measure(*images: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Of images of one prompt of a task whose text is read."""
-    everything = ImageStatistics(PERIOD, frozenset("t"))
-    return everything.measure(torch.stack(images), "t", [{}] * len(images), [0] * len(images))
+    """Of images of one prompt."""
+    return statistics.measure(torch.stack(images), PERIOD, [0] * len(images))
 
 
 def of(name: str, *images: torch.Tensor) -> list[float]:
@@ -79,20 +68,6 @@ def test_colours_are_counted() -> None:
     assert of("edges", half)[0] == pytest.approx(64 / (63 * 64) / 2)  # one row of borders
 
 
-def test_objects_stand_out_from_the_background() -> None:
-    assert of("objects", *map(squares, range(5))) == [0, 1, 2, 3, 4]
-    large = torch.nn.functional.interpolate(squares(3)[None], scale_factor=4)[0]
-    assert of("objects", large) == [3]
-
-
-def test_strokes_are_text_and_shapes_are_not() -> None:
-    strokes = GREY.clone()
-    strokes[:, 24:40, 8:56:4] = 0.1  # two rows of six cells of 64
-    strokes[:, 24:40, 9:57:4] = 0.1
-    assert of("text", strokes)[0] == pytest.approx(12 / 64)
-    assert of("text", squares(4), GREY) == [0, 0]
-
-
 def test_copies_of_one_image_have_no_diversity() -> None:
     images = torch.stack([GREY, GREY, BLACK, GREY, GREY])
     found = statistics.diversity(images, [0, 0, 1, 1, 2]).tolist()
@@ -104,16 +79,8 @@ def test_an_image_that_is_not_finite_has_no_value() -> None:
     bad = GREY.clone()
     bad[0, 0, 0] = torch.nan
     values = measure(bad, GREY)
-    del values["surplus"], values["diversity"]
+    del values["diversity"]
     assert all(math.isnan(v[0]) and math.isfinite(v[1]) for v in values.values())
-
-
-def test_objects_beyond_those_asked_for_are_surplus() -> None:
-    two = {"include": [{"class": "dog", "count": 2}]}
-    images = torch.stack([squares(1), squares(2), squares(4), squares(4)])
-    values = ImageStatistics(PERIOD).measure(images, "g", [two, two, two, {}], [0, 1, 2, 3])
-    assert values["surplus"].tolist()[:3] == [0, 0, 2] and values["surplus"][3].isnan()
-    assert values["objects"][:3].isnan().all() and values["objects"][3] == 4
 
 
 # Drift -------------------------------------------------------------------------------------------
@@ -128,8 +95,8 @@ def test_the_quantile_is_students(freedom: int) -> None:
 def test_the_interval_is_of_the_means_of_prompts() -> None:
     base = torch.tensor([0.0, 2, 0, 2, 0, 2, 0, 2]).double()
     gaps = torch.tensor([1.0, 3, 3, 5, 2, 4, 4, 6]).double()  # of 4 prompts: 2, 4, 3, 5
-    found = drift("objects", base, base + gaps, [0, 0, 1, 1, 2, 2, 3, 3])
-    sigma = SIGMAS["objects"].share * float(base.std())
+    found = drift("edges", base, base + gaps, [0, 0, 1, 1, 2, 2, 3, 3])
+    sigma = SIGMAS["edges"].share * float(base.std())
     assert found.n == 4 and found.sigmas == pytest.approx(3.5 / sigma)
     error = math.sqrt(5 / 3) / 2 / sigma
     half = student_t.ppf((1 + compare.CONFIDENCE) / 2, 3) * error

@@ -24,7 +24,6 @@ from flowalign.training.loop import Loop
 from flowalign.training.preflight import Inputs, reward_problems
 from flowalign.training.report import samples, trackers
 from flowalign.training.report.drift.monitor import Monitor
-from flowalign.training.report.drift.statistics import ImageStatistics
 from flowalign.training.report.listeners import Evaluate
 from flowalign.training.report.pictures import png
 from flowalign.training.report.progress import Progress
@@ -55,12 +54,11 @@ def wire(
     benchmarks = held_out(config, built, inputs) if config.evaluates else []
     monitor = None
     if config.alarm:
-        statistics = ImageStatistics.of(backbone.family, built)
         prompts = [benchmark.prompts for benchmark in benchmarks]
         start = None
         if config.alarm.reference == "start" and config.lora.init:
             start = inputs.adapter(config.lora.init)
-        monitor = Monitor(config, backbone, accelerator, statistics, prompts, start)
+        monitor = Monitor(config, backbone, accelerator, prompts, start)
     loop = Loop(
         config,
         backbone,

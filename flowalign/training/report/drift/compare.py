@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from flowalign.system.images import pixels_of
-from flowalign.training.report.drift.statistics import ImageStatistics
+from flowalign.training.report.drift.statistics import measure
 from flowalign.training.report.pictures import webp
 
 CONFIDENCE = 0.90  # of the intervals: 95 % on the side that the alarm asks for
@@ -54,9 +54,6 @@ SIGMAS: Mapping[str, Sigma] = {
     "edges": Sigma(1.0, 0.005, "share of neighbours with a step"),
     "entropy": Sigma(1.0, 0.1, "bits of the histogram of colours"),
     "grid": Sigma(0.4, 0.003, "share of the luma's power at the grid of the patches"),
-    "objects": Sigma(0.4, 0.25, "regions that stand out"),
-    "surplus": Sigma(0.25, 0.25, "regions beyond those that the prompt asks for"),
-    "text": Sigma(0.2, 0.01, "share of the image that looks like text"),
     "diversity": Sigma(0.55, 0.01, "distance of the images of a prompt, in pixels"),
 }
 
@@ -151,20 +148,19 @@ class Pair(NamedTuple):
     task: str
     number: int
     prompt: str
-    metadata: Mapping[str, Any]
 
 
-def check_drift(pairs: Sequence[Pair], measurements: ImageStatistics) -> Check:
+def check_drift(pairs: Sequence[Pair], period: int) -> Check:
     """The drift of every statistic that has a value, of each task by itself if there are several:
-    then it is called TASK/STATISTIC."""
+    then it is called TASK/STATISTIC. period: pixels of a patch."""
     drifts: list[Drift] = []
     worst: dict[tuple[str, int], tuple[float, Pair]] = {}  # of a prompt, with its first images
     tasks = sorted({pair.task for pair in pairs})
     for task in tasks:
         own = [pair for pair in pairs if pair.task == task]
-        numbers, metadata = [pair.number for pair in own], [pair.metadata for pair in own]
+        numbers = [pair.number for pair in own]
         base, model = (
-            measurements.measure(torch.stack(list(map(pixels_of, files))), task, metadata, numbers)
+            measure(torch.stack(list(map(pixels_of, files))), period, numbers)
             for files in zip(*(pair[:2] for pair in own), strict=True)
         )
         for name in base:

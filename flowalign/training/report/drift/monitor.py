@@ -7,8 +7,7 @@ With `alarm.reference: start` it is the base with the LoRA that the run starts f
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 from accelerate import Accelerator
 from accelerate.utils import gather_object
@@ -19,7 +18,6 @@ from flowalign.backbone.adapters import Lora
 from flowalign.config import TrainingStage
 from flowalign.training.data import spread
 from flowalign.training.report.drift.compare import Check, Pair, check_drift
-from flowalign.training.report.drift.statistics import ImageStatistics
 from flowalign.training.report.pictures import png
 from flowalign.training.rollout import Noise, generate, sample
 from flowalign.types import PromptBatch, Rollout, Source
@@ -28,7 +26,7 @@ COPIES = 2  # images of a prompt: for their distance; more prompts tell more tha
 START = "alarm_start"  # the frozen adapter that the run starts from
 SHARE = 4  # at most one in so many images of a rollout is sampled by the base
 
-Origin = tuple[str, int, str, Mapping[str, Any]]  # task, number of the prompt, prompt, metadata
+Origin = tuple[str, int, str]  # task, number of the prompt, prompt
 
 
 def checked(config: TrainingStage) -> tuple[int, int]:
@@ -49,7 +47,6 @@ class Monitor:
         config: TrainingStage,
         backbone: Backbone,
         accelerator: Accelerator,
-        measurements: ImageStatistics,
         held_out: Sequence[PromptBatch] = (),
         start: Lora | None = None,
     ) -> None:
@@ -58,7 +55,7 @@ class Monitor:
         if start is not None:
             backbone.load_adapter(START, start, frozen=True)
         self.settings, self.config, self.backbone = config.alarm, config, backbone
-        self.accelerator, self.measurements = accelerator, measurements
+        self.accelerator = accelerator
         self.held_out = held_out
         self.base: list[Tensor] = []  # its held-out images, once they are sampled
 
@@ -129,11 +126,12 @@ class Monitor:
             for before, after, origin in zip(base, model, origins, strict=True)
             if before.isfinite().all() and after.isfinite().all()
         ]
-        return check_drift(gather_object(pairs), self.measurements)
+        family = self.backbone.family
+        return check_drift(gather_object(pairs), family.factor * family.patch)
 
 
 def _origins(batch: PromptBatch, numbers: Sequence[int]) -> list[Origin]:
-    return list(zip(batch.tasks, numbers, batch.prompts, batch.metadata, strict=True))
+    return list(zip(batch.tasks, numbers, batch.prompts, strict=True))
 
 
 def share(count: int, rank: int, world: int) -> tuple[range, list[int]]:
