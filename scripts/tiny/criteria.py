@@ -1,6 +1,7 @@
 """What a base of the tiny world should be: able, and often wrong.
 
     python scripts/tiny/criteria.py FOLDER [--lora FOLDER] [--guidance 1 2.5] [--images 16]
+    python scripts/tiny/criteria.py FOLDER --detector
 
 For each task of the test prompts: the score of one image (mean over all), of the best of 2, 4, 8
 and 16 images of a prompt, and for objects the score by tag and relation, and the share of images
@@ -11,16 +12,20 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import parts
 import torch
-from diffusers import StableDiffusion3Pipeline
+from diffusers import AutoencoderKL, StableDiffusion3Pipeline
 
-from flowalign.backbone.tiny import PROMPTS
+from flowalign.backbone.tiny import PROMPTS, scenes
+from flowalign.backbone.tiny.detector import TinyDetector
 from flowalign.eval.geneval import judge
 from flowalign.rewards import build
 from flowalign.rewards.geneval import GenEval
+from flowalign.system.images import to_uint8
 
 CERTAIN = 0.9  # GenEval's threshold for counting
 OCR = {"engine": "rapidocr", "limit_type": "max", "rec_width": 96}
@@ -36,6 +41,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=100)
     parser.add_argument("--tasks", nargs="+", default=["geneval", "ocr", "preference"])
     parser.add_argument("--split", default="test")
+    parser.add_argument("--detector", action="store_true", help="judge the detector, not the model")
     parser.add_argument("--normalizer", type=float, default=28.0, help="of the preference score")
     args = parser.parse_args()
     parts.quiet()
@@ -43,6 +49,8 @@ def main() -> None:
     pipe.set_progress_bar_config(disable=True)
     if args.lora:
         pipe.load_lora_weights(args.lora, weight_name="pytorch_lora_weights.safetensors")
+    if args.detector:
+        return confusions(pipe.vae, args.split)
     best = [k for k in (1, 2, 4, 8, 16, 32) if k <= args.images]
     print(f"| task | guidance | {' | '.join(f'best of {k}' for k in best)} | besides |")
     print("|---" * (len(best) + 3) + "|")
@@ -78,6 +86,39 @@ def main() -> None:
             each = torch.tensor(scores).view(-1, args.images)
             cells = [f"{float(each.unfold(1, k, k).amax(-1).mean()):.3f}" for k in best]
             print(f"| {task} | {guidance:g} | {' | '.join(cells)} | {besides} |", flush=True)
+
+
+@torch.no_grad()
+def confusions(vae: AutoencoderKL, split: str) -> None:
+    """Print what the detector makes of scenes with known drawings, five of each prompt."""
+    lines = (PROMPTS / f"geneval_{split}.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    keys = {number: key for key, number in scenes.sheet()[1].items()}
+    clean = scenes.rendered(rows, seed=0, each=5)
+    latents = [vae.encode(part * 2 - 1).latent_dist.mode() for part in clean.split(64)]
+    decoded = torch.cat([vae.decode(part).sample for part in latents]) / 2 + 0.5
+    print(
+        "| scenes | drawings | class | colour | style | score above .9 | more regions | confused |"
+    )
+    print("|---" * 8 + "|")
+    for kind, images in (("rendered", clean), ("decoded", decoded.clamp(0, 1))):
+        right, wrong, extra = torch.zeros(4), Counter[str](), 0
+        for number, image in enumerate(images):
+            rng = np.random.default_rng([0, number // 5, number % 5])
+            layers = [layer for layer in scenes.compose(rows[number // 5], rng) if layer[0]]
+            found = TinyDetector().describe(to_uint8(image))
+            extra += max(0, len(found) - len(layers))
+            for sprite, left, top in layers:
+                name, style, color = keys[sprite]
+                near = min(found, key=lambda f: abs(f.box[0] - left) + abs(f.box[1] - top))
+                same = near.name == name, color in (None, near.color), near.style == style
+                right += torch.tensor([*same, near.score > CERTAIN])
+                wrong[f"{name} as {near.name}"] += not same[0]
+                wrong["drawings"] += 1
+        total = wrong.pop("drawings")
+        shares = " | ".join(f"{share:.4f}" for share in right / total)
+        said = ", ".join(f"{text} {count}" for text, count in wrong.most_common() if count)
+        print(f"| {kind} | {total} | {shares} | {extra} | {said or 'none'} |", flush=True)
 
 
 if __name__ == "__main__":
