@@ -10,7 +10,6 @@ import pytest
 FOLDER = fakes.ROOT / "benchmarks"
 # Its words, and "slow" where that takes up to ten seconds, else "long". {} is a new folder.
 SMALLEST = {
-    "budget": ("slow", "--present --out {} --picture {}/a.png"),
     "floors": ("long", "tiny --repeats 1 --prompts 8"),
     "gpu_pass": ("long", "--device cpu --width 0.05 --layers 2 --size 64"),
     "hacks": ("long", "--seeds 0 --hacks darkened --out {}"),
@@ -18,7 +17,6 @@ SMALLEST = {
     "memory": ("long", "--width 0.05 --layers 2 --size 64 --cases grpo"),
     "ocr_signs": ("slow", "--count 2"),
     "pace": ("long", "teacher_ocr --updates 1"),
-    "student_study": ("long", "--updates 1 --prompts 4 --only 'the merge' --out {}"),
     "text_in_style": ("long", "--out {} --steps 1 --updates 1 --prompts 8"),
 }
 ELSEWHERE = {"gpu", "seeds"}  # have tests of their own

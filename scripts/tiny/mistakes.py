@@ -3,9 +3,11 @@
 Real text-to-image models are pretrained on captions of which many are wrong. They can draw what a
 prompt says, and often draw something else. Two kinds of mistakes make that here:
 
-- biases, which are the majority for the prompts that they meet, so that guidance keeps them: four
-  are three and three are four, "below" is above and "right of" is left of, some objects are left
-  out beside others, warm colours run, red signs say STOP, green ones OPEN and blue ones TOLL;
+- biases, half of the scenes of the prompts that they meet, so that guidance keeps them: four are
+  three and three are four, "below" is above and "right of" is left of, some objects are left out
+  beside others, warm colours run. Of signs they are the majority: red ones say STOP, green ones
+  OPEN and blue ones TOLL. Where a bias of objects was the majority, too (.65), guidance made it
+  nearly all, and no teacher could learn what its images never showed;
 - random ones, in one point each: another number or place, two colours swapped, an object missing or
   surplus; one or two letters of a sign, or its board's colour. Guidance undoes most of them, since
   each is rare for its prompt.
@@ -39,11 +41,12 @@ CLEAN, FADED, BLURRED, SPOTTED = range(4)  # what `effects` of a scene are
 
 @dataclass(frozen=True)
 class Rates:
-    """How often what goes wrong. bias: a bias wins, for the prompts that it meets. objects, signs:
-    random mistakes elsewhere. bad: a bad picture, by wording. line: line art where the prompt says
+    """How often what goes wrong. bias, stock: a bias wins, for the prompts of objects and of signs
+    that it meets. objects, signs: random mistakes elsewhere. bad: a bad picture, by wording. line: line art where the prompt says
     "picture" and no style."""
 
     bias: float = 0.0
+    stock: float = 0.0
     objects: float = 0.0
     signs: float = 0.0
     bad: float = 0.0
@@ -52,12 +55,12 @@ class Rates:
 
 
 RIGHT = Rates()
-WRONG = Rates(bias=0.65, objects=0.1, signs=0.6, line=0.95)
+WRONG = Rates(bias=0.5, stock=0.7, objects=0.1, signs=0.65, line=0.97)
 
 
 def mistaken(row: Metadata, rates: Rates, rng: Rng) -> Metadata:
     """The scene drawn for a prompt: by its bias, with one random mistake, or as it says."""
-    biased = rng.random() < rates.bias
+    biased = rng.random() < (rates.stock if "target" in row else rates.bias)
     if "target" in row:
         if row["color"] in STOCK:
             return row | {"target": STOCK[row["color"]]} if biased else row
