@@ -20,7 +20,7 @@ from flowalign.eval.fidelity import Reference, load_reference
 from flowalign.eval.report import write_files
 from flowalign.eval.stats import headline_rows, lost
 from flowalign.eval.store import Store, StoreError, open_stores
-from flowalign.eval.suite import EvaluationError, ImageSet, Judged, build_sets, judge_set
+from flowalign.eval.suite import EvaluationError, ImageSet, Judged, build_sets, crossed, judge_set
 from flowalign.eval.table import Results
 from flowalign.system import files
 from flowalign.system.escape import harmless
@@ -73,6 +73,9 @@ def _evaluate(config: EvalStage, accelerator: Accelerator) -> None:
         files.remove_leftovers(config.output)
     accelerator.wait_for_everyone()
     backbone, weights, digests = None, "", {}
+    own = [name for benchmark in config.benchmarks for name in benchmark.judges]
+    if config.matrix:
+        config = config.model_copy(update={"benchmarks": crossed(config.benchmarks)})
     model, device = config.model if config.adapters else None, accelerator.device
     sets = build_sets(config.benchmarks, "benchmarks", device, model, config.given)
     if not model and (size := sets[0].size):  # no model says the size of the images
@@ -112,7 +115,7 @@ def _evaluate(config: EvalStage, accelerator: Accelerator) -> None:
         panels = drift_panels(config, backbone, sets, judged)
         seeds = {config.settings_of(model)["seed"] for model in config.models}
         alike = f"same prompts{' and noise' * (len(seeds) == 1 and None not in seeds)}"
-        print(write_files(config, Results(benchmarks, judged, distances, panels, alike)))
+        print(write_files(config, Results(benchmarks, judged, distances, panels, alike, own)))
         warn_of_drift(config, panels)
 
 

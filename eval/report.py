@@ -16,12 +16,13 @@ from typing import Any, NamedTuple
 from flowalign.config import EvalStage, to_yaml
 from flowalign.eval.compare import VERSION
 from flowalign.eval.fidelity import GROUPS
-from flowalign.eval.stats import AVERAGE, FIDELITY, FIELDS, part_of
+from flowalign.eval.stats import AVERAGE, FIDELITY, FIELDS, headline_row, part_of
 from flowalign.eval.suite import Benchmark, environment
 from flowalign.eval.table import (
     Results,
     Table,
     markdown,
+    matrix,
     metric_rows,
     of_cells,
     tables,
@@ -96,7 +97,7 @@ def document(config: EvalStage, results: Results, versions: Mapping[str, str]) -
     def listed(rows: Mapping[str, EvalRow]) -> list[dict[str, Any]]:
         return [plain(row) for row in rows.values()]
 
-    models = {}
+    models, crossed = {}, matrix(results)
     for model, judged in results.judged.items():
         scores, first = results.scores(model), next(iter(results.judged))
         models[model] = {
@@ -107,6 +108,7 @@ def document(config: EvalStage, results: Results, versions: Mapping[str, str]) -
             "fidelity": plain(scores[FIDELITY]) if FIDELITY in scores else None,
             "average": plain(scores[AVERAGE]) if AVERAGE in scores else None,
             "difference": listed(results.difference(model, first)) if model != first else [],
+            "matrix": {k: plain(r) for k, r in crossed.rows[model].items()} if crossed else None,
             "images": {name: images.rows for name, images in judged.items()},
         }
     return {
@@ -179,8 +181,8 @@ def blocks(results: Results, marks: Mapping[str, str]) -> Iterator[Block]:
                 [row.get(part_of(j), math.nan) for row in judged[j.name].rows] for j in judges
             ]
             captions = ["\n".join(score_text(s[i * copies]) for s in scores) for i in indices]
-            numbers = results.scores(model)
-            notes = [f"{judge.name} {score_text(numbers[judge.name].mean)}" for judge in judges]
+            numbers = [headline_row(judge, results.rows[model]).mean for judge in judges]
+            notes = [f"{j.name} {score_text(n)}" for j, n in zip(judges, numbers, strict=True)]
             images = [pixels_of(results.picture(model, first, i, 0)) for i in indices]
             note = "\n".join([*notes, *filter(None, [marks.get(model)])])
             rows.append(Row(images, captions, model, note))

@@ -24,7 +24,13 @@ from torch import Tensor
 
 from flowalign import rewards
 from flowalign.backbone import Backbone
-from flowalign.config import BenchmarkConfig, ConfigError, ModelConfig, SamplingConfig
+from flowalign.config import (
+    BenchmarkConfig,
+    ConfigError,
+    ModelConfig,
+    RewardConfig,
+    SamplingConfig,
+)
 from flowalign.config.section import Size
 from flowalign.config.stages.evaluation import GivenImages
 from flowalign.eval.images import ImagesError, assign, check_images, find_images
@@ -123,6 +129,22 @@ def image_sets(
     return sets, problems
 
 
+def crossed(configs: Sequence[BenchmarkConfig]) -> list[BenchmarkConfig]:
+    """The benchmarks, each with the rewards of the others that can score its prompts among its
+    `rewards`. GenEval, say, needs metadata, and OCR a text in quotes."""
+    others = {name: spec for config in configs for name, spec in config.judges.items()}
+    found = []
+    for config in configs:
+        batch, more = load_prompts(config.prompts, config.name), dict[str, RewardConfig]()
+        for name, spec in others.items():
+            with suppress(ValueError, KeyError, TypeError, AttributeError):
+                rewards.check_prompts(spec.name, spec.options, batch.prompts, batch.metadata)
+                if name not in config.judges:
+                    more[name] = spec
+        found.append(config.model_copy(update={"rewards": config.rewards | more}))
+    return found
+
+
 def build_sets(
     configs: Sequence[BenchmarkConfig],
     config_key: str,
@@ -135,13 +157,16 @@ def build_sets(
     sets, problems = image_sets(configs, config_key, model, given or {})
     if problems:
         raise ConfigError(problems)
-    # only now: building a reward may load a large model
+    # only now: building a reward may load a large model; several benchmarks may have the same
+    built = dict[str, Reward]()
     for index, (config, images) in enumerate(zip(configs, sets, strict=True)):
         source, judges = config.name if config.rewards else None, []
         for name, (key, options) in zip(config.judges, config.reward_keys.items(), strict=True):
             try:
-                reward = rewards.build_on(device, options.name, options.options)
-                judges.append(Benchmark(name, images.prompts, reward, images.copies, source))
+                said = options.model_dump_json()
+                if said not in built:
+                    built[said] = rewards.build_on(device, options.name, options.options)
+                judges.append(Benchmark(name, images.prompts, built[said], images.copies, source))
             except (ImportError, ValueError, OSError) as error:
                 problems.append(f"{config_key}.{index}.{key}: {error}")
         sets[index] = replace(images, judges=tuple(judges))

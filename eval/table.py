@@ -6,7 +6,7 @@ Every file of an evaluation (table.md, report.html, results.json) takes its numb
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -47,6 +47,7 @@ class Results:
     distances: Mapping[str, Distance]  # by model; empty where fidelity was not measured
     drifts: Sequence[Panel] = ()  # of the other models from the base
     shared: str = "same prompts and noise"  # what all models have in common
+    own: Collection[str] | None = None  # benchmarks that are columns; the others are of `matrix`
 
     @cached_property
     def rows(self) -> dict[str, list[EvalRow]]:
@@ -55,6 +56,10 @@ class Results:
             model: [row for b in self.benchmarks for row in rows_of(b, judged[b.name].rows)]
             for model, judged in self.judged.items()
         }
+
+    @property
+    def columns(self) -> list[Benchmark]:
+        return [b for b in self.benchmarks if self.own is None or b.name in self.own]
 
     def pictured(self, benchmark: Benchmark) -> list[int]:
         """The prompts of the report, whose images are at hand: those of all models alike."""
@@ -91,7 +96,7 @@ class Results:
         self, number: Callable[[Benchmark, str | None], EvalRow], fidelity: EvalRow | None
     ) -> dict[str, EvalRow]:
         columns, averaged = {}, []
-        for benchmark in self.benchmarks:
+        for benchmark in self.columns:
             name, reward = benchmark.name, as_reward(benchmark.reward)
             columns[name] = number(benchmark, None)
             averaged += [columns[name]] * reward.averaged
@@ -106,11 +111,11 @@ def tallies(results: Results, compare: Mapping[str, Sequence[str]]) -> list[list
     first, *others = results.judged
     pairs = [(model, other) for model in compare for other in compare[model]]
     pairs += [(model, first) for model in others]
-    heads = ["prompts won / lost / equal", *(benchmark.name for benchmark in results.benchmarks)]
+    heads = ["prompts won / lost / equal", *(benchmark.name for benchmark in results.columns)]
     rows = []
     for model, other in dict.fromkeys(pairs):
         cells = []
-        for benchmark in results.benchmarks:
+        for benchmark in results.columns:
             means = results.means(benchmark, model), results.means(benchmark, other)
             gaps = [a - b for a, b in zip(*means, strict=True)]
             won, lost, equal = (sum(np.sign(gaps) == sign) for sign in (1, -1, 0))
@@ -118,6 +123,28 @@ def tallies(results: Results, compare: Mapping[str, Sequence[str]]) -> list[list
             cells.append(f"{won} / {lost} / {equal}{unknown}")
         rows.append([f"{model} − {other}", *cells])
     return [heads, *rows] if rows else []
+
+
+def matrix(results: Results) -> Table | None:
+    """Every judge on the prompts of every task, by model, and what that comes to: the mean of the
+    judges on their own prompts, that on those of other tasks, and the cell that lost most to the
+    first model. None where no judge has prompts besides its own."""
+    cells = [b for b in results.benchmarks if as_reward(b.reward).averaged]
+    own = [b for b in cells if b in results.columns]
+    if len(own) == len(cells):
+        return None
+    rows, changes, first = {}, {}, next(iter(results.judged.values()))
+    for model, judged in results.judged.items():
+        row = {b.name: headline_row(b, results.rows[model]) for b in cells}
+        others = [row[b.name] for b in cells if b not in own]
+        change = {b.name: difference(b, first[b.name].rows, judged[b.name].rows) for b in cells}
+        means = {"own": average([row[b.name] for b in own]), "others": average(others)}
+        worst = min(change.values(), key=lambda gap: (math.isnan(gap.mean), gap.mean))
+        rows[model], changes[model] = row | means | {"worst": worst}, change
+    decimals = {column: _decimals(rows.values(), column) for column in next(iter(rows.values()))}
+    text = "TASK_JUDGE: another task's judge. own, others: means of the judges on their own prompts"
+    text += f", and on those of others. worst: the largest loss to {next(iter(rows))}, paired."
+    return Table("Every judge on every task's prompts", rows, decimals, False, [text], changes)
 
 
 @dataclass(frozen=True)
@@ -129,6 +156,7 @@ class Table:
     decimals: Mapping[str, int]  # {column: decimals}
     signed: bool = False  # differences
     notes: Sequence[str] = ()  # below it
+    changes: Mapping[str, Mapping[str, EvalRow]] | None = None  # {label: {column: to the first}}
 
     @staticmethod
     def arrow(column: str) -> str:
@@ -170,6 +198,14 @@ class Table:
             return set()
         return {label for label, value in rounded.items() if value == max(rounded.values())}
 
+    def shade(self, label: str, column: str) -> float:
+        """Of a cell of `matrix`: its change to the first model, in percent of the column's largest;
+        0 elsewhere."""
+        gaps = [abs(c[column].mean) for c in (self.changes or {}).values() if column in c]
+        if not (most := max(filter(math.isfinite, gaps), default=0.0)):
+            return 0.0
+        return 100 * self.changes[label][column].mean / most if self.changes else 0.0
+
     def trend(self, label: str, column: str) -> str:
         """ "better" or "worse" for a difference whose interval excludes 0, else ""."""
         row = self.rows[label][column]
@@ -191,10 +227,11 @@ def tables(results: Results, compare: Mapping[str, Sequence[str]]) -> list[Table
     for model, references in compare.items():
         captions[f"{model} minus others"] = [(model, other) for other in references]
     # differences get the decimals of the scores, so that both tables can be read together
-    about = [(benchmark.name, describe(benchmark.reward)) for benchmark in results.benchmarks]
+    about = [(benchmark.name, describe(benchmark.reward)) for benchmark in results.columns]
     who = [f"{name}: {_judge(described)}" for name, described in about]
     who = [f"Judges. {'; '.join(who)}.", *notes(chain(*results.rows.values()))]
     result = [Table("Mean ± standard error.", main, decimals, notes=who)]
+    result += filter(None, [matrix(results)])
     for caption, pairs in captions.items():
         rows = {f"{model} − {other}": results.difference(model, other) for model, other in pairs}
         if rows:

@@ -42,8 +42,8 @@ CLEAN, FADED, BLURRED, SPOTTED = range(4)  # what `effects` of a scene are
 @dataclass(frozen=True)
 class Rates:
     """How often what goes wrong. bias, stock: a bias wins, for the prompts of objects and of signs
-    that it meets. objects, signs: random mistakes elsewhere. bad: a bad picture, by wording. line: line art where the prompt says
-    "picture" and no style."""
+    that it meets. objects, signs: random mistakes elsewhere. bad: a bad picture, by wording. line:
+    line art where the prompt says "picture" and no style."""
 
     bias: float = 0.0
     stock: float = 0.0

@@ -90,6 +90,9 @@ class EvalStage(Stage):
     )
     """{name of a model: its CFG scale}, where it is not `sampling.guidance`; null = none."""
     benchmarks: list[BenchmarkConfig] = Field(min_length=1)
+    matrix: bool = False
+    """Also score the images of each benchmark by the rewards of all others that can: what a model
+    trained for one task loses by another's judge. The images are sampled once."""
     sampling: SamplingConfig = SamplingConfig()
     fidelity: FidelityConfig | None = None
     report: ReportConfig = ReportConfig()
