@@ -207,3 +207,19 @@ def test_a_larger_part_holds_the_smaller_one_and_the_order_of_a_file_is_kept(
             before = now
         assert subset(whole, len(whole)) == whole == subset(whole, 10**6)
         assert subset(whole, 20) == subset(whole, 20)
+
+
+def test_prompts_in_other_words_keep_their_metadata(tmp_path: Path) -> None:
+    plain, other = (load_prompts(f"tiny/geneval_test{end}", "g") for end in ("", "#unseen"))
+    assert other.metadata == plain.metadata
+    assert other.prompts == [row["wordings"]["unseen"] for row in plain.metadata]
+    both = load_prompts("tiny/geneval_test#unseen|a drawing, of {prompt}", "g")
+    assert both.prompts[: len(plain)] == other.prompts
+    assert both.prompts[len(plain)] == f"a drawing, of {plain.prompts[0]}"
+    assert both.metadata == plain.metadata * 2
+    (tmp_path / "a#b.txt").write_text("red")  # a file of that name is itself
+    assert load_prompts(tmp_path / "a#b.txt", "g").prompts == ["red"]
+    (tmp_path / "a.txt").write_text("red")
+    for source in ("tiny/geneval_test#seen", f"{tmp_path}/a.txt#unseen"):
+        with pytest.raises(PromptError, match="wordings"):
+            load_prompts(source, "g")

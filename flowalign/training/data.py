@@ -8,6 +8,7 @@ import json
 import random
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from fractions import Fraction
 from functools import lru_cache
 from itertools import islice
@@ -38,8 +39,12 @@ def load_prompts(source: str | Path, task: str) -> PromptBatch:
     `.txt`, whose name becomes the metadata `item_id` (DPG-Bench's prompts/), CVTG-2K's of
     SET/REGIONS.json, or GenEval's folder of images: one prompt a NUMBER/metadata.jsonl.
     `tiny/NAME` is a set that ships with the package. Blank lines are skipped, repeats are kept.
-    Raises PromptError for a set that is missing, empty or malformed.
+    `SET#WORDING` has the prompts in other words (`reworded`). Raises PromptError for a set that is
+    missing, empty or malformed, or lacks that wording.
     """
+    plain, mark, wordings = str(source).partition("#")
+    if mark and not Path(source).exists():
+        return reworded(load_prompts(plain, task), wordings, str(source))
     path = _locate(str(source))
     if path.is_dir():
         rows = _read_folder(path)
@@ -51,6 +56,22 @@ def load_prompts(source: str | Path, task: str) -> PromptBatch:
         raise PromptError(f"{path} holds no prompts. Write one a line.")
     prompts, metadata = map(list, zip(*rows, strict=True))
     return PromptBatch(prompts, [task] * len(prompts), metadata)
+
+
+def reworded(prompts: PromptBatch, wordings: str, where: str) -> PromptBatch:
+    """Prompts in other words; the metadata, by which they are judged, stay. wordings: one or
+    several, with | between them, after each of which all prompts come once. A wording is a name in
+    the metadata's `wordings` {name: prompt}, or a template such as "a photo of {prompt}"."""
+    texts = []
+    for wording in wordings.split("|"):
+        for text, row in zip(prompts.prompts, prompts.metadata, strict=True):
+            found = row["wordings"] if isinstance(row.get("wordings"), Mapping) else {}
+            if not isinstance(found.get(wording), str) and "{prompt}" not in wording:
+                have = f"has the wordings {', '.join(found)}" if found else "has no `wordings`"
+                raise PromptError(f"{where}: {text[:80]!r} {have}. Or give a template: {{prompt}}.")
+            texts.append(found.get(wording) or wording.replace("{prompt}", text))
+    batch = prompts.select([*range(len(prompts))] * len(wordings.split("|")))
+    return replace(batch, prompts=texts)
 
 
 def subset(prompts: PromptBatch, count: int) -> PromptBatch:
