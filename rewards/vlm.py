@@ -170,23 +170,31 @@ class VLM(RewardBase):
                 {"type": "image_url", "image_url": {"url": picture(question[0])}},
                 {"type": "text", "text": question[1]},
             ]
-            body = {
-                "model": self.model,
-                "messages": [{"role": "user", "content": content}],
-                "temperature": 0,  # the same image must get the same score
-                "max_tokens": most,
-            }
-            answer = client.request("POST", self.url, json=body)
-            try:
-                return read(json.loads(answer)["choices"][0]["message"]["content"])
-            except (json.JSONDecodeError, UnicodeError, LookupError, TypeError, RecursionError):
-                beginning = client.clean(answer.decode("utf-8", "replace"))
-                raise ValueError(f"no {CONTENT} in the answer {beginning!r}") from None
+            return complete(client, self.url, self.model, content, most, read)
 
         token = read_token(self.token_env) if self.token_env else None
         limits = {"timeout": self.timeout, "retries": self.retries, "max_bytes": MAX_BYTES}
         with Client(**limits, token=token) as client:
             return client.map(ask, asked, self.concurrency)
+
+
+def complete(
+    client: Client, url: str, model: str, content: Any, most: int, read: Callable[[str], Any]
+) -> Any:
+    """What is read of the text of a chat completion of at most so many tokens. content: of the
+    user's message. Raises ValueError for an answer without a text."""
+    body = {
+        "model": model,
+        "messages": [{"role": "user", "content": content}],
+        "temperature": 0,  # the same image must get the same score
+        "max_tokens": most,
+    }
+    answer = client.request("POST", url, json=body)
+    try:
+        return read(json.loads(answer)["choices"][0]["message"]["content"])
+    except (json.JSONDecodeError, UnicodeError, LookupError, TypeError, RecursionError):
+        beginning = client.clean(answer.decode("utf-8", "replace"))
+        raise ValueError(f"no {CONTENT} in the answer {beginning!r}") from None
 
 
 def image_url(image: Tensor, size: int | None) -> str:

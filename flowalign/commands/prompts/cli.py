@@ -1,4 +1,4 @@
-"""`flowalign data generate | fetch | list`."""
+"""`flowalign data generate | reword | fetch | list`."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from flowalign.commands.prompts import geneval, held_out, ocr
+from flowalign.commands.prompts import reword as rewording
 from flowalign.commands.prompts.fetch import about, write
 from flowalign.commands.prompts.fetch import fetch as fetch_set
 from flowalign.commands.prompts.held_out import digest
@@ -54,6 +55,15 @@ def _line(row: str | Mapping[str, Any]) -> bytes:
     return f"{row if isinstance(row, str) else json.dumps(row)}\n".encode()
 
 
+def reword(args: argparse.Namespace) -> int:
+    """Say prompts in other words, by a language model that speaks OpenAI's chat completions."""
+    files = rewording.reword(args)
+    write({file: b"".join(map(_line, rows)) for file, rows in files.items()}, args.force)
+    for file, rows in files.items():
+        print(f"{file}: {len(rows)} prompts; in other words they are {file}#{args.name}")
+    return 0
+
+
 def fetch(args: argparse.Namespace) -> int:
     """Get official sets from where they are published, with licence and checksum."""
     for number, name in enumerate(args.names):
@@ -71,7 +81,7 @@ def show(args: argparse.Namespace) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("flowalign data", description=(__doc__ or "").strip())
-    commands = parser.add_subparsers(required=True, metavar="generate | fetch | list")
+    commands = parser.add_subparsers(required=True, metavar="generate | reword | fetch | list")
 
     def command(name: str, run: Callable[..., int]) -> argparse.ArgumentParser:
         made = commands.add_parser(name, help=run.__doc__, description=run.__doc__)
@@ -85,6 +95,17 @@ def _parser() -> argparse.ArgumentParser:
     made.add_argument("--out", help="default: data/geneval_train.jsonl, data/ocr_train.txt; the "
                                     "validation set lies next to it, as x_val")  # fmt: skip
     made.add_argument("--exclude", nargs="+", default=[], metavar="SET", help="more to keep out")
+    made.add_argument("--force", action="store_true", help="replace a file that differs")
+
+    made = command("reword", reword)
+    made.add_argument("file", help="a prompt set")
+    made.add_argument("--url", required=True, help="of the endpoint, such as http://host:8000/v1")
+    made.add_argument("--model", required=True, help="its name there")
+    made.add_argument("--name", default="reworded", help="of the wording (default: reworded)")
+    made.add_argument("--ask", default=rewording.ASK, help="what the model is told, with {prompt}")
+    made.add_argument("--token-env", metavar="NAME", help="environment variable with a token")
+    made.add_argument("--concurrency", type=int, default=8)
+    made.add_argument("--out", required=True, help="the .jsonl to write")
     made.add_argument("--force", action="store_true", help="replace a file that differs")
 
     made = command("fetch", fetch)

@@ -1,0 +1,65 @@
+"""Prompts in other words, by a language model: `flowalign data reword`.
+
+A model may have learnt a task only in the words of its training prompts. The new words are one more
+entry in each row's `wordings`; `prompts: FILE#NAME` evaluates or trains on them. Metadata stay.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from flowalign.rewards.options import read_token
+from flowalign.rewards.vlm import complete
+from flowalign.system.files import expanded
+from flowalign.system.http import Client
+from flowalign.training.data import load_prompts
+
+ASK = (
+    "Say the following prompt for a text-to-image model in other words. Keep every object, number, "
+    "colour and position, and every text in double quotes as it is. Answer with the new prompt "
+    "alone.\n\n{prompt}"
+)
+MAX_TOKENS = 512
+QUOTED = re.compile(r'"[^"]*"')
+
+
+def reworded(text: str, answer: str) -> str:
+    """The new prompt in an answer, on one line. Raises ValueError where it is empty or lacks a
+    quoted text of the old one, which an image is judged by."""
+    new = " ".join(answer.split())
+    if lost := [quote for quote in QUOTED.findall(text) if quote not in new]:
+        raise ValueError(f"it lacks {', '.join(lost)}")
+    if not new:
+        raise ValueError("it is empty")
+    return new
+
+
+def reword(args: argparse.Namespace) -> dict[Path, list[dict[str, Any]]]:
+    """{file to write: its rows}. Rows that could not be said in other words are left out, and
+    counted. Raises ValueError where none could, or `{prompt}` is missing in --ask."""
+    if "{prompt}" not in args.ask:
+        raise ValueError("--ask: it holds no {prompt}.")
+    batch, url = load_prompts(args.file, ""), f"{args.url.rstrip('/')}/chat/completions"
+
+    def say(text: str) -> str:
+        question = args.ask.replace("{prompt}", text)
+        return complete(client, url, args.model, question, MAX_TOKENS, lambda a: reworded(text, a))
+
+    token = read_token(args.token_env) if args.token_env else None
+    with Client(timeout=120.0, token=token) as client:
+        said = client.map(say, batch.prompts, args.concurrency)
+    rows = []
+    for text, row, new in zip(batch.prompts, batch.metadata, said, strict=True):
+        if isinstance(new, str):
+            others = row.get("wordings") if isinstance(row.get("wordings"), Mapping) else {}
+            rows.append({"prompt": text, **row, "wordings": {**others, args.name: new}})
+    if lost := [new for new in said if isinstance(new, Exception)]:
+        print(f"{len(lost)} of {len(said)} left out, as {lost[0]}", file=sys.stderr)
+    if not rows:
+        raise ValueError(f"no prompt could be said in other words: {lost[0]}")
+    return {expanded(Path(args.out)): rows}
