@@ -389,9 +389,21 @@ def gradient(loop: Loop, loss: Tensor) -> Tensor:
     return torch.cat([g.flatten() for g in torch.autograd.grad(loss, loop.parameters)])
 
 
-def lines(loop: Loop) -> list[dict[str, float]]:
-    """The log of a run."""
-    return [json.loads(line) for line in (loop.folder / "metrics.jsonl").read_text().splitlines()]
+def lines(run: Loop | Path | str) -> list[dict[str, Any]]:
+    """The log of a run, or of the folder of one."""
+    folder = run.folder if isinstance(run, Loop) else Path(run)
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def timeless(run: Loop | Path | str) -> list[dict[str, Any]]:
+    """The same without seconds and rates."""
+    return [{k: v for k, v in row.items() if "second" not in k} for row in lines(run)]
+
+
+def command(*argv: object) -> int:
+    """The exit status of `flowalign train`, as in a process of its own."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    return train.main([str(arg) for arg in argv])
 
 
 @dataclass
@@ -405,7 +417,7 @@ class FinishedRun:
     @property
     def rows(self) -> list[dict[str, Any]]:
         """metrics.jsonl."""
-        return [json.loads(row) for row in (self.folder / "metrics.jsonl").read_text().splitlines()]
+        return lines(self.folder)
 
 
 def finish_run(model: str, folder: Path) -> FinishedRun:
@@ -424,8 +436,7 @@ def finish_run(model: str, folder: Path) -> FinishedRun:
     path.write_text(config.to_yaml(config.parse(raw, given)))
     drawn = mock.patch.object(Figure, "savefig", savefig)
     with drawn, redirect_stdout(io.StringIO()) as output:
-        AcceleratorState._reset_state(reset_partial_state=True)
-        assert train.main(["--config", str(path)]) == 0
+        assert command("--config", path) == 0
     return FinishedRun(folder, output.getvalue())
 
 

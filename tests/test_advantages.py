@@ -12,7 +12,6 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.testing import assert_close
 
-from flowalign.commands import train
 from flowalign.config import ConfigError, parse, to_yaml
 from flowalign.credit import adora, gated, gdpo
 from flowalign.rewards.scoring import score
@@ -27,11 +26,6 @@ WEIGHTED = (
     "{name: 'fakes:redness', weight: 2.0}, {name: 'fakes:vivid', weight: -0.5}]}}"
 )
 SMALL = ["optimizer.eps=1.0", "optimizer.lr=30.0"]  # Adam's first step ~ lr * gradient
-
-
-def main(*argv: object) -> int:
-    fakes.AcceleratorState._reset_state(reset_partial_state=True)
-    return train.main([str(arg) for arg in argv])
 
 
 class Summed:
@@ -154,7 +148,7 @@ def test_two_processes_have_the_advantages_of_one(random_model: str, tmp_path: P
         raw["tasks"] = [red, {**red, "name": "vivid", "reward": other}]
         path = tmp_path / f"{name}.yaml"
         path.write_text(to_yaml(parse(raw)))
-        assert main("--config", path) == 0
+        assert fakes.command("--config", path) == 0
         runs[name] = ["--then", "--config", path, f"output={tmp_path / name / 'two'}"]
     done = fakes.launch(ROOT / "tests" / "on_cpu.py", *sum(runs.values(), []))
     assert done.returncode == 0, done.stderr

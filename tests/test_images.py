@@ -24,7 +24,6 @@ from flowalign.system.images import image_files, pixels_of, read_image, stacked
 from flowalign.training.data import load_prompts
 from flowalign.training.rollout import Noise
 
-SD35 = "stabilityai/stable-diffusion-3.5-medium"
 WORDS = ["a dog", "two cats «ici»", "a dog"]  # the set lists the first one twice
 DOG = {"tag": "single_object", "include": [{"class": "dog", "count": 1}]}
 CATS = {"tag": "counting", "include": [{"class": "cat", "count": 2}]}

@@ -184,8 +184,7 @@ def test_a_run_watches_several_judges_of_images_that_are_sampled_once(
     given = [f"tasks.0.validation={prompts}", f"evaluation={{every: 1, watch: [{watch}]}}"]
     settings = fakes.settings(random_model, tmp_path / "run", *given, "train.updates=1")
     fakes.wired(settings).run()
-    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
-    scored = [row for row in map(json.loads, lines) if "eval/headline" in row]
+    scored = [row for row in fakes.lines(tmp_path / "run") if "eval/headline" in row]
     assert len(scored) == 2 and len(sampled) == 2 * (len(fakes.PROMPTS) + 3)
     for row in scored:
         assert row["eval/other_a/reward"] == 0.5 != row["eval/other_b/reward"]

@@ -1,6 +1,5 @@
 """Two processes do what one does under each of accelerate's strategies, and can be resumed."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.testing import assert_close
 
-from flowalign.commands import run, train
+from flowalign.commands import run
 from flowalign.config import ConfigError, to_yaml
 from flowalign.training.algorithm import pairs_of
 from flowalign.training.run import processes
@@ -183,18 +182,13 @@ def half(model: str, folder: Path) -> Path:
     return written(fakes.settings(model, folder / "run" / "alone", *given), folder)
 
 
-def alone(path: Path) -> None:
-    fakes.AcceleratorState._reset_state(reset_partial_state=True)
-    assert train.main(["--config", str(path)]) == 0
-
-
 @pytest.fixture(scope="module")
 def folders(random_model: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """What one process makes of each of these runs: folder/run/alone beside folder/config.yaml."""
     found = {}
     for make in (grpo, opd, sft, nft, awm, half):
         folder = tmp_path_factory.mktemp(make.__name__)
-        alone(make(random_model, folder))
+        assert fakes.command("--config", make(random_model, folder)) == 0
         found[make.__name__] = folder
     return found
 
@@ -216,7 +210,7 @@ def state(output: Path) -> dict[str, Tensor]:
 def metrics(output: Path) -> list[dict[str, float]]:
     """The log without times, and without what is of a process's own micro-batches."""
     own = ("second", "cosine", "ratio_error", "image_drift")
-    rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    rows = fakes.lines(output)
     return [{k: v for k, v in row.items() if not any(o in k for o in own)} for row in rows]
 
 
@@ -251,8 +245,7 @@ def test_two_processes_do_what_one_does(folders: dict[str, Path], strategy: str)
     before, again = state(whole), state(resumed)
     assert before.keys() == again.keys()
     assert all(torch.equal(before[key], again[key]) for key in before)
-    rows = (outputs["half"] / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(row)["ratio_error"] for row in rows] == [0, 0]
+    assert [row["ratio_error"] for row in fakes.lines(outputs["half"])] == [0, 0]
     kept = [v.flatten() for k, v in state(outputs["half"]).items() if k.startswith("kept")]
     flat = torch.cat(kept)
     assert (flat != flat.bfloat16()).float().mean() > 0.5  # nor are they rounded on the way
@@ -269,7 +262,7 @@ def test_two_processes_with_a_teacher_on_another_base(
     for make in (opd, sft):
         folder, base = tmp_path / make.__name__, f"teachers.even.base={large}"
         path = make(random_model, folder, "teachers.even.adapter=null", base)
-        alone(path)
+        assert fakes.command("--config", path) == 0
         outputs.append(folder / "run" / strategy)
         runs.append(["--config", path, f"output={outputs[-1]}"])
     launch(strategy, *runs)
@@ -291,7 +284,7 @@ def test_every_family_is_sharded(tmp_path: Path) -> None:
         model = str(folder / "model")
         families.pipeline(family).save_pretrained(model)
         path = written(fakes.settings(model, folder / "run" / "alone", *given), folder)
-        alone(path)
+        assert fakes.command("--config", path) == 0
         outputs.append(folder / "run" / "sharded")
         runs.append(["--config", path, f"output={outputs[-1]}"])
     launch("fsdp2_8gpu", *runs)

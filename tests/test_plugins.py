@@ -54,7 +54,7 @@ def test_a_run_trains_with_the_plugin(
     path.write_text(json.dumps(raw))
     done = flowalign(installed, "train", "--config", str(path))
     assert done.returncode == 0, done.stderr[-2000:]
-    logged = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[0])
+    (logged,) = fakes.lines(tmp_path / "run")
     assert logged["reward"] == pytest.approx(min(1, 5 * logged["reward/raw"]), rel=1e-4)
 
 

@@ -1,6 +1,5 @@
 """A rank that dies or hangs ends the run with one message."""
 
-import json
 import os
 import signal
 import time
@@ -132,5 +131,4 @@ def test_a_reward_that_hangs_in_one_process_is_masked_and_the_other_waits(
     path = config(tmp_path, random_model, "hang", *more)
     codes, text = ends(path)
     assert codes == [0, 0], text
-    rows = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(row)["invalid_share"] for row in rows] == [0, 0.5]
+    assert [row["invalid_share"] for row in fakes.lines(tmp_path / "run")] == [0, 0.5]

@@ -162,8 +162,7 @@ def assert_saved(folder: Path, said: str, reason: str) -> Path:
     assert f"wrote checkpoint {saved}" in said and "Traceback" not in said
     assert reason in said
     done = int(saved.name.removeprefix("update_"))
-    rows = map(json.loads, (folder / "run" / "metrics.jsonl").read_text().splitlines())
-    assert [row["update"] for row in rows] == list(range(1, done + 1))
+    assert [row["update"] for row in fakes.lines(folder / "run")] == [*range(1, done + 1)]
     return saved
 
 

@@ -229,7 +229,7 @@ def test_the_distance_at_fixed_states_is_that_to_the_targets(
     same = [f"lora.init={tmp_path / 'even'}", "optimizer.lr=1e-30", "ema=null", EXACT]
     config = evaluated(random_model, tmp_path, *same, "train.updates=1")
     train(config)
-    rows = [row for row in log_of(config) if metrics.HEADLINE in row]
+    rows = [row for row in lines(config.output) if metrics.HEADLINE in row]
     names = {f"fixed_{kind}/{task}" for kind in ("path", "noised") for task in ("even", "odd")}
     for row in rows:
         assert {name: row[name] for name in names} == {name: rows[0][name] for name in names}
@@ -243,12 +243,12 @@ def test_a_run_ends_where_its_student_comes_no_nearer(random_model: str, tmp_pat
     given = ["student.patience=2", "optimizer.lr=1e-30", "train.updates=9"]
     config = evaluated(random_model, tmp_path, *given)
     train(config)
-    assert [row["update"] for row in log_of(config) if metrics.HEADLINE in row] == [0, 1, 2]
+    assert [row["update"] for row in lines(config.output) if metrics.HEADLINE in row] == [0, 1, 2]
     assert (Path(config.output) / "checkpoints" / "update_000002").is_dir()
     assert (Path(config.output) / "adapter" / "README.md").is_file()
-    rows = log_of(config)
+    rows = lines(config.output)
     train(config, resume=True)
-    assert log_of(config) == rows
+    assert lines(config.output) == rows
 
 
 @pytest.mark.slow
@@ -256,7 +256,7 @@ def test_without_rewards_the_nearest_student_is_kept(random_model: str, tmp_path
     given = ["tasks.0.reward=null", "tasks.1.reward=null", "train.updates=2", "alarm=null"]
     config = evaluated(random_model, tmp_path, *given)
     train(config)
-    rows = [row for row in log_of(config) if metrics.HEADLINE in row]
+    rows = [row for row in lines(config.output) if metrics.HEADLINE in row]
     for row in rows:
         mean = (row["fixed_path/even"] + row["fixed_path/odd"]) / 2
         assert row[metrics.HEADLINE] == pytest.approx(-mean)
@@ -267,11 +267,6 @@ def test_without_rewards_the_nearest_student_is_kept(random_model: str, tmp_path
     assert f"(distance to the teachers {-best['headline']:.4f}" in str(kept(Path(config.output)))
     # and images of the held-out prompts, which have no score
     assert samples.updates(Path(config.output), samples.EVALUATION) == [0, 1, 2]
-
-
-def log_of(config: fakes.config.TrainingStage) -> list[dict[str, float]]:
-    text = (Path(config.output) / "metrics.jsonl").read_text()
-    return [json.loads(line) for line in text.splitlines()]
 
 
 # Cold start --------------------------------------------------------------------------------------
@@ -363,8 +358,7 @@ def test_a_task_without_a_reward_is_trained_and_not_evaluated(
     train(config)
     assert (tmp_path / "run" / "adapter" / "README.md").is_file()
     assert bool(samples.updates(tmp_path / "run", samples.EVALUATION)) == bool(scored)
-    rows = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
-    taken = [row for row in rows if metrics.HEADLINE in row]
+    taken = [row for row in lines(tmp_path / "run") if metrics.HEADLINE in row]
     assert len(taken) == 2 * len(scored)
     for row in taken:
         assert {key.split("/")[1] for key in row if key.count("/") == 2} == set(scored)
