@@ -308,31 +308,6 @@ def test_what_is_said_of_a_text_encoder_that_is_not_there_is_ignored(
     assert list(read_lora(tmp_path).scales.values()) == [4.0 if entries else 1.0]
 
 
-# Numbers that are none ---------------------------------------------------------------------------
-
-
-def spoilt(folder: Path, how: str) -> Path:
-    """An adapter with one NaN, one infinity, or an alpha that is none."""
-    changes: dict[str, Any] = {"lora_alpha": math.nan} if how == "alpha" else {}
-    described(folder, **changes)
-    file = folder / "adapter_model.safetensors"
-    weights = load_file(file)
-    if how != "alpha":
-        weights[sorted(weights)[1]][0, 0] = float(how)
-    save_file({key: value.to(torch.bfloat16) for key, value in weights.items()}, file)
-    return folder
-
-
-@pytest.mark.parametrize(
-    ("how", "name"), [("nan", "lora_B"), ("-inf", "lora_B"), ("alpha", "lora_alpha")]
-)
-def test_an_adapter_with_numbers_that_are_none_is_refused(
-    how: str, name: str, tmp_path: Path
-) -> None:
-    with pytest.raises(AdapterError, match=name):
-        read_lora(spoilt(tmp_path / "bad", how))
-
-
 def test_an_adapter_that_is_not_finite_is_not_written(
     random_model: str, tmp_path: Path, backbone: Backbone
 ) -> None:

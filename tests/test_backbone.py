@@ -65,14 +65,10 @@ def test_what_is_saved_is_what_diffusers_loads(random_model: str, tmp_path: Path
     backbone.save_adapter(STUDENT, tmp_path)
     stock = StableDiffusion3Pipeline.from_pretrained(random_model)
     stock.load_lora_weights(str(tmp_path))
+    embeds, pooled = (cond.text[name][cond.index] for name in ("embeds", "pooled"))
     for pipe in (stock, flowalign.load(random_model, lora=tmp_path)):
         with torch.no_grad():
-            found = pipe.transformer(
-                x,
-                cond.text["embeds"][cond.index],
-                cond.text["pooled"][cond.index],
-                torch.full((4,), 600.0),
-            ).sample
+            found = pipe.transformer(x, embeds, pooled, torch.full((4,), 600.0)).sample
         assert_close(found, velocity, rtol=0, atol=1e-6)
     again = fakes.backbone(random_model)
     again.load_adapter("other", tmp_path)
@@ -126,9 +122,8 @@ def test_fp8_is_the_rounded_base_in_velocity_and_gradient(random_model: str) -> 
         velocity.square().mean().backward()
         found.append((velocity.detach(), [p.grad for p in backbone.adapter_parameters(STUDENT)]))
     assert_close(found[0], found[1], rtol=0, atol=1e-6)
-    assert {p.dtype for n, p in small.core.named_parameters() if n in eight} == {
-        torch.float8_e4m3fn
-    }
+    stored = {p.dtype for n, p in small.core.named_parameters() if n in eight}
+    assert stored == {torch.float8_e4m3fn}
 
 
 def test_the_vae_keeps_its_bits_and_decodes_in_small_batches(random_model: str) -> None:

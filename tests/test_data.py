@@ -96,21 +96,6 @@ def test_rows_of_one_item_are_one_prompt_with_what_they_share(tmp_path: Path) ->
     ]
 
 
-def test_the_questions_of_dpg_bench_are_metadata(tmp_path: Path) -> None:
-    file = tmp_path / "dpg_bench.csv"
-    file.write_text(
-        "item_id,text,proposition_id,dependency,tuple,question_natural_language\n"
-        "a,a red cup,1,0,entity - whole (cup),Is there a cup?\n"
-        'a,a red cup,2,"1, 3",attribute - color (cup),Is it red?\n'
-        "b,a dog,1,0,global - (photo),Is it a photo?\n"
-    )
-    first, second = load_prompts(file, "dpg").metadata
-    assert first["questions"][1] == ["2", "1, 3", "attribute - color (cup)", "Is it red?"]
-    assert first["skills"] == ["entity - whole", "attribute - color"]
-    assert second["skills"] == ["global -"] and len(second["questions"]) == 1
-    assert first["first_row"] and "first_row" not in second
-
-
 def test_a_folder_is_a_prompt_a_file_named_by_it(tmp_path: Path) -> None:
     for name, text in {"7.txt": "seven\n", "10.txt": "\ufefften ", "x.csv": "no"}.items():
         (tmp_path / name).write_text(text, encoding="utf-8")

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import fakes
 import pytest
 
 from flowalign import rewards
@@ -68,6 +69,17 @@ def test_the_config_that_it_keeps_is_the_same_evaluation(tmp_path: Path) -> None
     assert main(["--config", str(out / "eval.yaml")]) == 0
     assert (out / "table.md").read_text() == table
     assert {path: path.stat().st_mtime_ns for path in rows} == rows
+
+
+def test_processes_that_do_not_know_of_each_other_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `accelerate launch --multi_gpu` starts them where there is no GPU."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main(["--config", str(fakes.evaluation("tiny", tmp_path, ["a"]))]) == 2
+    said = capsys.readouterr().err
+    assert "2 processes were started" in said and "configs/accelerate/ddp_2cpu.yaml" in said
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("words", ["", "--config a --out b", "--config a --lora b",

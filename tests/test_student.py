@@ -160,31 +160,6 @@ def test_the_ratio_is_one_and_the_published_form_leaks(
     assert_close(ours, expected, rtol=1e-3, atol=1e-5 * float(expected.abs().max()))
 
 
-@pytest.mark.slow
-def test_the_log_ratio_of_a_teacher_is_on_average_minus_the_kl(
-    random_model: str, tmp_path: Path
-) -> None:
-    """E_old[log pi_T - log pi_old] = -KL(old || T): the policy form aims at the same minimum."""
-    given = ["student.gradient=policy", "rollout.prompts=32", "rollout.copies=16",
-             "rollout.batch_size=512", "student.label_batch=512"]  # fmt: skip
-    _, student, labels = labelled(random_model, tmp_path / "run", *given)
-    rollout, kl = labels.rollout, []
-    for column, step in enumerate(rollout.steps):
-        x, steps = rollout.states[:, column], torch.full((len(rollout),), step)
-        assert rollout.next_states is not None
-        schedule = rollout.schedule
-        teacher = sde.scheduled_transition(schedule, x, labels.velocity[:, column], steps)
-        sigma = float(labels.rollout.sigmas[step])
-        velocity = student.backbone.velocity(
-            x, sigma, rollout.conditioning, guidance=student.guidance
-        ).detach()
-        kl.append(sde.kl(sde.scheduled_transition(schedule, x, velocity, steps), teacher))
-    assert labels.advantage is not None
-    mean, expected = labels.advantage.mean(0), -torch.stack(kl, 1).mean(0)
-    error = labels.advantage.std(0) / len(rollout) ** 0.5
-    assert ((mean - expected).abs() < 4 * error).all()
-
-
 def test_a_run_comes_nearer_to_its_teachers(random_model: str, tmp_path: Path) -> None:
     """On the states that it started from; and it logs what a researcher asks for."""
     given = ["train.updates=10", "optimizer.lr=2e-2", "ema=null", "student.weighting=velocity",
