@@ -69,16 +69,11 @@ def pipeline(seed: int = 0) -> StableDiffusion3Pipeline:
     vae.register_to_config(shift_factor=0.1, scaling_factor=1.3)
     clips = [parts.clip(width).eval() for width in parts.CLIP_WIDTHS]
     return StableDiffusion3Pipeline(
-        transformer=transformer.eval(),
-        scheduler=parts.scheduler(),
-        vae=vae.eval(),
-        text_encoder=clips[0],
-        tokenizer=parts.tokenizer(),
-        text_encoder_2=clips[1],
-        tokenizer_2=parts.tokenizer(),
-        text_encoder_3=parts.t5().eval(),
+        transformer=transformer.eval(), scheduler=parts.scheduler(), vae=vae.eval(),
+        text_encoder=clips[0], tokenizer=parts.tokenizer(), text_encoder_2=clips[1],
+        tokenizer_2=parts.tokenizer(), text_encoder_3=parts.t5().eval(),
         tokenizer_3=parts.tokenizer(max_length=256),
-    )
+    )  # fmt: skip
 
 
 def larger(folder: Path) -> str:
@@ -251,18 +246,14 @@ def settings(
     prompts = output.parent / "prompts.txt"
     prompts.write_text("\n".join(PROMPTS))
     data = {
-        "stage": "grpo",
-        "output": str(output),
-        "model": {"id": model, **SMALL},
+        "stage": "grpo", "output": str(output), "model": {"id": model, **SMALL},
         "lora": {"rank": 4, "alpha": 8.0},
         "tasks": [{"name": "red", "prompts": str(prompts), "reward": {"name": f"fakes:{reward}"}}],
         "rollout": {"steps": 4, "guidance": 1.0, "prompts": 2, "copies": 4, "batch_size": 8},
-        "optimizer": {"lr": 1e-3, "micro_batch": 32},
-        "ema": {"decay": 0.5, "every": 1},
-        "train": {"updates": 4, "checkpoint_every": 2, "trackers": []},
-        "evaluation": None,
+        "optimizer": {"lr": 1e-3, "micro_batch": 32}, "ema": {"decay": 0.5, "every": 1},
+        "train": {"updates": 4, "checkpoint_every": 2, "trackers": []}, "evaluation": None,
         "alarm": None,
-    }
+    }  # fmt: skip
     return config.parse(data, overrides)
 
 
@@ -280,12 +271,9 @@ def evaluation(
         judge = {} if judged else {"reward": {"name": "fakes:redness"}}
         marks.append({"name": "red", "prompts": str(file), **judge, **given})
     data = {
-        "stage": "eval",
-        "output": str(folder / "out"),
-        "model": {"id": model, **SMALL},
-        "benchmarks": marks,
-        "sampling": {"steps": 2, "guidance": 1.0, "batch_size": 4},
-    }
+        "stage": "eval", "output": str(folder / "out"), "model": {"id": model, **SMALL},
+        "benchmarks": marks, "sampling": {"steps": 2, "guidance": 1.0, "batch_size": 4},
+    }  # fmt: skip
     (folder / "eval.yaml").write_text(yaml.dump(data | keys, sort_keys=False))
     return folder / "eval.yaml"
 

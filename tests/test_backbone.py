@@ -156,14 +156,11 @@ def with_scheduler(model: str, size: int = 32, **changes: Any) -> Backbone:
 @pytest.mark.parametrize(
     "changes",
     [
-        {},
-        {"shift": 3.0, "shift_terminal": None},
-        DYNAMIC,
+        {}, {"shift": 3.0, "shift_terminal": None}, DYNAMIC,
         {**DYNAMIC, "time_shift_type": "linear", "shift_terminal": None},
-        {"use_karras_sigmas": True},
-        {"use_exponential_sigmas": True},
+        {"use_karras_sigmas": True}, {"use_exponential_sigmas": True},
     ],
-)
+)  # fmt: skip
 def test_the_schedule_is_the_one_that_the_pipeline_takes(
     random_model: str, changes: dict[str, Any]
 ) -> None:

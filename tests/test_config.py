@@ -229,15 +229,12 @@ def test_values_that_do_not_go_together_are_refused(key: str, sections: dict[str
     "sections",
     [
         {"rollout": {"kind": "cps", "window": [3, 9], "noise_level": 1}},
-        {"rollout": {"window": [9, 10]}},
-        {"rollout": {"window": {"width": 9, "every": 3}}},
+        {"rollout": {"window": [9, 10]}}, {"rollout": {"window": {"width": 9, "every": 3}}},
         {"rollout": {"kind": "cps", "window": {"width": 9}}},
-        {"rollout": {"steps": 1, "window": [0, 1]}},
-        {"tasks": [NO_VALIDATION], "evaluation": None},
-        {"model": {**COMPILED, "dtype": "float32"}},
-        {**STUDENT, "model": COMPILED},
+        {"rollout": {"steps": 1, "window": [0, 1]}}, {"tasks": [NO_VALIDATION], "evaluation": None},
+        {"model": {**COMPILED, "dtype": "float32"}}, {**STUDENT, "model": COMPILED},
     ],
-)
+)  # fmt: skip
 def test_values_at_the_border_are_accepted(sections: dict[str, Any]) -> None:
     assert isinstance(parse(raw(**sections)), TrainingStage)
 

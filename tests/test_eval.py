@@ -50,14 +50,11 @@ def judged(tags: str, correct: list[float], value: list[float] | None = None):
     values = value or correct
     return [
         {
-            "index": i,
-            "prompt": f"p{i}",
-            "metadata": {"tag": tag} if tag != " " else {},
-            "value": values[i],
-            "correct": correct[i],
+            "index": i, "prompt": f"p{i}", "metadata": {"tag": tag} if tag != " " else {},
+            "value": values[i], "correct": correct[i],
         }
         for i, tag in enumerate(tags)
-    ]
+    ]  # fmt: skip
 
 
 def named(rows: list[EvalRow]) -> dict[str, EvalRow]:
@@ -243,13 +240,10 @@ def config(tmp_path: Path, random_model: str) -> Path:
     model.add_adapter("fresh", rank=2, alpha=2.0)
     model.save_adapter("fresh", tmp_path / "adapter")
     return fakes.evaluation(
-        random_model,
-        tmp_path,
-        ['a "A"', 'a "B"', 'a "C"'],
+        random_model, tmp_path, ['a "A"', 'a "B"', 'a "C"'],
         {"limit": 2, "reward": {"name": "fakes:Faulty", "options": {"rows": [1]}}},
-        models={"fresh": str(tmp_path / "adapter"), "base": None},
-        max_invalid_share=0.5,
-    )
+        models={"fresh": str(tmp_path / "adapter"), "base": None}, max_invalid_share=0.5,
+    )  # fmt: skip
 
 
 @pytest.mark.usefixtures("drawn")

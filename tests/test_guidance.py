@@ -13,14 +13,10 @@ from flowalign.training.preflight import scale_problems
 
 OCR = {"name": "ocr", "prompts": "tiny/ocr_train"}
 DATA: dict[str, Any] = {
-    "stage": "opd",
-    "model": {"id": "tiny", "height": 96, "width": 96, "max_sequence_length": 14},
-    "lora": {"init": "tiny/ocr"},
-    "teachers": {"ocr": {"adapter": "tiny/ocr"}},
-    "anchor": {"adapter": "tiny/ocr"},
-    "tasks": [OCR],
-    "evaluation": None,
-}
+    "stage": "opd", "model": {"id": "tiny", "height": 96, "width": 96, "max_sequence_length": 14},
+    "lora": {"init": "tiny/ocr"}, "teachers": {"ocr": {"adapter": "tiny/ocr"}},
+    "anchor": {"adapter": "tiny/ocr"}, "tasks": [OCR], "evaluation": None,
+}  # fmt: skip
 SMALL = ["rollout.steps=3", "rollout.prompts=2", "rollout.copies=1", "student.label_dtype=float32",
          "train.updates=1", "train.trackers=[]"]  # fmt: skip
 

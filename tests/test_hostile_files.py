@@ -67,15 +67,11 @@ tables = st.dictionaries(patterns | st.text("()[]{}+*?.|^$ato_q0", max_size=24),
 descriptions = st.fixed_dictionaries(
     {},
     optional={
-        "r": st.just(2) | values,
-        "lora_alpha": st.just(4) | values,
-        "rank_pattern": tables | values,
-        "alpha_pattern": tables | values,
-        "use_rslora": values,
-        "base_model_name_or_path": st.text() | values,
-        "something": values,
+        "r": st.just(2) | values, "lora_alpha": st.just(4) | values,
+        "rank_pattern": tables | values, "alpha_pattern": tables | values, "use_rslora": values,
+        "base_model_name_or_path": st.text() | values, "something": values,
     },
-)
+)  # fmt: skip
 
 
 @examples(100)

@@ -44,21 +44,12 @@ def test_what_is_a_hub_id_and_what_is_a_folder(monkeypatch: pytest.MonkeyPatch) 
         *(
             (text, None)
             for text in (
-                "https://huggingface.co/me",
-                "https://a.com/me/lora",
-                "me/lora@main/../x",
-                "me/l/x",
-                "runs/teacher/adapter",
-                "/me/lora",
-                "../lora",
-                "me",
-                "me//lora",
-                "~/lora",
-                "me/lora@",
-                "tests/lora",
+                "https://huggingface.co/me", "https://a.com/me/lora", "me/lora@main/../x", "me/l/x",
+                "runs/teacher/adapter", "/me/lora", "../lora", "me", "me//lora", "~/lora",
+                "me/lora@", "tests/lora",
             )
         ),
-    ]
+    ]  # fmt: skip
     for source, parts in cases:
         assert is_hub_id(source) == (parts is not None), source
         if parts:

@@ -223,13 +223,9 @@ def by_diffusers(folder: Path) -> Path:
     for index, word in enumerate(words):
         noise = [Noise((SEED,)).draw(index, copy, (channels, side, side), 0) for copy in range(2)]
         made = pipe(
-            [word] * 2,
-            latents=torch.cat(noise),
-            num_inference_steps=STEPS,
-            guidance_scale=GUIDANCE,
-            height=96,
-            width=96,
-        ).images
+            [word] * 2, latents=torch.cat(noise), num_inference_steps=STEPS,
+            guidance_scale=GUIDANCE, height=96, width=96,
+        ).images  # fmt: skip
         names = [f"{index}_{copy}.png" for copy in range(2)]
         for name, image in zip(names, made, strict=True):
             image.save(folder / name)
@@ -304,14 +300,11 @@ HOLES = Image.fromarray(np.where(np.arange(64) < 8, 254, np.full((64, 64), 255))
 
 
 READ: dict[str, Image.Image] = {
-    "grey16.png": Image.fromarray(RAMP),
-    "grey16.tif": Image.fromarray(RAMP.astype(">u2")),
-    "grey.bmp": GREY,
-    "alpha.png": Image.merge("LA", (GREY, FULL)),
-    "rgba.webp": Image.merge("RGBA", (GREY, GREY, GREY, FULL)),
-    "palette.png": GREY.convert("P"),
+    "grey16.png": Image.fromarray(RAMP), "grey16.tif": Image.fromarray(RAMP.astype(">u2")),
+    "grey.bmp": GREY, "alpha.png": Image.merge("LA", (GREY, FULL)),
+    "rgba.webp": Image.merge("RGBA", (GREY, GREY, GREY, FULL)), "palette.png": GREY.convert("P"),
     "cmyk.tif": GREY.convert("RGB").convert("CMYK"),
-}
+}  # fmt: skip
 UNREAD: dict[str, Image.Image] = {
     "grey32.tif": Image.fromarray(RAMP.astype(np.int32)),
     "float.tif": Image.fromarray((RAMP / 65535).astype(np.float32)),

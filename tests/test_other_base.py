@@ -157,14 +157,11 @@ def test_it_teaches_by_images_and_by_log_ratios(
     rollout = loop.rollout(0)
     rows = [i for i, task in enumerate(rollout.batch.tasks) if task == "even"]
     expected = sample(
-        fakes.backbone(large_model),
-        rollout.batch.select(rows),
-        loop.algorithm.plan(0),
-        guidance=1.0,
-        noise=Noise((found.seed, 0)),
+        fakes.backbone(large_model), rollout.batch.select(rows), loop.algorithm.plan(0),
+        guidance=1.0, noise=Noise((found.seed, 0)),
         places=[(int(rollout.group[row]), int(rollout.copy[row])) for row in rows],
         batch_size=found.rollout.batch_size,
-    )
+    )  # fmt: skip
     assert rollout.latents is not None and expected.latents is not None
     torch.testing.assert_close(rollout.latents[rows], expected.latents, rtol=0, atol=1e-5)
     found = taught(random_model, large_model, tmp_path / "b" / "run", "student.gradient=policy")

@@ -85,12 +85,9 @@ def test_own_code_names_every_place():
     data["tasks"][0]["reward"] = {
         "name": "a.b:C",
         "options": {
-            "inner": [{"x": ["d:e"]}],
-            "device": "cuda:1",
-            "url": "http://x",
-            "text": "a: b",
+            "inner": [{"x": ["d:e"]}], "device": "cuda:1", "url": "http://x", "text": "a: b",
         },
-    }
+    }  # fmt: skip
     assert own_code(parse(data)) == {"tasks.0.reward": ["a.b:C", "d:e"]}
 
 

@@ -21,17 +21,12 @@ LEVELS = {
     room: level
     for level, rooms in enumerate(
         (
-            ("system", "types", "credit"),
-            ("sde", "config"),
-            ("backbone",),
-            ("rewards",),
-            ("training",),
-            ("teachers", "eval"),
-            ("commands",),
+            ("system", "types", "credit"), ("sde", "config"), ("backbone",), ("rewards",),
+            ("training",), ("teachers", "eval"), ("commands",),
         )
     )
     for room in rooms
-}
+}  # fmt: skip
 # Registries, whose entries are above them: a text names what is imported when it is asked for.
 BY_NAME = {
     "flowalign.eval.__main__": {"flowalign.commands.evaluate"},  # python -m flowalign.eval is it

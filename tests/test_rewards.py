@@ -346,13 +346,10 @@ class Meddling:
 
     def meddle(self):
         settings = {
-            "default_dtype": torch.float64,
-            "default_device": "meta",
-            "num_threads": torch.get_num_threads() + 1,
-            "deterministic_debug_mode": "warn",
-            "float32_matmul_precision": "medium",
-            "grad_enabled": False,
-        }
+            "default_dtype": torch.float64, "default_device": "meta",
+            "num_threads": torch.get_num_threads() + 1, "deterministic_debug_mode": "warn",
+            "float32_matmul_precision": "medium", "grad_enabled": False,
+        }  # fmt: skip
         getattr(torch, f"set_{self.kind}")(settings[self.kind])
 
     def __call__(self, images, prompts, metadata):

@@ -45,14 +45,11 @@ def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (commands / name).chmod(0o755)
     virtual = Path(os.environ.get("VIRTUAL_ENV") or documents.ROOT / ".venv")
     own = {
-        "PATH": f"{commands}:{virtual}/bin:{os.environ['PATH']}",
-        "PYTHONPATH": str(documents.ROOT),
-        "SLURM_SUBMIT_DIR": str(tmp_path),
-        "SLURM_JOB_ID": str(os.getpid()),
+        "PATH": f"{commands}:{virtual}/bin:{os.environ['PATH']}", "PYTHONPATH": str(documents.ROOT),
+        "SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_JOB_ID": str(os.getpid()),
         "SLURM_JOB_NODELIST": "node[1-2]",
-        "FLOWALIGN_ACCELERATE": "configs/accelerate/ddp_2cpu.yaml",
-        "FAKE_SRUN": "",
-    }
+        "FLOWALIGN_ACCELERATE": "configs/accelerate/ddp_2cpu.yaml", "FAKE_SRUN": "",
+    }  # fmt: skip
     for key, value in own.items():
         monkeypatch.setenv(key, value)
     return tmp_path

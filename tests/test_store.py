@@ -205,14 +205,10 @@ def finished(tmp_path_factory: pytest.TempPathFactory, random_model: str) -> Pat
     folder.mkdir()
     save_adapter(random_model, folder / "adapter", seed=1)
     fakes.evaluation(
-        random_model,
-        folder,
-        PROMPTS,
-        {"images": 2, "reward": {"name": "test_store:Watched"}},
-        models={"base": None, "tuned": str(folder / "adapter")},
-        report={"images": 1},
+        random_model, folder, PROMPTS, {"images": 2, "reward": {"name": "test_store:Watched"}},
+        models={"base": None, "tuned": str(folder / "adapter")}, report={"images": 1},
         keep_images=True,
-    )
+    )  # fmt: skip
     assert main(["--config", str(folder / "eval.yaml")]) == 0
     shutil.copytree(folder, folder.parent / "finished")
     return folder

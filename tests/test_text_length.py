@@ -38,15 +38,10 @@ def drawn(pipe: Any, backbone: Backbone, **kw: Any) -> Tensor:
     noise = Noise((SETTINGS.seed,))
     start = [noise.draw(p, 0, backbone.latent_shape, 0)[0] for p in range(2)]
     return pipe(
-        fakes.PROMPTS[:2],
-        latents=torch.stack(start),
-        height=32,
-        width=32,
-        num_inference_steps=SETTINGS.steps,
-        guidance_scale=SETTINGS.guidance,
-        output_type="pt",
+        fakes.PROMPTS[:2], latents=torch.stack(start), height=32, width=32,
+        num_inference_steps=SETTINGS.steps, guidance_scale=SETTINGS.guidance, output_type="pt",
         **kw,
-    ).images
+    ).images  # fmt: skip
 
 
 def test_the_images_of_a_loaded_adapter_are_those_of_the_evaluation(
