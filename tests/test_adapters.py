@@ -230,9 +230,7 @@ LAYER = "transformer.transformer_blocks.0.attn.to_q"
 HALVES = {f"{LAYER}.lora_A.weight": torch.ones(2, 32), f"{LAYER}.lora_B.weight": torch.ones(32, 2)}
 
 
-def test_files_that_are_no_lora_of_this_model_are_refused(
-    backbone: Backbone, tmp_path: Path
-) -> None:
+def test_files_that_are_no_lora_of_this_model_are_refused(backbone: Backbone, tmp_path: Path):
     cases = [
         ({"text_encoder.q_proj.lora_A.weight": torch.ones(2, 8)}, "text_encoder.q_proj"),
         (HALVES | {"lora_unet_x.lora_down.weight": torch.ones(2, 8)}, "lora_unet_x"),
@@ -308,9 +306,7 @@ def test_what_is_said_of_a_text_encoder_that_is_not_there_is_ignored(
     assert list(read_lora(tmp_path).scales.values()) == [4.0 if entries else 1.0]
 
 
-def test_an_adapter_that_is_not_finite_is_not_written(
-    random_model: str, tmp_path: Path, backbone: Backbone
-) -> None:
+def test_an_adapter_that_is_not_finite_is_not_written(random_model, tmp_path, backbone: Backbone):
     backbone.add_adapter("diverged", rank=2, alpha=2.0, targets=fakes.TARGETS)
     backbone.save_adapter("diverged", tmp_path / "a")
     before = {path: path.read_bytes() for path in (tmp_path / "a").iterdir()}
@@ -349,9 +345,7 @@ def test_the_same_adapter_has_the_same_bytes(tmp_path: Path) -> None:
     ],
     ids=["cut", "a bit of a weight", "a bit of the manifest"],
 )
-def test_a_damaged_adapter_is_refused(
-    name: str, harm: Callable[[bytes], bytes], tmp_path: Path
-) -> None:
+def test_a_damaged_adapter_is_refused(name: str, harm: Callable[[bytes], bytes], tmp_path: Path):
     folder = shutil.copytree(adapter_folder("tiny/ocr"), tmp_path / "a")
     write_lora(folder, read_lora(folder).weights, read_lora(folder).metadata)
     content = (folder / name).read_bytes()

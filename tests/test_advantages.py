@@ -56,9 +56,7 @@ def test_gdpo_normalises_the_parts_of_a_weighted_reward(random_model: str, tmp_p
     assert bool((found.advantage != 0).all())
 
 
-def test_a_reward_without_parts_is_refused_before_a_model_is_loaded(
-    random_model: str, tmp_path: Path
-) -> None:
+def test_a_reward_without_parts_is_refused_before_a_model_is_loaded(random_model, tmp_path) -> None:
     wrong = ["grpo.advantage=gdpo", "tasks.0.reward={name: clipscore, options: {model: tiny}}"]
     with pytest.raises(ConfigError) as static:  # of a built-in one it is known from its name
         check_world(fakes.settings("no such model", tmp_path / "run", *wrong), Launch())
@@ -72,9 +70,7 @@ def test_a_reward_without_parts_is_refused_before_a_model_is_loaded(
     check_world(fakes.settings(random_model, tmp_path / "run", WEIGHTED, wrong[0]), Launch())
 
 
-def test_a_part_that_is_weighted_and_not_given_stops_the_run(
-    random_model: str, tmp_path: Path
-) -> None:
+def test_a_part_that_is_weighted_and_not_given_stops_the_run(random_model: str, tmp_path: Path):
     def run(parts: str) -> Any:
         reward = f"tasks.0.reward={{name: 'test_advantages:Summed', options: {{parts: {parts}}}}}"
         given = fakes.settings(random_model, tmp_path / "run", "grpo.advantage=gdpo", reward)
@@ -106,9 +102,7 @@ def test_averages_of_earlier_rollouts() -> None:
 
 
 @pytest.mark.parametrize("name", ["adora", "gated"])
-def test_advantages_follow_what_was_seen_before(
-    name: str, random_model: str, tmp_path: Path
-) -> None:
+def test_advantages_follow_what_was_seen_before(name: str, random_model: str, tmp_path: Path):
     """The second rollout of the same prompts, against the averages of the first."""
     overrides = [f"grpo.advantage={name}", "grpo.earlier={amplify: 3.0, attenuate: 0.25}"]
     given = fakes.settings(random_model, tmp_path / "run", "rollout.prompts=8", *overrides)

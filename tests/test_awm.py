@@ -31,9 +31,7 @@ def velocity(loop: Loop, pairs: Pairs, adapter: str | None) -> Tensor:
 
 
 @pytest.mark.parametrize("weighting", ["ghuber", "uniform", "t", "t2", "huber"])
-def test_at_ratio_one_it_is_advantage_weighted_matching(
-    random_model: str, tmp_path: Path, weighting: str
-) -> None:
+def test_at_ratio_one_it_is_advantage_weighted_matching(random_model, tmp_path, weighting: str):
     """-A times the slope of the log-likelihood; with uniform weights, A |v - target|^2."""
     loop, found, pairs = ready(random_model, tmp_path / "run", f"awm.weighting={weighting}")
     step = loop.algorithm.loss(pairs, loop.algorithm.velocity(pairs), found)

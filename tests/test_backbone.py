@@ -25,9 +25,7 @@ def probe(backbone: Backbone, guidance: float = 3.0) -> tuple[Tensor, Tensor, Co
         return backbone.velocity(x, 0.6, cond, guidance=guidance), x, cond
 
 
-def test_a_fresh_adapter_changes_nothing_and_a_trained_one_only_while_it_is_active(
-    random_model: str,
-) -> None:
+def test_a_fresh_adapter_changes_nothing_and_a_trained_one_only_while_it_is_active(random_model):
     backbone = fakes.backbone(random_model)
     plain = probe(backbone)[0]
     backbone.add_adapter(STUDENT, rank=4, alpha=8, targets=fakes.TARGETS)
@@ -161,9 +159,7 @@ def with_scheduler(model: str, size: int = 32, **changes: Any) -> Backbone:
         {"use_karras_sigmas": True}, {"use_exponential_sigmas": True},
     ],
 )  # fmt: skip
-def test_the_schedule_is_the_one_that_the_pipeline_takes(
-    random_model: str, changes: dict[str, Any]
-) -> None:
+def test_the_schedule_is_the_one_that_the_pipeline_takes(random_model, changes: dict[str, Any]):
     backbone, steps = with_scheduler(random_model, **changes), 5
     pipe = backbone.pipe
     before = torch.as_tensor(pipe.scheduler.sigmas).clone()

@@ -126,9 +126,7 @@ TWICE = "optimizer.updates_per_rollout=2"
         pytest.param("awm", [*AWM, TWICE], id="awm with two steps"),
     ],
 )
-def test_so_they_are_under_every_algorithm(
-    random_model: str, tmp_path: Path, stage: str, given: list[str]
-) -> None:
+def test_so_they_are_under_every_algorithm(random_model, tmp_path, stage: str, given: list[str]):
     def ran(folder: str, *overrides: str, resume: bool = False) -> dict[str, Any]:
         output, words = tmp_path / folder / "run", [text.replace("{}", stage) for text in given]
         if stage == "grpo":
@@ -171,9 +169,7 @@ def test_ctrl_c_in_an_evaluation_repeats_it(random_model: str, tmp_path: Path) -
     assert_same(end, once)
 
 
-def test_ctrl_c_while_learning_lets_the_update_end(
-    random_model: str, tmp_path: Path, whole: dict[str, Any]
-) -> None:
+def test_ctrl_c_while_learning_lets_the_update_end(random_model, tmp_path, whole: dict[str, Any]):
     held_out = f"tasks.0.validation={tmp_path / 'prompts.txt'}"
     given = fakes.settings(random_model, tmp_path / "run", held_out, reward="noisy_redness")
     loop = fakes.wired(given)

@@ -62,9 +62,7 @@ def test_a_variable_in_a_path_is_refused_and_nothing_is_written(
     assert not list(tmp_path.iterdir())
 
 
-def test_a_tilde_in_a_path_is_the_home_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_tilde_in_a_path_is_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     assert cli.main("data generate ocr --count 4 --out=~/data/x_train.txt".split()) == 0
@@ -74,9 +72,7 @@ def test_a_tilde_in_a_path_is_the_home_folder(
     assert [path.name for path in tmp_path.iterdir()] == ["home"]
 
 
-def test_the_version_names_what_matters_and_where_it_lies(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_the_version_names_what_matters_and_where_it_lies(capsys: pytest.CaptureFixture[str]):
     assert cli.main(["--version"]) == 0
     said = capsys.readouterr().out
     assert f"flowalign {__version__} ({ROOT / 'flowalign'})" in said
@@ -141,9 +137,7 @@ def test_a_reader_that_leaves_ends_a_command_without_a_word(script: list[str], l
     assert "Traceback" not in said and "exit(" not in said, said
 
 
-def test_a_module_in_the_current_folder_comes_before_one_beside_the_config(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_module_in_the_current_folder_comes_before_one_beside_the_config(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", [*sys.path])
     for folder in ("here", "config"):
         (tmp_path / folder).mkdir()
@@ -171,9 +165,7 @@ def test_a_module_in_the_current_folder_comes_before_one_beside_the_config(
     ],
     ids=" ".join,
 )
-def test_libraries_say_nothing_on_stderr(
-    script: list[str], tmp_path: Path, arguments: list[str]
-) -> None:
+def test_libraries_say_nothing_on_stderr(script: list[str], tmp_path: Path, arguments: list[str]):
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command, folder = [*script, *arguments], tmp_path / "here"
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)

@@ -134,9 +134,7 @@ PATHS = [  # (a config, a key that holds a path there)
 
 
 @pytest.mark.parametrize(("data", "key"), PATHS)
-def test_a_path_begins_at_home_and_has_no_variables(
-    data: dict[str, Any], key: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_path_begins_at_home_and_has_no_variables(data: dict[str, Any], key: str, monkeypatch):
     monkeypatch.setenv("HOME", "/home/me")
     image = ["benchmarks.0.images=2"] * (data["stage"] == "eval")
 
@@ -391,9 +389,7 @@ def test_every_key_is_described(root: type[Stage]) -> None:
     assert not [k for part in (schema, *schema["$defs"].values()) for k in undescribed(part)]
 
 
-def test_what_the_world_lacks_is_reported_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_the_world_lacks_is_reported_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     found = "flowalign.system.packages.importlib.util.find_spec"
     (tmp_path / "a.txt").write_text(SIGN)
     task = {**TASK, "prompts": str(tmp_path / "a.txt"), "validation": str(tmp_path / "b.txt")}
@@ -441,9 +437,7 @@ def test_what_an_evaluation_lacks_is_reported_at_once(tmp_path: Path) -> None:
     check_world(parse(alone, stage=EvalStage), Launch(3))
 
 
-def test_four_bits_are_refused_where_they_cannot_be_had(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_four_bits_are_refused_where_they_cannot_be_had(tmp_path, monkeypatch) -> None:
     config = parse(raw(model={**TINY, "quantization": "nf4"}, evaluation=None))
     there = SimpleNamespace(origin="there")
     for missing, text in ((None, "[gpu]"), (there, "torch sees none")):
@@ -505,9 +499,7 @@ def test_a_layer_reaches_the_items_of_a_list_by_their_names(tmp_path: Path) -> N
         ({"top": "use: top.yaml"}, "leads back to itself"),
     ],
 )
-def test_a_file_that_cannot_be_used_is_refused(
-    tmp_path: Path, texts: dict[str, str], said: str
-) -> None:
+def test_a_file_that_cannot_be_used_is_refused(tmp_path: Path, texts: dict[str, str], said: str):
     with pytest.raises(ConfigError, match=said):
         read(files(tmp_path, **texts) / "top.yaml")
 

@@ -181,9 +181,7 @@ def test_a_part_of_a_sorted_set_holds_every_tag_in_proportion(tmp_path: Path) ->
     assert of_a_tag != [f"position {i}" for i in range(len(of_a_tag))]  # nor the first of each
 
 
-def test_a_larger_part_holds_the_smaller_one_and_the_order_of_a_file_is_kept(
-    tmp_path: Path,
-) -> None:
+def test_a_larger_part_holds_the_smaller_one_and_the_order_of_a_file_is_kept(tmp_path: Path):
     for whole in (like_geneval(tmp_path / "geneval.jsonl"), prompt_set("red", 40)):
         before: set[str] = set()
         for count in range(1, len(whole) + 1, 13):

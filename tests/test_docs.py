@@ -394,9 +394,7 @@ SMALLER = {  # for a block that needs a GPU and the weights
 @pytest.mark.parametrize(
     "block", [b for b in PYTHON if "file" not in b.notes], ids=lambda block: block.place
 )
-def test_python_in_a_document_runs(
-    block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_python_in_a_document_runs(block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     Path("evaluation_metadata.jsonl").write_text(json.dumps(ROW))
     Path("flowalign").symlink_to(ROOT / "flowalign")  # as in a checkout
@@ -410,9 +408,7 @@ def test_python_in_a_document_runs(
 
 
 @pytest.mark.slow
-def test_rewards_that_a_reader_writes_score_images(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rewards_that_a_reader_writes_score_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Every reward in a block that is saved as a file; of it another repository's part is ours."""
     served = types.ModuleType("reward_server.deqa")
     vars(served)["load_deqascore"] = lambda: lambda images: [0.5] * len(images)

@@ -198,9 +198,7 @@ WORLDS = {
 
 
 @pytest.mark.parametrize("name", WORLDS)
-def test_the_error_is_the_spread_over_repeated_draws(
-    monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_the_error_is_the_spread_over_repeated_draws(monkeypatch: pytest.MonkeyPatch, name: str):
     monkeypatch.setattr(stats, "bootstrap_interval", lambda *_: (np.nan, np.nan))  # it takes time
     true, error = reported(WORLDS[name])
     assert error / true == pytest.approx(1, abs=0.05)

@@ -247,9 +247,7 @@ def config(tmp_path: Path, random_model: str) -> Path:
 
 
 @pytest.mark.usefixtures("drawn")
-def test_the_command_writes_results_table_and_grid(
-    config: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_the_command_writes_results_table_and_grid(config: Path, capsys):
     assert main(["--config", str(config)]) == 0
     folder = config.parent / "out"
     results = json.loads((folder / "results.json").read_text())
@@ -378,9 +376,7 @@ def test_the_text_of_an_evaluation_is_encoded_at_once_and_not_per_batch(
     assert first == second
 
 
-def test_the_parts_of_a_product_are_columns_that_do_not_count_twice(
-    random_model: str, tmp_path: Path
-):
+def test_the_parts_of_a_product_are_columns_that_do_not_count_twice(random_model, tmp_path):
     scaled = {"reward": {"name": "fakes:constant"}, "median": 0.5, "spread": 1}
     parts = [{"name": "fakes:redness", "label": "red"}, {"name": "normalized", "options": scaled}]
     both = {"name": "both", "reward": {"name": "product", "options": {"rewards": parts}}}

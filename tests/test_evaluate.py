@@ -10,9 +10,7 @@ from flowalign.commands.evaluate import main, more_benchmarks
 from flowalign.config import BenchmarkConfig
 
 
-def test_it_lists_what_there_is_and_what_must_be_fetched(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_it_lists_what_there_is_and_what_must_be_fetched(tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["list"]) == 0
     listed = capsys.readouterr().out
@@ -71,9 +69,7 @@ def test_the_config_that_it_keeps_is_the_same_evaluation(tmp_path: Path) -> None
     assert {path: path.stat().st_mtime_ns for path in rows} == rows
 
 
-def test_processes_that_do_not_know_of_each_other_are_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_processes_that_do_not_know_of_each_other_are_refused(tmp_path, capsys, monkeypatch):
     """As `accelerate launch --multi_gpu` starts them where there is no GPU."""
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert main(["--config", str(fakes.evaluation("tiny", tmp_path, ["a"]))]) == 2

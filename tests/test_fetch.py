@@ -59,9 +59,7 @@ def left(folder: Path) -> set[str]:
     return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
 
 
-def test_a_file_with_its_checksum_is_kept(
-    site: Site, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_with_its_checksum_is_kept(site: Site, tmp_path, capsys) -> None:
     url = site.serve("/x")
     (path,) = fetch(source(url, sha256(TEXT), "deep/set.txt"), tmp_path)
     assert path == tmp_path / "deep/set.txt" and path.read_bytes() == TEXT
@@ -105,9 +103,7 @@ def test_no_way_leads_from_https_to_less(site: Site, tmp_path: Path) -> None:
     assert left(tmp_path) == set()
 
 
-def test_without_a_checksum_another_content_takes_force(
-    site: Site, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_a_checksum_another_content_takes_force(site: Site, tmp_path, capsys) -> None:
     made = source(site.serve("/x"))
     (path,) = fetch(made, tmp_path)
     assert f"NOT VERIFIED: {sha256(TEXT)}" in capsys.readouterr().out

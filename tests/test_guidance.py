@@ -56,9 +56,7 @@ def test_an_explicit_scale_counts_and_the_others_follow_the_student(
     assert found.mixtures == mixed
 
 
-def test_the_teachers_of_sft_sample_at_the_guidance_of_the_rollout(
-    random_model: str, tmp_path: Path
-) -> None:
+def test_the_teachers_of_sft_sample_at_the_guidance_of_the_rollout(random_model, tmp_path) -> None:
     found = fakes.distillation(random_model, tmp_path / "run", "rollout.guidance=2.0", stage="sft")
     loop = fakes.wired(found)
     (source,) = loop.algorithm.sources(["even"]) or []

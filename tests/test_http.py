@@ -96,9 +96,7 @@ def test_waits_double_with_jitter_and_obey_the_server_up_to_a_limit(serve: Serve
         assert least <= clock.waits[0] <= most, header
 
 
-def test_another_server_is_asked_at_once_and_the_one_that_failed_last(
-    serve: Serve, caplog: pytest.LogCaptureFixture
-):
+def test_another_server_is_asked_at_once_and_the_one_that_failed_last(serve: Serve, caplog):
     made, clock = client()
     requests = serve(503, 503, 503, 200)
     urls = ["http://a/x", "http://b/x"]

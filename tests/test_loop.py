@@ -50,9 +50,7 @@ def ratio_errors(loop: Loop, rollout: Rollout, keep: Tensor, size: int) -> Tenso
     ("kind", "guidance", "window"),
     [("sde", 1, "null"), ("sde", 4.5, "{width: 2}"), ("cps", 1, "[1, 3]"), ("cps", 4.5, "null")],
 )
-def test_the_first_ratio_is_one(
-    random_model: str, tmp_path: Path, kind: str, guidance: float, window: str
-) -> None:
+def test_the_first_ratio_is_one(random_model, tmp_path, kind: str, guidance: float, window: str):
     overrides = [f"rollout.{k}={v}" for k, v in
                  {"kind": kind, "guidance": guidance, "window": window}.items()]  # fmt: skip
     overrides += ["optimizer.micro_batch=8", "train.updates=2"]
@@ -125,9 +123,7 @@ def test_dropping_images_of_no_advantage_changes_nothing(random_model: str, tmp_
     assert_close(weights(kept), weights(dropped), rtol=0, atol=1e-5)
 
 
-def test_updates_per_rollout_are_optimizer_steps_on_shares(
-    random_model: str, tmp_path: Path
-) -> None:
+def test_updates_per_rollout_are_optimizer_steps_on_shares(random_model: str, tmp_path: Path):
     loop = updated(random_model, tmp_path / "run", "optimizer.updates_per_rollout=2",
                    "optimizer.warmup=9", count=2)  # fmt: skip
     assert (loop.update, loop.step.count) == (2, 4)
@@ -168,9 +164,7 @@ def test_a_failing_reward_stops_the_run_with_its_reason(
         fakes.wired(found).run()
 
 
-def test_the_logged_kl_is_the_mean_over_all_trained_steps(
-    random_model: str, tmp_path: Path
-) -> None:
+def test_the_logged_kl_is_the_mean_over_all_trained_steps(random_model: str, tmp_path: Path):
     """A small rollout is measured completely, whatever the micro-batch and the kept images are."""
     logged = []
     for micro in (1, 5, 24):
@@ -222,9 +216,7 @@ def test_the_pairs_that_are_measured_are_the_same_on_any_number_of_processes(
     assert max(image for image, _ in found) >= images * 3 // 4
 
 
-def test_the_kl_weight_acts_only_where_the_student_has_moved(
-    random_model: str, tmp_path: Path
-) -> None:
+def test_the_kl_weight_acts_only_where_the_student_has_moved(random_model: str, tmp_path: Path):
     def after(weight: float) -> list[Tensor]:
         """The weights after the first update and the second."""
         given = ["optimizer.lr=1e-2", f"grpo.kl_weight={weight}"]
@@ -337,9 +329,7 @@ def test_nothing_is_learnt_where_no_image_is_kept(random_model: str, tmp_path: P
     assert loop.learn(nothing)["grad_norm"] == 0
 
 
-def test_dropped_images_count_neither_for_the_policy_nor_for_the_kl(
-    random_model: str, tmp_path: Path
-) -> None:
+def test_dropped_images_count_neither_for_the_policy_nor_for_the_kl(random_model, tmp_path) -> None:
     """Else the KL would be stronger the more groups are all alike."""
     given = ["grpo.kl_weight=10.0", "train.updates=1", *LINEAR, "rollout.copies=4"]
     half = fakes.settings(random_model, tmp_path / "half", *given, reward="first_of_pair")

@@ -251,9 +251,7 @@ def assert_updates(lora: Any, layers: Layers, format: str, family: str) -> None:
 
 
 @pytest.mark.parametrize(("format", "family"), [*cases(READ), *cases(OURS)])
-def test_a_public_lora_has_the_updates_of_its_file(
-    format: str, family: str, tmp_path: Path
-) -> None:
+def test_a_public_lora_has_the_updates_of_its_file(format: str, family: str, tmp_path: Path):
     """And the velocity that it has in diffusers, where that reads it."""
     layers, folder = written(format, family, tmp_path)
     ours = backbone(copy.deepcopy(PIPES(family)))
@@ -426,9 +424,7 @@ def test_weights_of_8_bits_are_read_as_they_are(dtype: torch.dtype, tmp_path: Pa
     assert torch.equal(found.float(), values.float())
 
 
-def test_without_a_model_another_program_s_names_are_refused_and_merge_takes_one(
-    tmp_path: Path,
-) -> None:
+def test_without_a_model_another_program_s_names_are_refused_and_merge_takes_one(tmp_path: Path):
     (tmp_path / "a").mkdir()
     save_file(kohya_flux(), tmp_path / "a" / "public.safetensors")
     with pytest.raises(AdapterError, match="model"):

@@ -110,9 +110,7 @@ def test_any_text_is_a_caption(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_log_and_an_error_show_what_a_terminal_would_obey(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_a_log_and_an_error_show_what_a_terminal_would_obey(capsys, tmp_path) -> None:
     """As a process of its own prints it: the handler of the log is made once per process."""
     code = (
         "import logging, sys; from flowalign.training.report.progress import quiet; quiet()\n"

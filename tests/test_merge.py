@@ -62,9 +62,7 @@ def updates(folder: Path) -> dict[str, Tensor]:
     }
 
 
-def test_concat_is_the_sum_of_the_outputs(
-    random_model: str, teachers: list[Path], tmp_path: Path
-) -> None:
+def test_concat_is_the_sum_of_the_outputs(random_model: str, teachers: list[Path], tmp_path: Path):
     report = merge(teachers, tmp_path, weights=[0.5, 2.0])
     both = fakes.backbone(random_model)
     for name, folder in zip("ab", teachers, strict=True):
@@ -74,9 +72,7 @@ def test_concat_is_the_sum_of_the_outputs(
     assert set(report.ranks.values()) == {10} and report.worst == 0
 
 
-def test_svd_is_exact_at_full_rank_and_the_nearest_below(
-    teachers: list[Path], tmp_path: Path
-) -> None:
+def test_svd_is_exact_at_full_rank_and_the_nearest_below(teachers: list[Path], tmp_path: Path):
     first, second = map(updates, teachers)
     total = {layer: first[layer] + second[layer] for layer in first}
     full = merge(teachers, tmp_path / "full", method="svd", rank=10)
@@ -119,9 +115,7 @@ def test_svd_is_that_of_the_dense_update(rank: int) -> None:
 
 
 @pytest.mark.parametrize("method", ["ties", "dare"])
-def test_with_nothing_dropped_one_adapter_is_itself(
-    teachers: list[Path], tmp_path: Path, method: str
-) -> None:
+def test_with_nothing_dropped_one_adapter_is_itself(teachers: list[Path], tmp_path, method: str):
     merge(teachers[:1], tmp_path, method=method, density=1 - 1e-9 if method == "ties" else 0.999999)
     for layer, update in updates(teachers[0]).items():
         kept = updates(tmp_path)[layer]
@@ -230,9 +224,7 @@ def test_adapters_that_do_not_fit_are_refused(random_model: str, tmp_path: Path)
         merge([], tmp_path / "out")
 
 
-def test_the_command_merges_and_refuses(
-    teachers: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_merges_and_refuses(teachers: list[Path], tmp_path, capsys) -> None:
     command = ["merge", *map(str, teachers), "--out", str(tmp_path / "out"), "--weights", "1", "2"]
     assert main(command) == 0
     out = capsys.readouterr().out

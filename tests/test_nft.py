@@ -151,9 +151,7 @@ def test_no_forward_pass_is_wasted(random_model: str, tmp_path: Path, stage: str
     assert not algorithm(loop).policies  # nor is there memory for weights that nobody asks for
 
 
-def test_the_old_policy_is_asked_only_where_it_is_another(
-    random_model: str, tmp_path: Path
-) -> None:
+def test_the_old_policy_is_asked_only_where_it_is_another(random_model: str, tmp_path: Path):
     """Of two optimizer steps, the first still has the weights that sampled."""
     given = ["optimizer.updates_per_rollout=2", "optimizer.micro_batch=4", "nft.states=1"]
     loop = fakes.wired(fakes.forward(random_model, tmp_path / "run", *given))
@@ -167,9 +165,7 @@ def test_the_old_policy_is_asked_only_where_it_is_another(
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_weights_cost_the_passes_that_they_need(
-    random_model: str, tmp_path: Path, stage: str
-) -> None:
+def test_weights_cost_the_passes_that_they_need(random_model: str, tmp_path: Path, stage: str):
     given = [*STAGES[stage], "optimizer.micro_batch=8"]
     loop = fakes.wired(fakes.forward(random_model, tmp_path / "run", *given, stage=stage))
     found, calls = prepared(loop), passes(loop)

@@ -83,9 +83,7 @@ def shadow(loop: Loop) -> list[Tensor]:
     return loop.step.ema.shadow_params
 
 
-def test_updates_skipped_in_a_row_stop_the_run_at_its_last_good_checkpoint(
-    random_model: str, tmp_path: Path
-) -> None:
+def test_updates_skipped_in_a_row_stop_the_run_at_its_last_good_checkpoint(random_model, tmp_path):
     given = ["train.updates=20", "train.checkpoint_every=1", "train.max_skipped=2"]
     loop = fakes.wired(fakes.settings(random_model, tmp_path / "run", *given), moved=True)
     spoil(loop, lambda pairs: loop.update == 1 or loop.update >= 3, math.inf)
@@ -121,9 +119,7 @@ def test_a_cold_start_names_the_teacher_that_samples_nan(random_model: str, tmp_
         loop.run()
 
 
-def test_a_loss_and_a_gradient_are_named_where_nothing_before_them_is_wrong(
-    random_model: str, tmp_path: Path
-) -> None:
+def test_a_loss_and_a_gradient_are_named_where_nothing_before_them_is_wrong(random_model, tmp_path):
     for name, what in (("loss", "the loss is NaN"), ("grad", "the gradient is NaN")):
         found = fakes.settings(random_model, tmp_path / name / "run", "train.updates=1")
         loop = fakes.wired(found, moved=True)
@@ -156,9 +152,7 @@ def scaled(loop: Loop, scale: float) -> torch.amp.GradScaler:
     return scaler
 
 
-def test_float16_finds_its_scale_without_a_word(
-    random_model: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_float16_finds_its_scale_without_a_word(random_model, tmp_path, caplog) -> None:
     given = ["train.updates=3", "train.max_skipped=1"]
     loop = fakes.wired(fakes.settings(random_model, tmp_path / "run", *given), moved=True)
     scaler = scaled(loop, 65536.0)

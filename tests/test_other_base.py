@@ -120,9 +120,7 @@ def evaluated(model: str, large: str, output: Path, *overrides: str) -> Training
 
 
 @pytest.mark.slow
-def test_a_student_comes_nearer_and_resumes_to_the_bit(
-    random_model: str, large_model: str, tmp_path: Path
-) -> None:
+def test_a_student_comes_nearer_and_resumes_to_the_bit(random_model, large_model: str, tmp_path):
     """The larger base is in no checkpoint and no adapter; other weights of it are refused."""
     large = Path(shutil.copytree(large_model, tmp_path / "large"))
     found = evaluated(random_model, str(large), tmp_path / "run")
@@ -148,9 +146,7 @@ def test_a_student_comes_nearer_and_resumes_to_the_bit(
 
 
 @pytest.mark.slow
-def test_it_teaches_by_images_and_by_log_ratios(
-    random_model: str, large_model: str, tmp_path: Path
-) -> None:
+def test_it_teaches_by_images_and_by_log_ratios(random_model, large_model: str, tmp_path) -> None:
     """sft samples with it; gradient `policy` takes its labels as others."""
     found = taught(random_model, large_model, tmp_path / "a" / "run", stage="sft")
     loop = fakes.wired(found, moved=True)

@@ -50,9 +50,7 @@ COMPOSED = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", COMPOSED)
-def test_what_only_examines_runs_nothing(
-    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_what_only_examines_runs_nothing(kind: str, tmp_path, capsys):
     command, module = ["doctor", "--no-model"], f"own_{kind}".replace(" ", "_")
     (tmp_path / f"{module}.py").write_text(REWARD)
     spec = yaml.safe_load(yaml.safe_dump(COMPOSED[kind]).replace("{module}", module))

@@ -42,9 +42,7 @@ def test_a_config_is_what_its_name_says(path: Path) -> None:
     assert command.startswith(f"# accelerate launch --config_file configs/accelerate/{path.name} ")
 
 
-def test_a_shorter_process_repeats_its_last_micro_batch_without_weight(
-    random_model: str, tmp_path: Path
-) -> None:
+def test_a_shorter_process_repeats_its_last_micro_batch_without_weight(random_model, tmp_path):
     loop = fakes.wired(fakes.settings(random_model, tmp_path / "run"))
     rollout = loop.rollout(0)
     keep = torch.arange(8) < 3
@@ -84,9 +82,7 @@ def test_what_is_not_supported_is_refused(
     assert said in problem
 
 
-def test_fsdp2_is_supported_and_deepspeed_is_not(
-    random_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fsdp2_is_supported_and_deepspeed_is_not(random_model, tmp_path, monkeypatch) -> None:
     config = fakes.settings(random_model, tmp_path / "run", "model.dtype=bfloat16")
     assert list(processes._fsdp_problems(config, Started(**FSDP))) == []
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
@@ -253,9 +249,7 @@ def test_two_processes_do_what_one_does(folders: dict[str, Path], strategy: str)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_two_processes_with_a_teacher_on_another_base(
-    random_model: str, tmp_path: Path, strategy: str
-) -> None:
+def test_two_processes_with_a_teacher_on_another_base(random_model, tmp_path, strategy: str):
     """Which is not sharded, and labels or samples on one of the processes."""
     large = fakes.larger(tmp_path / "large")
     runs, outputs = [], []

@@ -44,9 +44,7 @@ def test_the_doctor_finds_the_plugin_by_its_entry_point(installed: dict[str, str
 
 
 @pytest.mark.slow
-def test_a_run_trains_with_the_plugin(
-    installed: dict[str, str], random_model: str, tmp_path: Path
-) -> None:
+def test_a_run_trains_with_the_plugin(installed: dict[str, str], random_model: str, tmp_path: Path):
     config = fakes.settings(random_model, tmp_path / "run", "train.updates=1")
     raw = config.model_dump(mode="json")
     raw["tasks"][0]["reward"] = {"name": "sharpness", "options": {"scale": 5.0}}

@@ -41,9 +41,7 @@ def test_a_casting_layer_is_the_rounded_product_with_float32_weights_and_gradien
 
 @pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16",
                                    pytest.param("float16", marks=pytest.mark.slow)])  # fmt: skip
-def test_training_and_evaluation_have_the_same_arithmetic(
-    random_model: str, tmp_path: Path, dtype: str
-) -> None:
+def test_training_and_evaluation_have_the_same_arithmetic(random_model, tmp_path, dtype: str):
     """The velocity that a run trains, and the one that `flowalign eval` scores, to the bit."""
     given = [f"model.dtype={dtype}"]
     loop = fakes.wired(fakes.settings(random_model, tmp_path / "run", *given), moved=True)
@@ -78,9 +76,7 @@ def test_a_half_precision_base_is_under_no_autocast(random_model: str, tmp_path:
 
 
 @pytest.mark.slow
-def test_sample_draws_what_an_evaluation_scores(
-    random_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sample_draws_what_an_evaluation_scores(random_model, tmp_path, monkeypatch) -> None:
     backbone = fakes.backbone(random_model, dtype="bfloat16")
     backbone.add_adapter(STUDENT, rank=4, alpha=6.0, targets=fakes.TARGETS)
     fakes.shake(backbone)
@@ -96,9 +92,7 @@ def test_sample_draws_what_an_evaluation_scores(
     assert torch.equal(drawn[0], expected) and expected.std() > 1e-3
 
 
-def test_labels_of_a_frozen_teacher_are_the_velocities_it_was_trained_with(
-    random_model: str, tmp_path: Path
-) -> None:
+def test_labels_of_a_frozen_teacher_are_the_velocities_it_was_trained_with(random_model, tmp_path):
     """A frozen adapter has the base's dtype: what a float32 one is rounded to at every product."""
     paths = fakes.teachers(random_model, tmp_path)
     found = []

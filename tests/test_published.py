@@ -44,9 +44,7 @@ def family(name: str) -> Family:
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_every_config_has_its_source_and_digests_are_those_of_the_published_files(
-    name: str,
-) -> None:
+def test_every_config_has_its_source_and_digests_are_those_of_the_published_files(name: str):
     data = FILES[name]
     digests, sources = data.get("sha256", {}), data.get("source", {})
     assert sorted([*digests, *sources]) == sorted(data["files"])

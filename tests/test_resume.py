@@ -125,9 +125,7 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_starts_again(
     assert end(run) == end(whole / "run")
 
 
-def test_the_log_of_another_run_is_refused(
-    whole: Path, run: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_log_of_another_run_is_refused(whole: Path, run: Path, capsys) -> None:
     shutil.rmtree(run / "checkpoints")
     before = end(run)
     for argv in ([], ["optimizer.lr=0.5"], ["--resume", "optimizer.lr=0.5"]):
@@ -141,9 +139,7 @@ def test_the_log_of_another_run_is_refused(
 
 
 @pytest.mark.slow
-def test_a_teacher_that_was_replaced_is_named(
-    random_model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_teacher_that_was_replaced_is_named(random_model, tmp_path, capsys) -> None:
     given = fakes.distillation(random_model, tmp_path / "run", "train.updates=1")
     (tmp_path / "config.yaml").write_text(to_yaml(given))
     assert command("--config", tmp_path / "config.yaml") == 0
@@ -158,9 +154,7 @@ def test_a_teacher_that_was_replaced_is_named(
 
 
 @pytest.mark.slow
-def test_a_base_model_that_was_replaced_is_named(
-    random_model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_base_model_that_was_replaced_is_named(random_model, tmp_path, capsys) -> None:
     model = tmp_path / "model"
     shutil.copytree(random_model, model)
     path = config_file(str(model), tmp_path, "train.updates=1", "evaluation=null")
@@ -192,9 +186,7 @@ def test_a_resumed_run_rotates_what_a_killed_one_did_not(tmp_path: Path) -> None
     assert one.all() == folders[1:]
 
 
-def test_rotation_keeps_a_sound_checkpoint_rather_than_one_that_claims_to_be_newer(
-    tmp_path: Path,
-) -> None:
+def test_rotation_keeps_a_sound_checkpoint_rather_than_one_that_claims_to_be_newer(tmp_path: Path):
     checkpoints = Checkpoints(tmp_path, 1)
     flipped(save(checkpoints, 7) / "adapter.safetensors")
     save(checkpoints, 4)
@@ -216,9 +208,7 @@ def test_another_number_of_processes_is_refused_unless_it_is_allowed(
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_with_more_and_with_fewer_processes(
-    random_model: str, tmp_path: Path
-) -> None:
+def test_a_run_goes_on_with_more_and_with_fewer_processes(random_model: str, tmp_path: Path):
     """To the numbers of one process, but for rounding (Adam's eps hides what it would blow up)."""
     shared = ["evaluation=null", "optimizer.eps=1.0", "optimizer.lr=30.0"]
     path = config_file(random_model, tmp_path, *shared)

@@ -150,9 +150,7 @@ def test_what_was_typed_into_a_notebook_counts_with_what_it_uses(last: str) -> N
     assert digest() == digests[0] and len({*digests}) == 4
 
 
-def test_a_process_that_runs_what_it_imported_says_so(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_process_that_runs_what_it_imported_says_so(tmp_path, caplog) -> None:
     write(tmp_path, 1.0)
     first = build_on(None, "mine:red", {}).code_digests
     (tmp_path / "mine.py").write_text(f"SIZE = 2.0\n{SCORE}")
@@ -172,9 +170,7 @@ def scored(config: Path, capsys: pytest.CaptureFixture[str]) -> tuple[str, float
     return line.partition(" (")[2], rows["images"]["red"][0]["value"]
 
 
-def test_an_evaluation_takes_over_the_scores_of_this_code_only(
-    random_model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_evaluation_takes_over_the_scores_of_this_code_only(random_model, tmp_path, capsys):
     write(tmp_path, 1.0)
     mark = {"reward": {"name": "mine:red"}}
     config = fakes.evaluation(

@@ -66,9 +66,7 @@ def updates(folder: Path) -> list[int]:
 
 @pytest.mark.long
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
-def test_two_processes_train_and_go_on_when_requeued(
-    script: Path, node: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_processes_train_and_go_on_when_requeued(script: Path, node: Path, monkeypatch) -> None:
     """One node with two processes, or two launchers with one each; the second run resumes."""
     nodes = 2 if script.stem == "several_nodes" else 1
     monkeypatch.setenv("SLURM_NNODES", str(nodes))
@@ -154,9 +152,7 @@ def test_a_job_out_of_time_saves_and_is_requeued(
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
-def test_a_job_without_gpus_is_refused(
-    script: Path, node: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_job_without_gpus_is_refused(script: Path, node: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("SLURM_NNODES", "1")
     monkeypatch.delenv("SLURM_GPUS_ON_NODE", raising=False)
     done = subprocess.run([str(script)], capture_output=True, text=True)

@@ -111,9 +111,7 @@ def test_images_do_not_depend_on_batches_and_processes(backbone: Backbone) -> No
     assert torch.equal(latents(run(backbone, solver)), latents(whole))  # nothing is left over
 
 
-def test_trained_states_are_those_between_the_solvers_steps(
-    backbone: Backbone, asked: list[float]
-) -> None:
+def test_trained_states_are_those_between_the_solvers_steps(backbone: Backbone, asked: list[float]):
     solver = "dpm2"
     whole = run(backbone, solver, window=(0, 5))
     assert whole.states.shape[:2] == (8, 5) and whole.next_states is None

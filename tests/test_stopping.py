@@ -178,9 +178,7 @@ def test_a_signal_ends_a_command_with_a_checkpoint_and_its_status(
 
 
 @pytest.mark.slow
-def test_the_clock_ends_a_run_after_one_update_at_least(
-    random_model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_clock_ends_a_run_after_one_update_at_least(random_model, tmp_path, capsys) -> None:
     given = ["train.max_minutes=0.0001", "train.updates=3"]
     path = config_file(random_model, tmp_path, "fakes:noisy_redness", "{}", *given)
     assert train.main(["--config", path]) == UNFINISHED
@@ -191,9 +189,7 @@ def test_the_clock_ends_a_run_after_one_update_at_least(
 
 
 @pytest.mark.slow
-def test_a_signal_to_one_process_ends_all_where_they_meet(
-    random_model: str, tmp_path: Path
-) -> None:
+def test_a_signal_to_one_process_ends_all_where_they_meet(random_model: str, tmp_path: Path):
     options = f"{{folder: {tmp_path}}}"
     path = config_file(random_model, tmp_path, "test_stopping:Called", options)
     process = started(

@@ -282,9 +282,7 @@ def test_an_evaluation_that_lost_images_fails_and_then_scores_no_others(
         ("models.base=ADAPTER", "adapter was None there, and is '"),
     ],
 )
-def test_images_of_another_run_are_refused(
-    config: Path, override: str, difference: str, capsys: pytest.CaptureFixture[str]
-):
+def test_images_of_another_run_are_refused(config: Path, override: str, difference: str, capsys):
     intact = files(config.parent / "out")
     override = override.replace("ADAPTER", str(config.parent / "adapter"))
     assert main(["--config", str(config), override]) == 2
@@ -293,9 +291,7 @@ def test_images_of_another_run_are_refused(
     assert files(config.parent / "out") == intact
 
 
-def test_a_changed_adapter_and_changed_prompts_are_refused(
-    config: Path, random_model: str, capsys: pytest.CaptureFixture[str]
-):
+def test_a_changed_adapter_and_changed_prompts_are_refused(config: Path, random_model, capsys):
     save_adapter(random_model, config.parent / "adapter", seed=2)
     assert main(["--config", str(config)]) == 2
     error = capsys.readouterr().err

@@ -112,9 +112,7 @@ def test_each_image_is_pulled_to_the_teacher_of_its_task(random_model: str, tmp_
 
 
 @pytest.mark.parametrize("anchor", ["null", "{adapter: null, weight: 0.5}"])
-def test_a_student_that_is_its_teacher_has_no_loss(
-    random_model: str, tmp_path: Path, anchor: str
-) -> None:
+def test_a_student_that_is_its_teacher_has_no_loss(random_model: str, tmp_path: Path, anchor: str):
     """And an anchor on the base pulls it away, by its weight."""
     given = [f"lora.init={tmp_path / 'even'}", f"anchor={anchor}", EXACT]
     found = fakes.distillation(random_model, tmp_path / "run", *given, alone="even")
@@ -133,9 +131,7 @@ def test_a_student_that_is_its_teacher_has_no_loss(
 
 
 @pytest.mark.parametrize("how", ["policy", "published"])
-def test_the_ratio_is_one_and_the_published_form_leaks(
-    random_model: str, tmp_path: Path, how: str
-) -> None:
+def test_the_ratio_is_one_and_the_published_form_leaks(random_model: str, tmp_path: Path, how: str):
     weighting = "kl" if how == "policy" else "published"
     given = [f"student.gradient={how}", f"student.weighting={weighting}"]
     loop, student, labels = labelled(random_model, tmp_path / "run", *given)
@@ -197,9 +193,7 @@ def evaluated(model: str, folder: Path, *overrides: str) -> fakes.config.Trainin
 
 
 @pytest.mark.slow
-def test_the_distance_at_fixed_states_is_that_to_the_targets(
-    random_model: str, tmp_path: Path
-) -> None:
+def test_the_distance_at_fixed_states_is_that_to_the_targets(random_model: str, tmp_path: Path):
     """0 for a student that is its teacher; the same before and after an update of no step."""
     same = [f"lora.init={tmp_path / 'even'}", "optimizer.lr=1e-30", "ema=null", EXACT]
     config = evaluated(random_model, tmp_path, *same, "train.updates=1")
@@ -247,9 +241,7 @@ def test_without_rewards_the_nearest_student_is_kept(random_model: str, tmp_path
 # Cold start --------------------------------------------------------------------------------------
 
 
-def test_sft_learns_the_straight_way_to_the_teachers_images(
-    random_model: str, tmp_path: Path
-) -> None:
+def test_sft_learns_the_straight_way_to_the_teachers_images(random_model: str, tmp_path: Path):
     found = fakes.distillation(random_model, tmp_path / "run", "sft.states=3", stage="sft")
     loop = fakes.wired(found, moved=True)
     assert isinstance(loop.algorithm, Sft)
@@ -340,9 +332,7 @@ def test_a_task_without_a_reward_is_trained_and_not_evaluated(
         assert row[metrics.HEADLINE] == row["eval/odd/reward"]
 
 
-def test_micro_batches_change_neither_weights_nor_the_kl_of_a_task(
-    random_model: str, tmp_path: Path
-) -> None:
+def test_micro_batches_change_neither_weights_nor_the_kl_of_a_task(random_model, tmp_path) -> None:
     """Micro-batches of 3 hold unequal numbers of each task."""
     found, moved = {}, []
     for size in (3, 8):

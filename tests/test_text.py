@@ -64,9 +64,7 @@ def test_a_text_is_encoded_once_by_all_runs_and_whatever_its_batch(
     assert torch.equal(torch.cat(alone), first(TEXTS)["pooled"])
 
 
-def test_other_encoders_and_lengths_do_not_meet(
-    random_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_encoders_and_lengths_do_not_meet(random_model, tmp_path, monkeypatch) -> None:
     encoder(random_model, tmp_path)(TEXTS)
     all_tokens = encoder(random_model)(TEXTS)["embeds"].shape[1]
     shorter = encoder(random_model, tmp_path, length=8)
@@ -81,9 +79,7 @@ def test_other_encoders_and_lengths_do_not_meet(
     assert asked == TEXTS
 
 
-def test_a_file_that_is_damaged_is_written_again(
-    random_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_is_damaged_is_written_again(random_model, tmp_path, monkeypatch) -> None:
     texts = encoder(random_model, tmp_path)
     before = texts(TEXTS)
     files = sorted(tmp_path.rglob("*.safetensors"))

@@ -67,9 +67,7 @@ def test_keys_that_an_adapter_to_start_from_decides_are_named(
 
 
 @pytest.mark.slow
-def test_a_run_says_where_it_starts_and_what_it_ignores(
-    random_model: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_run_says_where_it_starts_and_what_it_ignores(random_model, tmp_path, caplog) -> None:
     init = fakes.teachers(random_model, tmp_path)["even"]
     path = config_file(random_model, tmp_path / "run", f"lora={{rank: 32, init: {init}}}")
     with caplog.at_level(logging.INFO, logger="flowalign"):
@@ -80,9 +78,7 @@ def test_a_run_says_where_it_starts_and_what_it_ignores(
     assert any(text.startswith("lora.rank: ") for text in said["WARNING"])
 
 
-def test_a_model_that_is_not_there_is_one_line_and_no_traceback(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_model_that_is_not_there_is_one_line_and_no_traceback(tmp_path, capsys) -> None:
     path = config_file(str(tmp_path / "no_model"), tmp_path / "run")
     assert command("--config", path) == 2
     (line,) = capsys.readouterr().err.splitlines()
@@ -111,9 +107,7 @@ def test_a_run_leaves_an_adapter_that_loads_and_is_not_overwritten(
     assert "--resume" not in caplog.text
 
 
-def test_interrupted_and_stopped_runs_say_so(
-    random_model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_interrupted_and_stopped_runs_say_so(random_model, tmp_path, capsys) -> None:
     option = "tasks.0.reward.options={call: 1}"
     path = config_file(random_model, tmp_path / "a" / "run", option, reward="Interrupting")
     assert command("--config", path) == 130
