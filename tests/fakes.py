@@ -96,11 +96,14 @@ def backbone(model: str, pipe: Any = None, **options: Any) -> Backbone:
     return Backbone(pipe, settings) if pipe else Backbone.load(settings)
 
 
-def adapted(model: str, name: str = STUDENT, *, rank: int = 4, alpha: float = 6.0) -> Backbone:
+def adapted(
+    model: str, name: str = STUDENT, *, rank: int = 4, alpha: float = 6.0,
+    targets: list[str] | None = None, seed: int = 1, scale: float = 0.1, **options: Any,
+) -> Backbone:  # fmt: skip
     """The same with an adapter that matters."""
-    found = backbone(model)
-    found.add_adapter(name, rank=rank, alpha=alpha)
-    shake(found, name)
+    found = backbone(model, **options)
+    found.add_adapter(name, rank=rank, alpha=alpha, targets=targets)
+    shake(found, name, seed, scale)
     return found
 
 
@@ -300,9 +303,7 @@ def _teachers(model: str) -> Path:
     """The teachers of a model, made once."""
     folder = Path(tempfile.mkdtemp(prefix="teachers_"))
     for seed, name in enumerate(["even", "odd"]):
-        teacher = backbone(model)
-        teacher.add_adapter("t", rank=2 + seed, alpha=4.0)
-        shake(teacher, "t", seed=seed + 5, scale=0.2)
+        teacher = adapted(model, "t", rank=2 + seed, alpha=4.0, seed=seed + 5, scale=0.2)
         teacher.save_adapter("t", folder / name)
     return folder
 

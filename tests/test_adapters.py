@@ -6,7 +6,6 @@ import logging
 import math
 import shutil
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -166,11 +165,7 @@ def test_diffusers_files_load_with_their_alpha_and_under_any_name(
 
 
 def test_without_any_description_alpha_is_the_rank_and_a_warning_says_so(
-    random_model: str,
-    backbone: Backbone,
-    bare: SD3Transformer2DModel,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
+    random_model: str, backbone: Backbone, bare: SD3Transformer2DModel, tmp_path: Path, caplog
 ) -> None:
     diffusers_file(trained(bare, **KINDS["patterns"]), tmp_path)
     stock = StableDiffusion3Pipeline.from_pretrained(random_model)
@@ -336,23 +331,13 @@ def test_the_same_adapter_has_the_same_bytes(tmp_path: Path) -> None:
     assert len(content) == 1 and len(content.pop()) == 2  # the weights and their manifest
 
 
-@pytest.mark.parametrize(
-    ("name", "harm"),
-    [
-        (ADAPTER, lambda data: data[: len(data) // 2]),
-        (ADAPTER, lambda data: data[:-60] + bytes([data[-60] ^ 1]) + data[-59:]),
-        (MANIFEST, lambda data: data[:20] + bytes([data[20] ^ 1]) + data[21:]),
-    ],
-    ids=["cut", "a bit of a weight", "a bit of the manifest"],
-)
-def test_a_damaged_adapter_is_refused(name: str, harm: Callable[[bytes], bytes], tmp_path: Path):
+def test_a_damaged_adapter_is_refused(tmp_path: Path) -> None:
     folder = shutil.copytree(adapter_folder("tiny/ocr"), tmp_path / "a")
     write_lora(folder, read_lora(folder).weights, read_lora(folder).metadata)
-    content = (folder / name).read_bytes()
-    (folder / name).write_bytes(harm(content))
-    with pytest.raises(AdapterError, match=f"damaged.*{name}"):
+    content = (folder / ADAPTER).read_bytes()
+    (folder / ADAPTER).write_bytes(content[:-60] + bytes([content[-60] ^ 1]) + content[-59:])
+    with pytest.raises(AdapterError, match=f"damaged.*{ADAPTER}"):
         read_lora(folder)
-    (folder / name).write_bytes(content)
     (folder / MANIFEST).unlink()  # the way out, if a change is wanted
     read_lora(folder)
     (folder / MANIFEST).write_text('{"manifest_version": 3, "name": "of another program"}')

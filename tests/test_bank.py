@@ -26,11 +26,8 @@ ROUTING = {"ocr": "ocr", "geneval": "geneval", "photo": "base"}
 def members(random_model: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Member]:
     found: dict[str, Member] = {"base": Member(None)}
     for seed, (name, kind) in enumerate(KINDS.items()):
-        backbone = fakes.backbone(random_model)
-        backbone.add_adapter("t", **kind)
-        fakes.shake(backbone, "t", seed=seed, scale=0.3)
         folder = tmp_path_factory.mktemp(name)
-        backbone.save_adapter("t", folder)
+        fakes.adapted(random_model, "t", **kind, seed=seed, scale=0.3).save_adapter("t", folder)
         found[name] = Member(folder)
     return found
 

@@ -83,10 +83,7 @@ def test_the_version_names_what_matters_and_where_it_lies(capsys: pytest.Capture
     ("error", "status"), [(KeyboardInterrupt(), 130), (packages.MissingPackage("no x"), 2)]
 )
 def test_what_ends_a_command_early_is_one_line(
-    error: BaseException,
-    status: int,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    error: BaseException, status: int, monkeypatch: pytest.MonkeyPatch, capsys
 ) -> None:
     def fail(argv: object) -> int:
         raise error

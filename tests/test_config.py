@@ -47,6 +47,7 @@ def raw(**sections: Any) -> dict[str, Any]:
 
 SIGN = 'a sign that says "x"'
 MARK = {"name": "ocr", "prompts": "b.txt", "reward": {"name": "ocr"}}
+JUDGED = {"name": "ocr", "prompts": "b.txt", "rewards": {"a/b": {"name": "ocr"}}}
 
 
 def raw_eval(**sections: Any) -> dict[str, Any]:
@@ -349,19 +350,19 @@ def test_a_config_of_another_command_is_refused() -> None:
     [
         ("benchmark: unknown key. Did you mean `benchmarks`", {"benchmark": []}),
         ("benchmarks.0.limit: got", {"benchmarks": [{**MARK, "limit": 0}]}),
-        ("sampling.step: unknown key", {"sampling": {"step": 3}}),
         ("models.ocr: got", {"models": {"ocr": 3}}),
         ("models: got", {"models": {}}),
         ("models.a/b: got", {"models": {"a/b": None}}),
         ("benchmarks.0.name: got", {"benchmarks": [{**MARK, "name": "a b"}]}),
         ("benchmarks: the name 'ocr'", {"benchmarks": [MARK, MARK]}),
+        ("benchmarks.0.reward: missing", {"benchmarks": [MARK | {"reward": None}]}),
+        ("benchmarks.0.rewards.a/b", {"benchmarks": [JUDGED]}),
         ("benchmarks: the name 'average'", {"benchmarks": [{**MARK, "name": "average"}]}),
         ("compare.bse: no model", {"compare": {"bse": ["base"]}}),
         ("compare.base: no model", {"compare": {"base": ["x"]}}),
         ("guidance: no model", {"guidance": {"bse": 2.0}}),
         ("compare.base: got the text 'x'", {"compare": {"base": "x"}}),
         ("report.images: got", {"report": {"images": -1}}),
-        ("fidelity.ref: unknown key", {"fidelity": {"ref": "tiny"}}),
     ],
 )
 def test_a_wrong_evaluation_is_explained(start: str, sections: dict[str, Any]) -> None:

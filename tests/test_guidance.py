@@ -63,8 +63,6 @@ def test_the_teachers_of_sft_sample_at_the_guidance_of_the_rollout(random_model,
     assert source.guidance == 2.0
 
 
-# Across stages -----------------------------------------------------------------------------------
-
 TINY = {"id": "tiny", "height": 96, "width": 96, "max_sequence_length": 14}
 TASK = {**OCR, "reward": {"name": "clipscore", "options": {"model": "tiny"}}}
 BENCHMARKS = [{"name": "ocr", "prompts": "tiny/ocr_test", "reward": TASK["reward"]}]

@@ -273,8 +273,6 @@ def test_images_beside_a_model_have_its_size(tmp_path: Path, capsys):
 
 def of_tiny(folder: Path, benchmark: str, count: int) -> Path:
     """An image of each of the first prompts of a tiny benchmark, in GenEval's layout."""
-    from flowalign.training.data import load_prompts
-
     batch = load_prompts(f"tiny/{benchmark}_test", "")
     for i in range(count):
         picture(folder / f"{i:05}/samples/00000.png", i, (64, 64))

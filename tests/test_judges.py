@@ -14,7 +14,7 @@ from fakes import Rows
 from torch import Tensor
 
 from flowalign.commands.evaluate import main
-from flowalign.config import ConfigError, EvalStage, SamplingConfig, parse
+from flowalign.config import SamplingConfig
 from flowalign.eval import suite
 from flowalign.eval.suite import Benchmark, ImageSet
 from flowalign.system.signals import Interrupted
@@ -153,26 +153,6 @@ def test_judges_take_turns_and_one_that_hangs_costs_the_others_nothing(random_mo
     values = torch.tensor([[row["value"] for row in judged.rows] for judged in results])
     assert values.isfinite().tolist() == [[False, True, True], [True, True, True]]
     assert values[0, 1:].tolist() == values[1, 1:].tolist()
-
-
-@pytest.mark.parametrize(
-    ("mark", "said"),
-    [
-        ({}, "benchmarks.0.reward: missing. Add `reward:`"),
-        ({"rewards": {"a/b": spec("r")}}, "benchmarks.0.rewards.a/b"),
-    ],
-)
-def test_who_judges_is_said_once(mark: dict[str, Any], said: str):
-    with pytest.raises(ConfigError, match=said.replace("(", r"\(")):
-        config(mark)
-
-
-def config(*marks: dict[str, Any]) -> EvalStage:
-    benchmarks = [
-        {"name": f"x{'_y' * i}", "prompts": "tiny/ocr_test", **m} for i, m in enumerate(marks)
-    ]
-    data = {"stage": "eval", "output": "out", "model": {"id": "tiny"}, "benchmarks": benchmarks}
-    return parse(data, stage=EvalStage)
 
 
 def test_a_run_watches_several_judges_of_images_that_are_sampled_once(

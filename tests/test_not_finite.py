@@ -174,9 +174,6 @@ def test_float16_stops_when_its_scale_is_used_up(random_model: str, tmp_path: Pa
     assert loop.update == 4  # 2, 1, 0.5 and 0.25: the last two are below 1
 
 
-# Two processes -----------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 def test_two_processes_skip_together_where_one_has_nan(random_model: str, tmp_path: Path) -> None:
     found = fakes.settings(random_model, tmp_path / "run", "train.updates=3")

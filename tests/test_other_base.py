@@ -39,9 +39,8 @@ def large_model(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="module")
 def large_lora(large_model: str, tmp_path_factory: pytest.TempPathFactory) -> str:
     """A LoRA of that model."""
-    backbone = fakes.adapted(large_model, "t")
     folder = tmp_path_factory.mktemp("lora")
-    backbone.save_adapter("t", folder)
+    fakes.adapted(large_model, "t").save_adapter("t", folder)
     return str(folder)
 
 
@@ -90,9 +89,6 @@ def test_a_target_beyond_it_has_the_students_base_as_reference(
     own = fakes.velocities(fakes.backbone(large_model), rollout, rows, 1.0)
     base = fakes.velocities(fakes.backbone(random_model), rollout, rows, 1.0)
     torch.testing.assert_close(label.velocity[rows], base + 1.5 * (own - base), rtol=0, atol=1e-5)
-
-
-# Runs --------------------------------------------------------------------------------------------
 
 
 def go(found: TrainingStage, *flags: str) -> int:
@@ -163,9 +159,6 @@ def test_it_teaches_by_images_and_by_log_ratios(random_model, large_model: str, 
     found = taught(random_model, large_model, tmp_path / "b" / "run", "student.gradient=policy")
     loop = fakes.wired(found, moved=True)
     assert loop.learn(loop.prepare(loop.rollout(0)))["grad_norm"] > 0
-
-
-# What is refused, and what is predicted ----------------------------------------------------------
 
 
 def changed(model: str, folder: Path, part: str, **entries: Any) -> str:

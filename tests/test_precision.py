@@ -77,9 +77,7 @@ def test_a_half_precision_base_is_under_no_autocast(random_model: str, tmp_path:
 
 @pytest.mark.slow
 def test_sample_draws_what_an_evaluation_scores(random_model, tmp_path, monkeypatch) -> None:
-    backbone = fakes.backbone(random_model, dtype="bfloat16")
-    backbone.add_adapter(STUDENT, rank=4, alpha=6.0, targets=fakes.TARGETS)
-    fakes.shake(backbone)
+    backbone = fakes.adapted(random_model, dtype="bfloat16")
     backbone.save_adapter(STUDENT, tmp_path / "lora")
     drawn: list[Tensor] = []
     monkeypatch.setattr(sample, "grid", lambda path, images, captions: drawn.append(images))

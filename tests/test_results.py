@@ -46,10 +46,7 @@ def test_a_run_names_what_it_left(finished_run: fakes.FinishedRun) -> None:
 
 @pytest.mark.slow
 def test_a_run_says_which_adapter_was_kept_and_warns_if_it_is_the_one_it_began_with(
-    random_model: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    random_model: str, tmp_path: Path, capsys, monkeypatch
 ) -> None:
     folder, drawn = tmp_path / "run", []
     monkeypatch.setattr(

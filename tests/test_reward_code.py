@@ -52,9 +52,6 @@ def write(folder: Path, size: float) -> None:
     forget("mine")
 
 
-# Digests ------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("path", "imported"),
     [
@@ -157,9 +154,6 @@ def test_a_process_that_runs_what_it_imported_says_so(tmp_path, caplog) -> None:
     assert build_on(None, "mine:red", {}).code_digests == first and "mine was edited" in caplog.text
     importlib.reload(sys.modules["mine"])
     assert build_on(None, "mine:red", {}).code_digests != first
-
-
-# Where scores are taken over ----------------------------------------------------------------------
 
 
 def scored(config: Path, capsys: pytest.CaptureFixture[str]) -> tuple[str, float]:

@@ -144,9 +144,6 @@ def test_a_full_queue_turns_away_and_calls_are_made_one_at_a_time():
     assert calls == ["in", "out"] * 2
 
 
-# The command -------------------------------------------------------------------------------------
-
-
 def test_the_command_refuses_what_cannot_be_served(capsys, monkeypatch) -> None:
     monkeypatch.delenv(wire.TOKEN, raising=False)
     for argv, said in (

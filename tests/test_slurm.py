@@ -96,12 +96,7 @@ def test_two_processes_train_and_go_on_when_requeued(script: Path, node: Path, m
     ],
 )
 def test_a_job_that_is_not_finished_is_requeued(
-    script: Path,
-    node: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    step: str,
-    signalled: bool,
-    requeued: bool,
+    script: Path, node: Path, monkeypatch, step: str, signalled: bool, requeued: bool
 ) -> None:
     monkeypatch.setenv("SLURM_NNODES", "1")
     monkeypatch.setenv("SLURM_GPUS_ON_NODE", "1")

@@ -54,15 +54,9 @@ def backbone(random_model: str) -> Backbone:
 
 
 def run(
-    backbone: Backbone,
-    solver: str,
-    *,
-    steps: int = 5,
-    batch_size: int = 32,
-    prompts: slice = slice(0, 4),
-    window: tuple[int, int] | None = None,
-    finish: bool = True,
-) -> Rollout:
+    backbone: Backbone, solver: str, *, steps: int = 5, batch_size: int = 32,
+    prompts: slice = slice(0, 4), window: tuple[int, int] | None = None, finish: bool = True,
+) -> Rollout:  # fmt: skip
     schedule = Schedule(backbone.sigmas(steps), "ode", 0.0, window, actions=False, solver=solver)
     where = places(4, 2)[2 * prompts.start : 2 * prompts.stop]
     batch = fakes.batch(4).select([prompt for prompt, _ in where])

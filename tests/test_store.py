@@ -224,10 +224,7 @@ def config(finished: Path, watched: None) -> Path:
 
 
 def save_adapter(model: str, folder: Path, seed: int) -> None:
-    backbone = fakes.backbone(model)
-    backbone.add_adapter("a", rank=2, alpha=2.0)
-    fakes.shake(backbone, "a", seed=seed)
-    backbone.save_adapter("a", folder)
+    fakes.adapted(model, "a", rank=2, alpha=2.0, seed=seed).save_adapter("a", folder)
 
 
 def files(folder: Path) -> dict[str, bytes]:

@@ -26,9 +26,7 @@ SETTINGS = SamplingConfig(steps=2, guidance=2.0, seed=3, batch_size=2)
 @pytest.fixture
 def adapter(random_model: str, tmp_path: Path) -> tuple[Backbone, Path]:
     """A backbone of T5_LENGTH tokens, and an adapter that it wrote."""
-    backbone = fakes.backbone(random_model)
-    backbone.add_adapter("a", rank=2, alpha=4.0, targets=fakes.TARGETS)
-    fakes.shake(backbone, "a")
+    backbone = fakes.adapted(random_model, "a", rank=2, alpha=4.0)
     backbone.save_adapter("a", tmp_path / "adapter")
     return backbone, tmp_path / "adapter"
 

@@ -86,10 +86,7 @@ def test_a_model_that_is_not_there_is_one_line_and_no_traceback(tmp_path, capsys
 
 
 def test_a_run_leaves_an_adapter_that_loads_and_is_not_overwritten(
-    random_model: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    caplog: pytest.LogCaptureFixture,
+    random_model: str, tmp_path: Path, capsys, caplog
 ) -> None:
     path, output = config_file(random_model, tmp_path / "run"), tmp_path / "run"
     # --resume: as job scripts say always
@@ -99,8 +96,6 @@ def test_a_run_leaves_an_adapter_that_loads_and_is_not_overwritten(
     assert pipe.get_list_adapters() == {"transformer": ["default_0"]}
     assert command("--config", path) == 2
     assert "holds the checkpoints of a run. Continue it with --resume" in capsys.readouterr().err
-    assert command("--config", path, "--resume", "optimizer.lr=0.5") == 2
-    assert "--resume: optimizer differ" in capsys.readouterr().err
     caplog.clear()
     assert command("--config", path, "--resume", "train.updates=2") == 0
     assert (output / "checkpoints" / "update_000002").is_dir()
