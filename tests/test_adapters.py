@@ -88,11 +88,9 @@ def forward(model: torch.nn.Module, backbone: Backbone) -> Tensor:
     with torch.no_grad():
         return model(
             hidden_states=X[:, : backbone.latent_shape[0]],
-            encoder_hidden_states=cond.text["embeds"],
-            pooled_projections=cond.text["pooled"],
-            timestep=torch.full((2,), 600.0),
-            return_dict=False,
-        )[0]
+            encoder_hidden_states=cond.text["embeds"], pooled_projections=cond.text["pooled"],
+            timestep=torch.full((2,), 600.0), return_dict=False,
+        )[0]  # fmt: skip
 
 
 def label(bank: Bank, name: str) -> Tensor:
@@ -209,9 +207,7 @@ def test_what_peft_writes_beside_a_plain_lora_is_refused(
         ({"init_lora_weights": "pissa"}, "init_lora_weights"),
     ]
     for number, (config, seen) in enumerate(cases):
-        made = get_peft_model(
-            copy.deepcopy(bare), LoraConfig(r=2, target_modules=["attn.to_q"], **config)
-        )  # pyright: ignore
+        made = trained(bare, r=2, target_modules=["attn.to_q"], **config)
         folder = tmp_path / str(number)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of peft, which takes a bias for half a matrix

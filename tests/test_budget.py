@@ -50,7 +50,6 @@ def hours(lines: list[str]) -> float:
 
 
 def cuts(lines: list[str]) -> list[str]:
-    """The arguments that it printed."""
     return shlex.split(lines[-2])
 
 

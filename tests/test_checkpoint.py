@@ -36,13 +36,11 @@ def state(loop: Loop) -> dict[str, Any]:
     return {
         "adapter": [p.detach().clone() for p in loop.parameters],
         "ema": [p.clone() for p in loop.step.ema.shadow_params],
-        "optimizer": loop.step.optimizer.state_dict(),
-        "lr": loop.step.lr.state_dict(),
-        "rng": get_rng(),
-        "best": loop.evaluations.best,
+        "optimizer": loop.step.optimizer.state_dict(), "lr": loop.step.lr.state_dict(),
+        "rng": get_rng(), "best": loop.evaluations.best,
         "algorithm": {k: [*map(torch.clone, v)] for k, v in loop.algorithm.tensors().items()},
         "metrics": fakes.timeless(loop),
-    }
+    }  # fmt: skip
 
 
 def assert_same(found: Any, expected: Any, where: str = "state") -> None:

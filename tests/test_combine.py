@@ -19,7 +19,6 @@ REDNESS = fakes.redness(IMAGES, PROMPTS, METADATA).value
 
 
 def brightness(images, prompts, metadata):
-    """Mean of all pixels."""
     return Scores.of(images.mean((1, 2, 3)))
 
 
@@ -31,12 +30,10 @@ def refusing(images, prompts, metadata):
 
 
 def signs(images, prompts, metadata):
-    """-1 of every image."""
     return Scores.of(-torch.ones(len(images)))
 
 
 def zero(images, prompts, metadata):
-    """0 of every image."""
     return Scores.of(torch.zeros(len(images)))
 
 

@@ -136,11 +136,9 @@ def test_no_prompt_repeats_within_an_epoch_and_epochs_differ() -> None:
 
 def test_every_batch_is_proportional_and_the_debt_never_grows() -> None:
     cases = [
-        ({"a": 0.1, "b": 0.2, "c": 0.7}, 10),
-        ({"a": 1.0, "b": 1.0, "c": 1.0}, 8),
-        ({"a": 1.0, "b": 1.0, "c": 98.0}, 1),
-        ({"a": 0.5, "b": 0.3, "c": 0.15, "d": 0.05}, 3),
-    ]
+        ({"a": 0.1, "b": 0.2, "c": 0.7}, 10), ({"a": 1.0, "b": 1.0, "c": 1.0}, 8),
+        ({"a": 1.0, "b": 1.0, "c": 98.0}, 1), ({"a": 0.5, "b": 0.3, "c": 0.15, "d": 0.05}, 3),
+    ]  # fmt: skip
     for weights, prompts in cases:
         draws = sampler(dict.fromkeys(weights, 5), weights, prompts)
         total, given = sum(weights.values()), Counter()

@@ -443,10 +443,8 @@ def test_all_steps_work_and_leave_the_files_that_documents_name(tmp_path: Path) 
     """In one test, since the steps take minutes; with this test's own environment."""
     done = subprocess.run(
         ["bash", ROOT / "scripts" / "first_day.sh", tmp_path],
-        env=os.environ | {"FIRST_DAY_PYTHON": sys.executable},
-        capture_output=True,
-        text=True,
-    )
+        env=os.environ | {"FIRST_DAY_PYTHON": sys.executable}, capture_output=True, text=True,
+    )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     clone = tmp_path / "flowalign"
     for page, folder in FOLDERS.items():

@@ -272,10 +272,7 @@ def test_the_command_writes_results_table_and_grid(config: Path, capsys):
     page = (folder / "report.html").read_text()
     assert "base − fresh" in page and "Drift from the base" in page
     shown = sorted(str(path.relative_to(folder)) for path in folder.glob("images/**/*.png"))
-    names = [
-        f"images/{model}/red/0000{index}_0.png" for model in ("base", "fresh") for index in (0, 1)
-    ]
-    assert shown == names
+    assert shown == [f"images/{m}/red/0000{i}_0.png" for m in ("base", "fresh") for i in (0, 1)]
 
 
 def test_a_model_is_sampled_at_its_own_guidance(config: Path):
@@ -363,8 +360,7 @@ def visits(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_the_text_of_an_evaluation_is_encoded_at_once_and_not_per_batch(
     random_model: str, visits: list[str]
 ) -> None:
-    """The three encoders come to the device once, for two evaluations; each text is encoded
-    once."""
+    """The three encoders come once, for two evaluations, in which each text is encoded once."""
     backbone = fakes.backbone(random_model, offload_text_encoders=True)
     backbone.text.negative()
     words = [f"a {letter}" for letter in "ABCDEFGHI"]

@@ -33,8 +33,6 @@ def test_it_lists_what_there_is_and_what_must_be_fetched(tmp_path, monkeypatch, 
         (["--benchmarks", "ocr", "occ"], "--benchmarks: no 'occ'. Did you mean 'ocr'?"),
         (["--lora", "tiny/ocrr"], "Did you mean 'tiny/ocr'?"),
         (["--limit", "0"], "benchmarks.0.limit"),
-        (["--lora", "mine=no/such/folder"], "models.mine"),
-        (["sampling.stepz=3"], "sampling.stepz"),
         (["--images", "x"], "--images: name the benchmarks"),
     ],
 )

@@ -69,7 +69,6 @@ BENCHMARKS = [{"name": "ocr", "prompts": "tiny/ocr_test", "reward": TASK["reward
 
 
 def taught(scale: float, kind: str = "ode", init: str | None = None) -> dict[str, Any]:
-    """A teacher by NFT, or by GRPO."""
     stage = "nft" if kind == "ode" else "grpo"
     rollout = {"kind": kind, "guidance": scale}
     return {"stage": stage, "tasks": [TASK], "rollout": rollout, "evaluation": None} | (

@@ -153,11 +153,9 @@ def saved(folder: Path) -> dict:
     (folder / "vocab.txt").write_text("\n".join(WORDS))
     BertTokenizer.from_pretrained(folder).save_pretrained(folder / "bert")
     return {
-        "weights": str(folder / "ImageReward.pt"),
-        "tokenizer": str(folder / "bert"),
-        "architecture": SMALL,
-        "device": "cpu",
-    }
+        "weights": str(folder / "ImageReward.pt"), "tokenizer": str(folder / "bert"),
+        "architecture": SMALL, "device": "cpu",
+    }  # fmt: skip
 
 
 @pytest.fixture(scope="module")

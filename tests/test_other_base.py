@@ -38,7 +38,6 @@ def large_model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def large_lora(large_model: str, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A LoRA of that model."""
     folder = tmp_path_factory.mktemp("lora")
     fakes.adapted(large_model, "t").save_adapter("t", folder)
     return str(folder)
@@ -92,7 +91,6 @@ def test_a_target_beyond_it_has_the_students_base_as_reference(
 
 
 def go(found: TrainingStage, *flags: str) -> int:
-    """Train a config, as the command does."""
     path = Path(found.output).parent / "config.yaml"
     path.write_text(to_yaml(found))
     return fakes.command("--config", path, *flags)

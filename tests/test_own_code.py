@@ -25,7 +25,6 @@ def _fresh_state(monkeypatch: pytest.MonkeyPatch):
 
 
 def grpo(folder: Path, reward: dict[str, Any]) -> Path:
-    """The config of a run with this reward."""
     data = read(ROOT / "configs/tiny/teacher_ocr.yaml") | {"output": str(folder / "run")}
     data["tasks"][0]["reward"] = reward
     path = folder / "run.yaml"
@@ -34,7 +33,6 @@ def grpo(folder: Path, reward: dict[str, Any]) -> Path:
 
 
 def table(folder: Path, **keys: Any) -> Path:
-    """The config of an evaluation."""
     data = read(ROOT / "configs/tiny/eval.yaml") | {"output": str(folder / "run")} | keys
     path = folder / "eval.yaml"
     path.write_text(yaml.safe_dump(data))

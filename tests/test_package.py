@@ -128,11 +128,8 @@ def test_a_wheel_holds_the_package_and_nothing_else(tmp_path: Path) -> None:
     modules = {str(path.relative_to(ROOT)) for path in MODULES.values()}
     rooms = tuple(f"{room.split('.')[1]}/" for room in ROOMS)
     assert {f"flowalign/{m}" if m.startswith(rooms) else m for m in modules} <= names
-    data = [
-        p
-        for kind in ("json", "jsonl", "safetensors")
-        for p in ROOT.glob(f"flowalign/backbone/tiny/**/*.{kind}")
-    ]
+    kinds = ("json", "jsonl", "safetensors")
+    data = [p for kind in kinds for p in ROOT.glob(f"flowalign/backbone/tiny/**/*.{kind}")]
     assert {str(path.relative_to(ROOT)) for path in data} <= names
     assert "flowalign/training/report/templates/report.html.j2" in names
 

@@ -170,7 +170,6 @@ def awm(model: str, folder: Path, *overrides: str) -> Path:
 
 
 def half(model: str, folder: Path) -> Path:
-    """A run in half precision."""
     given = ["model.dtype=bfloat16", "model.gradient_checkpointing=true", "train.updates=2",
              "rollout.guidance=4.5", "optimizer.micro_batch=4", "rollout.batch_size=4",
              "grpo.kl_weight=0.1",

@@ -74,10 +74,8 @@ def test_two_processes_train_and_go_on_when_requeued(script: Path, node: Path, m
     for count in (1, 2)[: 3 - nodes]:  # the same lines restart both
         done = subprocess.run(
             [str(script), *CONFIG, "train.checkpoint_every=1", f"train.updates={count}"],
-            capture_output=True,
-            text=True,
-            timeout=300,
-        )
+            capture_output=True, text=True, timeout=300,
+        )  # fmt: skip
         assert done.returncode == 0, done.stdout + done.stderr
         assert updates(node / "run") == list(range(1, count + 1))
     states = (node / "run/checkpoints").rglob("rng_*.json")
@@ -129,10 +127,8 @@ def test_a_job_out_of_time_saves_and_is_requeued(
     script = documents.ROOT / f"scripts/slurm/{name}.sh"
     job = subprocess.Popen(
         [str(script), *CONFIG, "train.checkpoint_every=100", "train.updates=500"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
     while not (node / "run/metrics.jsonl").exists():
         assert job.poll() is None
         time.sleep(0.05)

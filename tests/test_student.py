@@ -184,7 +184,6 @@ def test_a_run_comes_nearer_to_its_teachers(random_model: str, tmp_path: Path) -
 
 
 def evaluated(model: str, folder: Path, *overrides: str) -> fakes.config.TrainingStage:
-    """A run that is evaluated after every update."""
     prompts = folder / "prompts.txt"
     given = ["evaluation={every: 1, prompts: 2}", "rollout.copies=1", "train.checkpoint_every=1",
              "student.fixed_prompts=2"]  # fmt: skip
@@ -290,22 +289,6 @@ def test_images_beyond_a_teacher_cannot_be_sampled(random_model: str, tmp_path: 
     given = "teachers.odd.extrapolate=2"
     with pytest.raises(fakes.config.ConfigError, match=r"teachers\.odd\.extrapolate"):
         fakes.distillation(random_model, tmp_path / "run", given, stage="sft")
-
-
-@pytest.mark.parametrize("form", ["pathwise", "policy"])
-def test_a_student_of_extrapolated_teachers(random_model: str, tmp_path: Path, form: str) -> None:
-    """Its labels lie on the line from the reference through the teacher; it trains on them."""
-    given = [f"student.gradient={form}", "anchor={adapter: null}"]
-    *_, plain = labelled(random_model, tmp_path / "plain", *given)
-    beyond = [f"teachers.{name}.extrapolate=1.5" for name in ("even", "odd")]
-    loop, student, labels = labelled(random_model, tmp_path / "beyond", *given, *beyond)
-    assert plain.anchor is not None and labels.anchor is not None
-    assert torch.equal(labels.rollout.states, plain.rollout.states)
-    expected = plain.anchor + 1.5 * (plain.velocity - plain.anchor)
-    assert_close(labels.velocity, expected, rtol=0, atol=1e-5)
-    (pairs,) = pairs_of(labels.rollout, torch.ones(8, dtype=torch.bool), 100)
-    loss = student.loss(pairs, loop.algorithm.velocity(pairs), labels).total
-    assert gradient(loop, loss).any()
 
 
 @pytest.mark.slow
