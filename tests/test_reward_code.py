@@ -52,15 +52,12 @@ def write(folder: Path, size: float) -> None:
     forget("mine")
 
 
-@pytest.mark.parametrize(
-    ("path", "imported"),
-    [
-        ("mine:f", ["from helpers import f"]),
-        ("mine:f", ["def f(x):\n    import helpers\n    return helpers.f(x)"]),
-        ("mine.inner:f", ["", "from ..helpers import f"]),
-        ("space.inner:f", [None, "from space.helpers import f"]),
-    ],
-)
+@pytest.mark.parametrize(("path", "imported"), [
+    ("mine:f", ["from helpers import f"]),
+    ("mine:f", ["def f(x):\n    import helpers\n    return helpers.f(x)"]),
+    ("mine.inner:f", ["", "from ..helpers import f"]),
+    ("space.inner:f", [None, "from space.helpers import f"]),
+])  # fmt: skip
 def test_the_code_that_a_reward_imports_counts_wherever_it_is_imported(
     path: str, imported: list[str | None], tmp_path: Path
 ) -> None:
