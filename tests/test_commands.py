@@ -18,6 +18,7 @@ from flowalign.system import packages
 from flowalign.system.exit import silenced
 
 ROOT = Path(__file__).parent.parent
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
 
 
 @pytest.fixture
@@ -93,10 +94,9 @@ def test_what_ends_a_command_early_is_one_line(
 @pytest.mark.slow
 def test_ctrl_c_ends_a_served_reward_with_one_line(script: list[str], tmp_path: Path) -> None:
     command = [*script, "serve-reward", "geneval", "detector=tiny", "--port", "0"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     with subprocess.Popen(
         command,
-        env=environment,
+        env=ENVIRONMENT,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -118,7 +118,7 @@ def test_ctrl_c_ends_a_served_reward_with_one_line(script: list[str], tmp_path: 
 def test_a_reader_that_leaves_ends_a_command_without_a_word(script: list[str], lines: int) -> None:
     config = str(ROOT / "configs/tiny/teacher_ocr.yaml")
     plan = [*script, "doctor", "--config", config, "--no-model"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+    environment = ENVIRONMENT | {"PYTHONUNBUFFERED": "1"}
     with subprocess.Popen(
         plan, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     ) as process:
@@ -156,9 +156,8 @@ def test_a_module_in_the_current_folder_comes_before_one_beside_the_config(tmp_p
     pytest.param(["doctor", "--reward", "geneval", "--count", "4"], marks=pytest.mark.long),
 ], ids=" ".join)  # fmt: skip
 def test_libraries_say_nothing_on_stderr(script: list[str], tmp_path: Path, arguments: list[str]):
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command, folder = [*script, *arguments], tmp_path / "here"
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=folder, env=ENVIRONMENT, capture_output=True, text=True)
     assert done.returncode == 0
     assert all(line.startswith("tiny: ") for line in done.stderr.splitlines())  # ours, of sample
 

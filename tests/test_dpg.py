@@ -178,13 +178,11 @@ def test_wrong_options_and_prompts_are_refused_before_anything_is_loaded() -> No
         assert key in str(caught.value), options
     check_prompts("dpg", {}, ["a"], [LINE])
     first, second = LINE["questions"]
+    wrong = [["x", *second[1:]], ["2", "one", *second[2:]], second[:3], [*second[:3], 5]]
     for change in (
+        *({"questions": [first, question]} for question in wrong),
         {"questions": []},
         {"questions": [first], "skills": []},
-        {"questions": [first, ["x", *second[1:]]]},
-        {"questions": [first, ["2", "one", *second[2:]]]},
-        {"questions": [first, second[:3]]},
-        {"questions": [first, [*second[:3], 5]]},
         {"questions": "no"},
         {"skills": [1, 2]},
     ):

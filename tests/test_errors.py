@@ -97,15 +97,12 @@ class World(NamedTuple):
         ]
 
     def images(self, scores: dict[str, Array], attempt: int, seed: int) -> dict[str, list[dict]]:
-        return {
-            name: [
-                {**row, "value": value, "right": value}
-                for row, value in zip(
-                    self.rows(name), scores[name][attempt, seed].ravel().tolist(), strict=True
-                )
-            ]
-            for name in self.judges
-        }
+        found = {}
+        for name in self.judges:
+            values = scores[name][attempt, seed].ravel().tolist()
+            rows = zip(self.rows(name), values, strict=True)
+            found[name] = [{**row, "value": value, "right": value} for row, value in rows]
+        return found
 
 
 def evaluated(world: World, models: list[dict[str, list[dict]]]) -> tuple[float, float]:
