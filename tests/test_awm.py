@@ -59,9 +59,8 @@ def test_the_ratio_is_to_the_weights_that_sampled(random_model: str, tmp_path: P
     assert loop.algorithm.old and not loop.algorithm.old.is_student  # as after a step
     step = loop.algorithm.loss(pairs, loop.algorithm.velocity(pairs), found)
     target = found.velocity[pairs.rows, pairs.columns]
-    new, before = (
-        ((v - target) ** 2).mean((1, 2, 3)) for v in (velocity(loop, pairs, STUDENT), old)
-    )
+    mine = velocity(loop, pairs, STUDENT)
+    new, before = (((v - target) ** 2).mean((1, 2, 3)) for v in (mine, old))
     ratio, advantage = (before - new).exp(), found.advantage[pairs.rows]
     expected = -torch.minimum(advantage * ratio, advantage * ratio.clamp(0.95, 1.05)).mean()
     assert float(step.total.detach()) == pytest.approx(float(expected.detach()), abs=1e-6)

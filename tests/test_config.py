@@ -518,9 +518,7 @@ def test_a_wrong_variant_is_refused(tmp_path: Path, text: str, said: str) -> Non
 
 
 CONFIGS = Path(__file__).parent.parent / "configs"
-PATHS = [
-    path for folder in ("tiny", "sd35_medium") for path in sorted(CONFIGS.glob(f"{folder}/*.yaml"))
-]
+PATHS = [p for name in ("tiny", "sd35_medium") for p in sorted(CONFIGS.glob(f"{name}/*.yaml"))]
 SHIPPED = [read(path) for path in PATHS if not path.name.startswith("_")]
 
 

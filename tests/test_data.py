@@ -158,9 +158,8 @@ GENEVAL_TAGS = {"single_object": 80, "two_object": 99, "counting": 80,
 
 def like_geneval(path: Path) -> PromptBatch:
     """A file of the official test set's tags, sorted as it is."""
-    rows = [
-        {"tag": tag, "prompt": f"{tag} {i}"} for tag, n in GENEVAL_TAGS.items() for i in range(n)
-    ]
+    sizes = GENEVAL_TAGS.items()
+    rows = [{"tag": tag, "prompt": f"{tag} {i}"} for tag, n in sizes for i in range(n)]
     path.write_text("\n".join(json.dumps(row) for row in rows))
     return load_prompts(path, "geneval")
 

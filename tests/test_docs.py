@@ -448,9 +448,8 @@ def test_all_steps_work_and_leave_the_files_that_documents_name(tmp_path: Path) 
     assert done.returncode == 0, done.stdout + done.stderr
     clone = tmp_path / "flowalign"
     for page, folder in FOLDERS.items():
-        found = re.search(
-            r"^\| file or folder \|.*\n\|---.*\n((?:\|.*\n)+)", page.read_text(), re.M
-        )
+        rows = r"^\| file or folder \|.*\n\|---.*\n((?:\|.*\n)+)"
+        found = re.search(rows, page.read_text(), re.M)
         table = found[1] if found else ""
         names = [n for row in table.splitlines() for n in re.findall("`(.+?)`", row.split("|")[1])]
         assert len(names) >= 5, page

@@ -122,9 +122,8 @@ def evaluated(world: World, models: list[dict[str, list[dict]]]) -> tuple[float,
 
 def over_seeds(world: World, models: list[list[dict[str, list[dict]]]]) -> tuple[float, float]:
     """The same of several evaluations, one a seed: by benchmarks/seeds.py."""
-    about = {
-        n: {"headline": "right" if tagged else None} for n, (_, tagged) in world.judges.items()
-    }
+    judges = world.judges.items()
+    about = {n: {"headline": "right" if tagged else None} for n, (_, tagged) in judges}
     documents = [
         {
             "benchmarks": about,
@@ -147,9 +146,8 @@ def reported(world: World) -> tuple[float, float]:
     numbers = np.mean([world.number(name, gap) for name, gap in gaps.items()], 0)
     errors = []
     for attempt in range(REPORTED):
-        images = [
-            [world.images(some, attempt, seed) for seed in range(world.seeds)] for some in scores
-        ]
+        every = range(world.seeds)
+        images = [[world.images(some, attempt, seed) for seed in every] for some in scores]
         if world.seeds > 1:
             mean, error = over_seeds(world, images)
         else:

@@ -79,9 +79,7 @@ def test_a_reward_scores_on_its_own_device_from_a_worker_thread(offload: bool) -
     expected = PickScore("tiny", device="cpu")(images, batch.prompts, batch.metadata)
     last = torch.device("cuda", torch.cuda.device_count() - 1)
     reward = PickScore("tiny", device=last, offload=offload)
-    scorer = AsyncScorer(
-        lambda images, batch: score(reward, images, batch.prompts, batch.metadata), 60
-    )
+    scorer = AsyncScorer(lambda x, batch: score(reward, x, batch.prompts, batch.metadata), 60)
     with torch.cuda.device(last):
         for _ in range(2):
             scorer.submit(images.to(last), batch)

@@ -111,9 +111,8 @@ def test_fidelity_counts_an_image_once(evaluate: Callable[..., int], tmp_path: P
 
     (tmp_path / "white").mkdir()
     for index in range(20):
-        Image.new("RGB", (32, 32), (255, 255, 200 + index)).save(
-            tmp_path / "white" / f"{index}.png"
-        )
+        white = Image.new("RGB", (32, 32), (255, 255, 200 + index))
+        white.save(tmp_path / "white" / f"{index}.png")
     (tmp_path / "prompts.txt").write_text("\n".join(f"a {i}" for i in range(10)))
     fidelity = f"fidelity={{features: 'fakes:mean_colour', reference: {tmp_path / 'white'}}}"
     numbers = []

@@ -343,9 +343,8 @@ def test_a_kohya_lora_of_sd3_changes_what_it_changes_in_stability_s_code() -> No
         f"{name}.weight": before[f"{name}.weight"] + scale * b @ a
         for name, (a, b) in layers.items()
     }
-    plain, changed = (
-        convert_sd3_transformer_checkpoint_to_diffusers(dict(w)) for w in (before, after)
-    )
+    converter = convert_sd3_transformer_checkpoint_to_diffusers
+    plain, changed = (converter(dict(w)) for w in (before, after))
     found = converted(down_up(KOHYA, dots=False)(layers), TwoBlocks())
     updated = {name for name in plain if not torch.equal(plain[name], changed[name])}
     assert {name.removesuffix(".weight") for name in updated} == found.keys()

@@ -68,9 +68,7 @@ def test_the_published_kl_is_the_exact_one_times_minus_dt_at_every_step():
     """Flow-GRPO and Flow-OPD divide by 2 s^2, where the variance of a transition is s^2 (-dt)."""
     sigmas = sde.sigmas(10, 3.0).double()
     generator = torch.Generator().manual_seed(0)
-    x, new, base = (
-        torch.randn(10, 2, 3, 3, generator=generator, dtype=torch.float64) for _ in range(3)
-    )
+    x, new, base = torch.randn(3, 10, 2, 3, 3, generator=generator, dtype=torch.float64)
     sigma, following = sigmas[:-1], sigmas[1:]
     p, q = (
         sde.transition(x, v, sigma, following, noise_level=0.7, sigma_max=float(sigmas[1]))

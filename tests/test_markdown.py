@@ -127,9 +127,8 @@ def test_prompts_and_tags_of_a_stranger_leave_files_and_output_harmless(
     random_model: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """An evaluation of them: the table, the page, the picture, and what the command prints."""
-    lines = [
-        {"prompt": f"{text} {i}", "tag": text} for i, text in enumerate(NASTY) if "\0" not in text
-    ]
+    texts = [text for text in NASTY if "\0" not in text]
+    lines = [{"prompt": f"{text} {i}", "tag": text} for i, text in enumerate(texts)]
     path = fakes.evaluation(
         random_model, tmp_path, lines, {"reward": {"name": "test_markdown:Tagged"}},
         sampling={"steps": 2, "guidance": 1.0, "batch_size": 32},

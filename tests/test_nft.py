@@ -31,9 +31,8 @@ STAGES = {  # with all policies that the stage can have
 
 def run(model: str, folder: Path, *overrides: str, stage: str = "nft", **options: Any) -> Loop:
     moved = options.pop("moved", False)
-    loop = fakes.wired(
-        fakes.forward(model, folder, *overrides, stage=stage, **options), moved=moved
-    )
+    found = fakes.forward(model, folder, *overrides, stage=stage, **options)
+    loop = fakes.wired(found, moved=moved)
     loop.run()
     return loop
 

@@ -136,9 +136,8 @@ def test_a_log_that_is_no_terminal_has_time_speed_and_eta_and_no_colours(
     log.warning("after the run")
     first, second, *_ = capsys.readouterr().err.splitlines()
     moment = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d"
-    assert re.fullmatch(
-        rf"{moment} update 1/100  reward 0\.500  90 s/update  ETA 2 h 28 min", first
-    )
+    line = rf"{moment} update 1/100  reward 0\.500  90 s/update  ETA 2 h 28 min"
+    assert re.fullmatch(line, first)
     assert re.fullmatch(rf"{moment} update 2/100  .* s/update  ETA \d+ s", second)
     (row,) = map(json.loads, (tmp_path / WARNINGS).read_text().splitlines())
     assert (row["update"], row["text"]) == (2, "the judge is gone")

@@ -61,7 +61,6 @@ def test_the_example_measures_what_it_says() -> None:
     exec((ROOT / "docs/rewards/example/flowalign_sharpness.py").read_text(), namespace)
     stripes = torch.zeros(1, 3, 4, 4)
     stripes[..., ::2] = 0.04
-    found = namespace["Sharpness"]()(
-        torch.cat([stripes, torch.ones(1, 3, 4, 4)]), ["", ""], [{}] * 2
-    )
+    images = torch.cat([stripes, torch.ones(1, 3, 4, 4)])
+    found = namespace["Sharpness"]()(images, ["", ""], [{}] * 2)
     assert torch.allclose(found.value, torch.tensor([0.2, 0.0]))

@@ -37,9 +37,8 @@ def family(name: str) -> Family:
     found = public()[FILES[name]["model"]]
     main = {part: found.parts[part] for part in ("transformer", "vae", "scheduler")}
     with structure.weightless():
-        pipe = build(
-            Architecture(found.pipeline, main, found.options), given={"text_encoder": Clip()}
-        )
+        bare = Architecture(found.pipeline, main, found.options)
+        pipe = build(bare, given={"text_encoder": Clip()})
     return family_of(found.pipeline)(pipe)
 
 

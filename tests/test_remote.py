@@ -154,9 +154,8 @@ def test_what_will_not_pass_is_not_tried_again_and_says_why(monkeypatch):
         scores = score(Remote(url, token_env="FLOWALIGN_MY_TOKEN"), IMAGES, PROMPTS, METADATA)
         assert not scores.valid.any() and "401" in scores.reasons[9]
         monkeypatch.setenv("FLOWALIGN_MY_TOKEN", "right")
-        assert bool(
-            Remote(url, token_env="FLOWALIGN_MY_TOKEN")(IMAGES, PROMPTS, METADATA).valid.all()
-        )
+        again = Remote(url, token_env="FLOWALIGN_MY_TOKEN")(IMAGES, PROMPTS, METADATA)
+        assert bool(again.valid.all())
 
 
 def test_nobody_there_is_a_connection_error_that_masks_the_batch():
@@ -264,9 +263,8 @@ def test_a_server_that_fails_under_load_costs_no_step(random_model: str, tmp_pat
         folder.parent.mkdir()
     with served.serving(Flaky(refusals=3)) as url:
         options = {"urls": url, "batch_size": 4}
-        for folder, reward in zip(
-            folders, (("served:exact", {}), ("remote", options)), strict=True
-        ):
+        ways = (("served:exact", {}), ("remote", options))
+        for folder, reward in zip(folders, ways, strict=True):
             config = fakes.settings(random_model, folder)
             task = with_reward(config.tasks[0], *reward)
             fakes.wired(config.model_copy(update={"tasks": [task]})).run()

@@ -105,9 +105,8 @@ def test_the_version_of_an_installed_plugin_counts_and_not_its_neighbours(tmp_pa
         (about / "top_level.txt").write_text("plug\n")
         digests = []
         for version, other in (("1.0", "a = 1"), ("1.0", "a = 2"), ("1.1", "a = 2")):
-            (about / "METADATA").write_text(
-                f"Metadata-Version: 2.1\nName: plug\nVersion: {version}"
-            )
+            text = f"Metadata-Version: 2.1\nName: plug\nVersion: {version}"
+            (about / "METADATA").write_text(text)
             (site / "other.py").write_text(other)
             digests.append(code_of("plug:f", {})["plug:f"])
     finally:

@@ -108,17 +108,14 @@ def test_a_groupwise_reward_sees_all_images_of_a_prompt_at_once(backbone: Backbo
 def test_what_a_store_holds_is_neither_sampled_nor_scored_again(
     backbone: Backbone, tmp_path: Path, sampled: list[str]
 ):
-    first = judge(
-        backbone, benchmark(2), keep=3, features=fakes.mean_colour, store=store(tmp_path / "s")
-    )
+    kept: Any = {"keep": 3, "features": fakes.mean_colour}
+    first = judge(backbone, benchmark(2), **kept, store=store(tmp_path / "s"))
     assert sampled == PROMPTS and len(Watched.asked) == 10
     names = [f"{p:05}_{c}.png" for p in range(5) for c in range(2)]
     assert sorted(path.name for path in tmp_path.glob("s/*.png")) == names
     done: list[int] = []
-    again = judge(
-        backbone, benchmark(2), keep=3, features=fakes.mean_colour, store=store(tmp_path / "s"),
-        advance=done.append,
-    )  # fmt: skip
+    more = {**kept, "advance": done.append}
+    again = judge(backbone, benchmark(2), **more, store=store(tmp_path / "s"))
     assert sampled == PROMPTS and len(Watched.asked) == 10 and sum(done) == 10
     assert again.rows == first.rows and again.pictures == first.pictures
     assert again.features is not None and first.features is not None

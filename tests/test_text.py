@@ -18,9 +18,8 @@ TEXTS = fakes.PROMPTS[:5]
 
 
 def encoder(model: str, cache: Path | None = None, length: int = T5_LENGTH) -> TextEncoder:
-    settings = ModelConfig(
-        id=model, max_sequence_length=length, text_cache=str(cache) if cache else None
-    )
+    kept = str(cache) if cache else None
+    settings = ModelConfig(id=model, max_sequence_length=length, text_cache=kept)
     return TextEncoder(SD3(pipeline(model)), settings, "cpu")
 
 
@@ -85,9 +84,8 @@ def test_a_file_that_is_damaged_is_written_again(random_model, tmp_path, monkeyp
     files = sorted(tmp_path.rglob("*.safetensors"))
     assert len(files) == len(TEXTS)
     contents = [path.read_bytes() for path in files]
-    for path, damaged in zip(
-        files, (b"", b"no tensors", *(c[:-1] for c in contents)), strict=False
-    ):
+    damages = [b"", b"no tensors", *(content[:-1] for content in contents)]
+    for path, damaged in zip(files, damages, strict=False):
         path.write_bytes(damaged)
     asked = count(texts, monkeypatch)
     for _ in range(2):
