@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,7 @@ SMALL = {
     "vision": {**SHARED, **SEE, "num_attention_heads": HEADS["vision"]},
     "text": {**SHARED, **READ, "num_attention_heads": HEADS["text"]},
 }
-WORDS: list[str] = "[PAD] [UNK] [CLS] [SEP] [MASK] a one two red blue green star sign".split()
+WORDS: Sequence[str] = "[PAD] [UNK] [CLS] [SEP] [MASK] a one two red blue green star sign".split()
 PROMPTS = ["a red star", "Two blue sign", "one", "a green one", "red red red", "a star " * 40]
 MLP = {0: (TEXT_WIDE, 1024), 2: (1024, 128), 4: (128, 64), 6: (64, 16), 7: (16, 1)}
 
