@@ -50,13 +50,16 @@ def changed(**changes: Tensor | None) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in merged.items() if tensor is not None}
 
 
-@pytest.mark.parametrize(("content", "said"), [
-    (changed(layers__6__bias=None), "layers.6.bias"),
-    (changed(layers__0__weight=torch.ones(1024, 768)), r"\[1024, 768\].*\[1024, 24\]"),
-    ({}, "layers.0.weight.*layers.6.bias"),
-    ({"layers.0.weight": [1.0]}, "holds a dict"),
-    ([torch.ones(2)], "holds a list"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (changed(layers__6__bias=None), "layers.6.bias"),
+        (changed(layers__0__weight=torch.ones(1024, 768)), r"\[1024, 768\].*\[1024, 24\]"),
+        ({}, "layers.0.weight.*layers.6.bias"),
+        ({"layers.0.weight": [1.0]}, "holds a dict"),
+        ([torch.ones(2)], "holds a list"),
+    ],
+)
 def test_a_file_of_something_else_is_refused(options: dict, tmp_path: Path, content, said: str):
     torch.save(content, tmp_path / "head.pth")
     with pytest.raises(ValueError, match=said) as caught:

@@ -151,11 +151,14 @@ def with_scheduler(model: str, size: int = 32, **changes: Any) -> Backbone:
     return fakes.backbone(model, pipe, height=size, width=size)
 
 
-@pytest.mark.parametrize("changes", [
-    {}, {"shift": 3.0, "shift_terminal": None}, DYNAMIC,
-    {**DYNAMIC, "time_shift_type": "linear", "shift_terminal": None},
-    {"use_karras_sigmas": True}, {"use_exponential_sigmas": True},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {}, {"shift": 3.0, "shift_terminal": None}, DYNAMIC,
+        {**DYNAMIC, "time_shift_type": "linear", "shift_terminal": None},
+        {"use_karras_sigmas": True}, {"use_exponential_sigmas": True},
+    ],
+)  # fmt: skip
 def test_the_schedule_is_the_one_that_the_pipeline_takes(random_model, changes: dict[str, Any]):
     backbone, steps = with_scheduler(random_model, **changes), 5
     pipe = backbone.pipe

@@ -53,10 +53,13 @@ def cuts(lines: list[str]) -> list[str]:
     return shlex.split(lines[-2])
 
 
-@pytest.mark.parametrize("kind", [
-    pytest.param("nft", marks=pytest.mark.slow),
-    *(pytest.param(kind, marks=pytest.mark.long) for kind in ("grpo", "opd")),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param("nft", marks=pytest.mark.slow),
+        *(pytest.param(kind, marks=pytest.mark.long) for kind in ("grpo", "opd")),
+    ],
+)
 def test_a_run_is_cut_in_the_order_of_the_table_until_it_fits(
     random_model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
 ) -> None:

@@ -25,14 +25,17 @@ def against(config: Any) -> list[tuple[str, str]]:
     return list(against_card(config))
 
 
-@pytest.mark.parametrize(("model", "steps", "guidance"), [
-    ("Tongyi-MAI/Z-Image-Turbo", 8, 1.0),
-    ("stabilityai/stable-diffusion-3.5-large-turbo", 4, 1.0),
-    ("black-forest-labs/FLUX.1-dev", 10, 3.5),  # a base trains at 10 of its 50 steps
-    ("models/Z-Image-Turbo", 8, 1.0),  # a folder of that name
-    ("stabilityai/stable-diffusion-3.5-medium", 10, 4.5),
-    ("somebody/else", 10, 4.5),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("model", "steps", "guidance"),
+    [
+        ("Tongyi-MAI/Z-Image-Turbo", 8, 1.0),
+        ("stabilityai/stable-diffusion-3.5-large-turbo", 4, 1.0),
+        ("black-forest-labs/FLUX.1-dev", 10, 3.5),  # a base trains at 10 of its 50 steps
+        ("models/Z-Image-Turbo", 8, 1.0),  # a folder of that name
+        ("stabilityai/stable-diffusion-3.5-medium", 10, 4.5),
+        ("somebody/else", 10, 4.5),
+    ],
+)
 def test_defaults_are_those_of_the_card(model: str, steps: int, guidance: float) -> None:
     rollout = run(model).rollout
     assert (rollout.steps, rollout.guidance) == (steps, guidance)

@@ -109,18 +109,21 @@ PICK = ["tasks.0.reward={name: pickscore, options: {model: tiny}}", "rollout.pro
 TWICE = "optimizer.updates_per_rollout=2"
 
 
-@pytest.mark.parametrize(("stage", "given"), [
-    pytest.param("grpo", [EVERY, TWICE, "ema.every=3"], id="evaluations"),
-    pytest.param("grpo", PICK, id="a reward that knows prompts"),
-    pytest.param("grpo", ["grpo.advantage=adora", *EARLIER], id="averages of tasks"),
-    pytest.param("grpo", ["grpo.advantage=gated", *EARLIER], id="averages of prompts"),
-    pytest.param("opd", ["student.states={select: random, count: 1}"], id="opd"),
-    pytest.param("sft", [], id="sft"),
-    pytest.param("nft", NFT, id="nft"),
-    pytest.param("nft", [*NFT, TWICE], id="nft with two steps"),
-    pytest.param("awm", AWM, id="awm"),
-    pytest.param("awm", [*AWM, TWICE], id="awm with two steps"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("stage", "given"),
+    [
+        pytest.param("grpo", [EVERY, TWICE, "ema.every=3"], id="evaluations"),
+        pytest.param("grpo", PICK, id="a reward that knows prompts"),
+        pytest.param("grpo", ["grpo.advantage=adora", *EARLIER], id="averages of tasks"),
+        pytest.param("grpo", ["grpo.advantage=gated", *EARLIER], id="averages of prompts"),
+        pytest.param("opd", ["student.states={select: random, count: 1}"], id="opd"),
+        pytest.param("sft", [], id="sft"),
+        pytest.param("nft", NFT, id="nft"),
+        pytest.param("nft", [*NFT, TWICE], id="nft with two steps"),
+        pytest.param("awm", AWM, id="awm"),
+        pytest.param("awm", [*AWM, TWICE], id="awm with two steps"),
+    ],
+)
 def test_so_they_are_under_every_algorithm(random_model, tmp_path, stage: str, given: list[str]):
     def ran(folder: str, *overrides: str, resume: bool = False) -> dict[str, Any]:
         output, words = tmp_path / folder / "run", [text.replace("{}", stage) for text in given]

@@ -37,15 +37,18 @@ def test_a_wrong_command_gets_a_suggestion(capsys: pytest.CaptureFixture[str]) -
         assert hint in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("words", [
-    "train --config c.yaml output=$A/x", "train --config $A/c.yaml",
-    "eval --out=$A/x", "eval --out x --lora a=$A/x",
-    "eval --out x --benchmarks ocr --images a=$A/x",
-    "eval compare $A/a.json b.json", "sample cat --out=$A/x.png", "sample cat --model=$A/x",
-    "merge a b --out=$A/x", "merge $A/a b --out x", "data fetch geneval --out=$A",
-    "data generate ocr --count 4 --out=$A/x.txt",
-    "init --stage grpo --out=$A/x.yaml", "watch $A/x", "doctor --reward similarity images=$A/x",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "words",
+    [
+        "train --config c.yaml output=$A/x", "train --config $A/c.yaml",
+        "eval --out=$A/x", "eval --out x --lora a=$A/x",
+        "eval --out x --benchmarks ocr --images a=$A/x",
+        "eval compare $A/a.json b.json", "sample cat --out=$A/x.png", "sample cat --model=$A/x",
+        "merge a b --out=$A/x", "merge $A/a b --out x", "data fetch geneval --out=$A",
+        "data generate ocr --count 4 --out=$A/x.txt",
+        "init --stage grpo --out=$A/x.yaml", "watch $A/x", "doctor --reward similarity images=$A/x",
+    ],
+)  # fmt: skip
 def test_a_variable_in_a_path_is_refused_and_nothing_is_written(
     words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -151,10 +154,14 @@ def test_a_module_in_the_current_folder_comes_before_one_beside_the_config(tmp_p
         sys.modules.pop(name)
 
 
-@pytest.mark.parametrize("arguments", [
-    pytest.param(["sample", "a cat"], marks=pytest.mark.slow),
-    pytest.param(["doctor", "--reward", "geneval", "--count", "4"], marks=pytest.mark.long),
-], ids=" ".join)  # fmt: skip
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        pytest.param(["sample", "a cat"], marks=pytest.mark.slow),
+        pytest.param(["doctor", "--reward", "geneval", "--count", "4"], marks=pytest.mark.long),
+    ],
+    ids=" ".join,
+)
 def test_libraries_say_nothing_on_stderr(script: list[str], tmp_path: Path, arguments: list[str]):
     command, folder = [*script, *arguments], tmp_path / "here"
     done = subprocess.run(command, cwd=folder, env=ENVIRONMENT, capture_output=True, text=True)

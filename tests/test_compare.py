@@ -61,20 +61,23 @@ def changed(change: Any) -> list[str]:
     return differences(document(BASE), second, NAMES)
 
 
-@pytest.mark.parametrize(("change", "said"), [
-    (lambda d: d["benchmarks"]["ocr"].update(engine="paddleocr 3.7"), "ocr: engine is 'rapid"),
-    (lambda d: d["benchmarks"]["ocr"].update(rule="strict"), "ocr: rule is None and 'strict'"),
-    (lambda d: d["models"]["base"]["settings"].update(guidance=4.5), "guidance: 1.0 and 4.5"),
-    (lambda d: d["models"]["base"]["settings"].update(seed=8), "seed: 7 and 8"),
-    (
-        lambda d: d["models"]["base"]["settings"].update(steps=None),
-        "steps: 10 and None. If another program's images were sampled so: models.base.steps=10",
-    ),
-    (lambda d: images(d)[2].update(prompt="x"), "ocr: other prompts"),
-    (lambda d: images(d).pop(0), "ocr: other prompts (6 and 5 images)"),
-    (lambda d: images(d).clear(), "ocr: other prompts (6 and 0 images)"),
-    (lambda d: d["benchmarks"].update(x=d["benchmarks"].pop("ocr")), "no benchmark in common"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda d: d["benchmarks"]["ocr"].update(engine="paddleocr 3.7"), "ocr: engine is 'rapid"),
+        (lambda d: d["benchmarks"]["ocr"].update(rule="strict"), "ocr: rule is None and 'strict'"),
+        (lambda d: d["models"]["base"]["settings"].update(guidance=4.5), "guidance: 1.0 and 4.5"),
+        (lambda d: d["models"]["base"]["settings"].update(seed=8), "seed: 7 and 8"),
+        (
+            lambda d: d["models"]["base"]["settings"].update(steps=None),
+            "steps: 10 and None. If another program's images were sampled so: models.base.steps=10",
+        ),
+        (lambda d: images(d)[2].update(prompt="x"), "ocr: other prompts"),
+        (lambda d: images(d).pop(0), "ocr: other prompts (6 and 5 images)"),
+        (lambda d: images(d).clear(), "ocr: other prompts (6 and 0 images)"),
+        (lambda d: d["benchmarks"].update(x=d["benchmarks"].pop("ocr")), "no benchmark in common"),
+    ],
+)
 def test_what_differs_is_named(change: Any, said: str):
     assert any(text.startswith(said) for text in changed(change))
 

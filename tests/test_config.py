@@ -105,15 +105,18 @@ def test_overrides_reach_items_and_closed_sections() -> None:
     assert parse(raw(), ["evaluation=null"]).evaluation is None
 
 
-@pytest.mark.parametrize(("override", "said"), [
-    ("optimizer.lr", "want key.path=value"),
-    (".lr=1", "want key.path=value"),
-    ("tasks.1.weight=2", "tasks: no item '1'"),
-    ("tasks.orc.weight=2", "Did you mean 'ocr'?"),
-    ("stage.x=2", "stage is the text 'grpo'"),
-    ("seed=[1", "not YAML"),
-    ("optimizer.rl=1", "optimizer.rl: unknown key. Did you mean `lr`?"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("optimizer.lr", "want key.path=value"),
+        (".lr=1", "want key.path=value"),
+        ("tasks.1.weight=2", "tasks: no item '1'"),
+        ("tasks.orc.weight=2", "Did you mean 'ocr'?"),
+        ("stage.x=2", "stage is the text 'grpo'"),
+        ("seed=[1", "not YAML"),
+        ("optimizer.rl=1", "optimizer.rl: unknown key. Did you mean `lr`?"),
+    ],
+)
 def test_a_wrong_override_is_refused(override: str, said: str) -> None:
     (problem,) = problems(raw(), override)
     assert said in problem
@@ -159,19 +162,22 @@ def test_what_is_no_path_keeps_its_signs(monkeypatch: pytest.MonkeyPatch) -> Non
     assert config.tasks[0].reward.options == options
 
 
-@pytest.mark.parametrize(("sections", "said"), [
-    ({"rollout": {"step": 3}}, ["rollout.step: unknown key", "mean `steps`?", "noise_level"]),
-    ({"optimizer": {"lr": "fast"}}, ["optimizer.lr: got the text 'fast'", "example: 0.0001"]),
-    ({"rollout": {"steps": 2.5}}, ["rollout.steps: got the number 2.5; want a", "integer"]),
-    ({"rollout": {"guidance": True}}, ["guidance: got the true/false True", "example: 4.5"]),
-    ({"output": 2024}, ["output: got the whole number 2024", "quotes"]),
-    ({"model": "tiny"}, ["model: got the text 'tiny'; want the keys id, revision"]),
-    ({"model": {"id": "x", "height": 500}}, ["model.height: got", "500", "multiple of 16"]),
-    ({"tasks": []}, ["tasks: got the list []; want at least 1 item"]),
-    ({"tasks": [{**TASK, "weight": 0}]}, ["tasks.0.weight: got", "0; want greater than 0"]),
-    ({"optimizer": {"lr": float("nan")}}, ["optimizer.lr: got the number nan", "finite"]),
-    ({"grpo": {"advantage": "group"}}, ["grpo.advantage", "'batch_std'", "mean 'group_std'?"]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("sections", "said"),
+    [
+        ({"rollout": {"step": 3}}, ["rollout.step: unknown key", "mean `steps`?", "noise_level"]),
+        ({"optimizer": {"lr": "fast"}}, ["optimizer.lr: got the text 'fast'", "example: 0.0001"]),
+        ({"rollout": {"steps": 2.5}}, ["rollout.steps: got the number 2.5; want a", "integer"]),
+        ({"rollout": {"guidance": True}}, ["guidance: got the true/false True", "example: 4.5"]),
+        ({"output": 2024}, ["output: got the whole number 2024", "quotes"]),
+        ({"model": "tiny"}, ["model: got the text 'tiny'; want the keys id, revision"]),
+        ({"model": {"id": "x", "height": 500}}, ["model.height: got", "500", "multiple of 16"]),
+        ({"tasks": []}, ["tasks: got the list []; want at least 1 item"]),
+        ({"tasks": [{**TASK, "weight": 0}]}, ["tasks.0.weight: got", "0; want greater than 0"]),
+        ({"optimizer": {"lr": float("nan")}}, ["optimizer.lr: got the number nan", "finite"]),
+        ({"grpo": {"advantage": "group"}}, ["grpo.advantage", "'batch_std'", "mean 'group_std'?"]),
+    ],
+)
 def test_a_wrong_value_is_explained(sections: dict[str, Any], said: list[str]) -> None:
     """Where, what was seen, what is possible."""
     (problem,) = problems(raw(**sections))
@@ -183,45 +189,51 @@ COMPILED = {"id": "tiny", "height": 96, "width": 96, "dtype": "bfloat16", "compi
 NO_VALIDATION = {key: value for key, value in TASK.items() if key != "validation"}
 
 
-@pytest.mark.parametrize(("key", "sections"), [
-    ("rollout.kind", {"rollout": {"kind": "ode"}}),
-    ("rollout.noise_level", {"rollout": {"noise_level": 0}}),
-    ("rollout.solver", {"rollout": {"solver": "dpm2"}}),
-    ("rollout.solver", {"rollout": {"kind": "cps", "solver": "dpm2"}}),
-    ("rollout.noise_level", {"rollout": {"kind": "cps", "noise_level": 1.5}}),
-    ("rollout.window", {"rollout": {"window": [3, 3]}}),
-    ("rollout.window", {"rollout": {"window": [-1, 3]}}),
-    ("rollout.window", {"rollout": {"window": [3, 11]}}),
-    ("rollout.window", {"rollout": {"kind": "cps", "window": [3, 10]}}),
-    ("rollout.steps", {"rollout": {"steps": 1}}),
-    ("rollout.window.width", {"rollout": {"window": {"width": 10}}}),
-    ("rollout.window.width", {"rollout": {"window": {"every": 2}}}),
-    ("rollout.window.every", {"rollout": {"window": {"width": 2, "every": 0}}}),
-    ("rollout.window.evry", {"rollout": {"window": {"width": 2, "evry": 3}}}),
-    ("rollout.window", {"rollout": {"window": "all"}}),
-    ("grpo.earlier.decay", {"grpo": {"advantage": "adora", "earlier": {"decay": 1.0}}}),
-    ("rollout.copies", {"rollout": {"copies": 1}}),
-    ("rollout.prompts", {"rollout": {"prompts": 9}, "optimizer": {"updates_per_rollout": 2}}),
-    ("tasks", {"tasks": [TASK, TASK]}),
-    ("tasks.0.validation", {"tasks": [NO_VALIDATION]}),
-    ("tasks.0.reward", {"tasks": [{**TASK, "reward": None}]}),
-    ("tasks", {"evaluation": {"watch": [MARK]}}),
-    ("tasks.0.teacher", {"tasks": [{**TASK, "teacher": "a"}]}),
-    ("rollout.window", {"stage": "nft", "rollout": {"kind": "ode", "window": [0, 2]}}),
-    ("model.compile", {"model": COMPILED}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("key", "sections"),
+    [
+        ("rollout.kind", {"rollout": {"kind": "ode"}}),
+        ("rollout.noise_level", {"rollout": {"noise_level": 0}}),
+        ("rollout.solver", {"rollout": {"solver": "dpm2"}}),
+        ("rollout.solver", {"rollout": {"kind": "cps", "solver": "dpm2"}}),
+        ("rollout.noise_level", {"rollout": {"kind": "cps", "noise_level": 1.5}}),
+        ("rollout.window", {"rollout": {"window": [3, 3]}}),
+        ("rollout.window", {"rollout": {"window": [-1, 3]}}),
+        ("rollout.window", {"rollout": {"window": [3, 11]}}),
+        ("rollout.window", {"rollout": {"kind": "cps", "window": [3, 10]}}),
+        ("rollout.steps", {"rollout": {"steps": 1}}),
+        ("rollout.window.width", {"rollout": {"window": {"width": 10}}}),
+        ("rollout.window.width", {"rollout": {"window": {"every": 2}}}),
+        ("rollout.window.every", {"rollout": {"window": {"width": 2, "every": 0}}}),
+        ("rollout.window.evry", {"rollout": {"window": {"width": 2, "evry": 3}}}),
+        ("rollout.window", {"rollout": {"window": "all"}}),
+        ("grpo.earlier.decay", {"grpo": {"advantage": "adora", "earlier": {"decay": 1.0}}}),
+        ("rollout.copies", {"rollout": {"copies": 1}}),
+        ("rollout.prompts", {"rollout": {"prompts": 9}, "optimizer": {"updates_per_rollout": 2}}),
+        ("tasks", {"tasks": [TASK, TASK]}),
+        ("tasks.0.validation", {"tasks": [NO_VALIDATION]}),
+        ("tasks.0.reward", {"tasks": [{**TASK, "reward": None}]}),
+        ("tasks", {"evaluation": {"watch": [MARK]}}),
+        ("tasks.0.teacher", {"tasks": [{**TASK, "teacher": "a"}]}),
+        ("rollout.window", {"stage": "nft", "rollout": {"kind": "ode", "window": [0, 2]}}),
+        ("model.compile", {"model": COMPILED}),
+    ],
+)
 def test_values_that_do_not_go_together_are_refused(key: str, sections: dict[str, Any]) -> None:
     (problem,) = problems(raw(**sections))
     assert problem.startswith(f"{key}: ")
 
 
-@pytest.mark.parametrize("sections", [
-    {"rollout": {"kind": "cps", "window": [3, 9], "noise_level": 1}},
-    {"rollout": {"window": [9, 10]}}, {"rollout": {"window": {"width": 9, "every": 3}}},
-    {"rollout": {"kind": "cps", "window": {"width": 9}}},
-    {"rollout": {"steps": 1, "window": [0, 1]}}, {"tasks": [NO_VALIDATION], "evaluation": None},
-    {"model": {**COMPILED, "dtype": "float32"}}, {**STUDENT, "model": COMPILED},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"rollout": {"kind": "cps", "window": [3, 9], "noise_level": 1}},
+        {"rollout": {"window": [9, 10]}}, {"rollout": {"window": {"width": 9, "every": 3}}},
+        {"rollout": {"kind": "cps", "window": {"width": 9}}},
+        {"rollout": {"steps": 1, "window": [0, 1]}}, {"tasks": [NO_VALIDATION], "evaluation": None},
+        {"model": {**COMPILED, "dtype": "float32"}}, {**STUDENT, "model": COMPILED},
+    ],
+)  # fmt: skip
 def test_values_at_the_border_are_accepted(sections: dict[str, Any]) -> None:
     assert isinstance(parse(raw(**sections)), TrainingStage)
 
@@ -333,23 +345,26 @@ def test_a_config_of_another_command_is_refused() -> None:
     assert problems(missing, stage=Stage)[0].startswith("stage: missing")
 
 
-@pytest.mark.parametrize(("start", "sections"), [
-    ("benchmark: unknown key. Did you mean `benchmarks`", {"benchmark": []}),
-    ("benchmarks.0.limit: got", {"benchmarks": [{**MARK, "limit": 0}]}),
-    ("models.ocr: got", {"models": {"ocr": 3}}),
-    ("models: got", {"models": {}}),
-    ("models.a/b: got", {"models": {"a/b": None}}),
-    ("benchmarks.0.name: got", {"benchmarks": [{**MARK, "name": "a b"}]}),
-    ("benchmarks: the name 'ocr'", {"benchmarks": [MARK, MARK]}),
-    ("benchmarks.0.reward: missing", {"benchmarks": [MARK | {"reward": None}]}),
-    ("benchmarks.0.rewards.a/b", {"benchmarks": [JUDGED]}),
-    ("benchmarks: the name 'average'", {"benchmarks": [{**MARK, "name": "average"}]}),
-    ("compare.bse: no model", {"compare": {"bse": ["base"]}}),
-    ("compare.base: no model", {"compare": {"base": ["x"]}}),
-    ("guidance: no model", {"guidance": {"bse": 2.0}}),
-    ("compare.base: got the text 'x'", {"compare": {"base": "x"}}),
-    ("report.images: got", {"report": {"images": -1}}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("start", "sections"),
+    [
+        ("benchmark: unknown key. Did you mean `benchmarks`", {"benchmark": []}),
+        ("benchmarks.0.limit: got", {"benchmarks": [{**MARK, "limit": 0}]}),
+        ("models.ocr: got", {"models": {"ocr": 3}}),
+        ("models: got", {"models": {}}),
+        ("models.a/b: got", {"models": {"a/b": None}}),
+        ("benchmarks.0.name: got", {"benchmarks": [{**MARK, "name": "a b"}]}),
+        ("benchmarks: the name 'ocr'", {"benchmarks": [MARK, MARK]}),
+        ("benchmarks.0.reward: missing", {"benchmarks": [MARK | {"reward": None}]}),
+        ("benchmarks.0.rewards.a/b", {"benchmarks": [JUDGED]}),
+        ("benchmarks: the name 'average'", {"benchmarks": [{**MARK, "name": "average"}]}),
+        ("compare.bse: no model", {"compare": {"bse": ["base"]}}),
+        ("compare.base: no model", {"compare": {"base": ["x"]}}),
+        ("guidance: no model", {"guidance": {"bse": 2.0}}),
+        ("compare.base: got the text 'x'", {"compare": {"base": "x"}}),
+        ("report.images: got", {"report": {"images": -1}}),
+    ],
+)
 def test_a_wrong_evaluation_is_explained(start: str, sections: dict[str, Any]) -> None:
     (problem,) = problems(raw_eval(**sections), stage=EvalStage)
     assert problem.startswith(start)
@@ -475,13 +490,16 @@ def test_a_layer_reaches_the_items_of_a_list_by_their_names(tmp_path: Path) -> N
     assert overlay(options, {"gated": {"by": 1}}) == {"gated": {"by": 1}}
 
 
-@pytest.mark.parametrize(("texts", "said"), [
-    ({"top": "use: nowhere.yaml"}, "no such file; there are"),
-    ({"top": "use: topp.yml"}, r"Did you mean 'top\.yaml'"),
-    ({"top": "use: 3"}, "use: got the whole number 3; want the name of a YAML file"),
-    ({"top": "use: a.yaml", "a": "use: top.yaml"}, "leads back to itself"),
-    ({"top": "use: top.yaml"}, "leads back to itself"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("texts", "said"),
+    [
+        ({"top": "use: nowhere.yaml"}, "no such file; there are"),
+        ({"top": "use: topp.yml"}, r"Did you mean 'top\.yaml'"),
+        ({"top": "use: 3"}, "use: got the whole number 3; want the name of a YAML file"),
+        ({"top": "use: a.yaml", "a": "use: top.yaml"}, "leads back to itself"),
+        ({"top": "use: top.yaml"}, "leads back to itself"),
+    ],
+)
 def test_a_file_that_cannot_be_used_is_refused(tmp_path: Path, texts: dict[str, str], said: str):
     with pytest.raises(ConfigError, match=said):
         read(files(tmp_path, **texts) / "top.yaml")
@@ -502,13 +520,16 @@ def test_a_variant_changes_the_stage_it_is_for_and_overrides_come_after(tmp_path
     assert load(path, ["rollout.batch_size=5"], variant=variant).rollout.batch_size == 5
 
 
-@pytest.mark.parametrize(("text", "said"), [
-    ("rollout: {batch_size: 2}", "rollout: want keys of a stage"),
-    ("grpo: 3", "grpo: want keys"),
-    ("[1]", "config: want keys"),
-    ("grpo: {rolout: {}}", "rolout: unknown key. Did you mean `rollout`"),
-    ("grpo: {tasks: {orc: {weight: 2}}}", "tasks: no item 'orc'"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("rollout: {batch_size: 2}", "rollout: want keys of a stage"),
+        ("grpo: 3", "grpo: want keys"),
+        ("[1]", "config: want keys"),
+        ("grpo: {rolout: {}}", "rolout: unknown key. Did you mean `rollout`"),
+        ("grpo: {tasks: {orc: {weight: 2}}}", "tasks: no item 'orc'"),
+    ],
+)
 def test_a_wrong_variant_is_refused(tmp_path: Path, text: str, said: str) -> None:
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(raw(evaluation=None)))
     files(tmp_path, variant=text)
@@ -559,10 +580,13 @@ def test_every_section_and_stage_can_be_imported_from_one_place() -> None:
         assert getattr(configs, kind.__name__) is kind
 
 
-@pytest.mark.parametrize("url", [
-    "https://user:s3cret@host/v1", "https://user:s3/cret@host", "http://s3cret@host:8000/v1",
-    "https://host/v1?api_key=s3cret", "wss://host?a=b&hf_token=s3cret",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "url",
+    [
+        "https://user:s3cret@host/v1", "https://user:s3/cret@host", "http://s3cret@host:8000/v1",
+        "https://host/v1?api_key=s3cret", "wss://host?a=b&hf_token=s3cret",
+    ],
+)  # fmt: skip
 def test_a_url_with_a_secret_is_refused_wherever_it_stands_and_not_shown(url: str) -> None:
     places = {
         "model.id": f"model.id={url}",

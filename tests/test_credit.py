@@ -140,13 +140,16 @@ def test_gaussian_ties_share_the_mean_of_their_quantiles():
     assert_close(advantage, torch.stack([low, middle, low, low, high, middle]))
 
 
-@pytest.mark.parametrize(("arguments", "options", "message"), [
-    ((torch.zeros(2), torch.zeros(2)), {"std": "global"}, "unknown std 'global'"),
-    ((torch.zeros(2, 1), torch.zeros(2)), {}, r"must all be \[B\]"),
-    ((torch.zeros(2), torch.zeros(3)), {}, r"must all be \[B\]"),
-    ((torch.tensor([0.0, NAN]), torch.zeros(2)), {}, "1 of 2 values are not finite"),
-    ((torch.zeros(2), torch.zeros(2)), {"task": torch.zeros(3)}, r"must all be \[B\]"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("arguments", "options", "message"),
+    [
+        ((torch.zeros(2), torch.zeros(2)), {"std": "global"}, "unknown std 'global'"),
+        ((torch.zeros(2, 1), torch.zeros(2)), {}, r"must all be \[B\]"),
+        ((torch.zeros(2), torch.zeros(3)), {}, r"must all be \[B\]"),
+        ((torch.tensor([0.0, NAN]), torch.zeros(2)), {}, "1 of 2 values are not finite"),
+        ((torch.zeros(2), torch.zeros(2)), {"task": torch.zeros(3)}, r"must all be \[B\]"),
+    ],
+)
 def test_bad_arguments_are_named(arguments, options, message):
     with pytest.raises(ValueError, match=message):
         group_relative(*arguments, **options)

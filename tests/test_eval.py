@@ -319,13 +319,16 @@ def test_fidelity_is_a_column_and_it_is_paired(config: Path, fidelity: list[str]
     assert "|  | red | fidelity ↓ |\n" in table and "base minus others" in table
 
 
-@pytest.mark.parametrize(("override", "said"), [
-    ("reference=nowhere", "reference: 'nowhere': no such folder"),
-    ("reference=adapter", "reference: 'adapter': the folder holds no"),
-    ("reference=tiny", "reference: 'tiny' needs prompts of the tiny"),
-    ("reference=clean", "reference: 2 images are too few for a distance"),
-    ("features=fakes:nothing", "features: features 'fakes:nothing'"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("reference=nowhere", "reference: 'nowhere': no such folder"),
+        ("reference=adapter", "reference: 'adapter': the folder holds no"),
+        ("reference=tiny", "reference: 'tiny' needs prompts of the tiny"),
+        ("reference=clean", "reference: 2 images are too few for a distance"),
+        ("features=fakes:nothing", "features: features 'fakes:nothing'"),
+    ],
+)
 def test_fidelity_that_cannot_be_measured_is_refused(
     config: Path, fidelity: list[str], override: str, said: str, capsys, monkeypatch
 ):

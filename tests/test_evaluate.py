@@ -27,12 +27,15 @@ def test_it_lists_what_there_is_and_what_must_be_fetched(tmp_path, monkeypatch, 
     assert "is not known" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("given", "key"), [
-    (["--benchmarks", "ocr", "occ"], "--benchmarks: no 'occ'. Did you mean 'ocr'?"),
-    (["--lora", "tiny/ocrr"], "Did you mean 'tiny/ocr'?"),
-    (["--limit", "0"], "benchmarks.0.limit"),
-    (["--images", "x"], "--images: name the benchmarks"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("given", "key"),
+    [
+        (["--benchmarks", "ocr", "occ"], "--benchmarks: no 'occ'. Did you mean 'ocr'?"),
+        (["--lora", "tiny/ocrr"], "Did you mean 'tiny/ocr'?"),
+        (["--limit", "0"], "benchmarks.0.limit"),
+        (["--images", "x"], "--images: name the benchmarks"),
+    ],
+)
 def test_what_cannot_be_scored_is_refused_and_nothing_written(
     tmp_path: Path, given: list[str], key: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

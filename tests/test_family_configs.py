@@ -82,11 +82,14 @@ FITS = {  # what the heads of the variants promise: bytes of the GPU, and famili
 
 
 @pytest.mark.usefixtures("data")
-@pytest.mark.parametrize(("family", "name"), [
-    pytest.param(family, name, marks=pytest.mark.slow if name == "eval" else pytest.mark.long)
-    for family in FAMILIES
-    for name in ("teacher_ocr_nft", "student_flow_opd", "eval")
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [
+        pytest.param(family, name, marks=pytest.mark.slow if name == "eval" else pytest.mark.long)
+        for family in FAMILIES
+        for name in ("teacher_ocr_nft", "student_flow_opd", "eval")
+    ],
+)
 def test_the_doctor_passes_it_in_shapes(family: str, name: str) -> None:
     path = ROOT / "configs" / family / f"{name}.yaml"
     config = load(path, stage=Stage)
@@ -103,11 +106,14 @@ def test_the_doctor_passes_it_in_shapes(family: str, name: str) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("family", "name"), [
-    *((family, "weekend") for family in (*FAMILIES, "sd35_medium")),
-    ("sd35_medium", "posters"),
-    ("flux", "posters"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [
+        *((family, "weekend") for family in (*FAMILIES, "sd35_medium")),
+        ("sd35_medium", "posters"),
+        ("flux", "posters"),
+    ],
+)
 def test_a_recipe_for_one_gpu_takes_a_weekend(family: str, name: str, tmp_path, monkeypatch):
     """With the variant that the head names, on the GPU that it is for."""
     monkeypatch.chdir(tmp_path)  # no prompt set is here: they are taken to be long enough

@@ -38,12 +38,15 @@ def test_a_student_that_starts_as_its_own_teacher_keeps_its_velocity(tmp_path: P
         assert abs(seen[loss]) < 1e-9 and apart[loss] > 1e-2, loss
 
 
-@pytest.mark.parametrize(("changes", "scales", "mixed"), [
-    ([], (4.5, 4.5), {}),
-    (["student.guidance=2.0"], (2.0, 2.0), {}),
-    (["student.guidance=1.0", "teachers.ocr.guidance=4.5"], (4.5, 1.0), {"teachers.ocr": 4.5}),
-    (["anchor.guidance=1.0"], (4.5, 1.0), {"anchor": 1.0}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("changes", "scales", "mixed"),
+    [
+        ([], (4.5, 4.5), {}),
+        (["student.guidance=2.0"], (2.0, 2.0), {}),
+        (["student.guidance=1.0", "teachers.ocr.guidance=4.5"], (4.5, 1.0), {"teachers.ocr": 4.5}),
+        (["anchor.guidance=1.0"], (4.5, 1.0), {"anchor": 1.0}),
+    ],
+)
 def test_an_explicit_scale_counts_and_the_others_follow_the_student(
     tmp_path: Path, changes: list[str], scales: tuple[float, float], mixed: dict[str, float]
 ) -> None:
@@ -99,24 +102,27 @@ MERGE = {"stage": "merge", "adapters": ["stage:a", "stage:b"]}
 FREE, GUIDED = taught(1.0), taught(4.5, "sde")
 
 
-@pytest.mark.parametrize(("stages", "where"), [
-    ({"a": FREE, "s": student(1.5, 1.0), "t": table(1.0, base=None, s="stage:s")}, []),
-    ({"a": GUIDED, "s": student(4.5, 4.5), "t": table(4.5, a="stage:a", s="stage:s")}, []),
-    ({"a": GUIDED, "s": student(4.5, 1.0, lora={"init": "stage:a"})}, []),  # it absorbs CFG
-    ({"a": FREE, "s": student(4.5, 1.0)}, ["s: teachers.ocr"]),
-    ({"a": GUIDED, "s": student(1.0, 1.0)}, ["s: teachers.ocr"]),
-    ({"a": FREE, "s": student(1.0, 1.0, anchor={"adapter": "stage:a", "guidance": 4.0})},
-     ["s: anchor.adapter"]),
-    ({"a": FREE, "b": taught(4.5, "sde", "stage:a")}, ["b: lora.init"]),
-    ({"a": FREE, "s": student(4.5, 4.5, adapter=None, lora={"init": "stage:a"})},
-     ["s: lora.init"]),
-    ({"a": GUIDED, "t": table(1.0, base=None, a="stage:a")}, ["t: models.a"]),
-    ({"a": FREE, "b": FREE, "m": MERGE, "t": table(4.5, m="stage:m")}, ["t: models.m"]),
-    ({"a": FREE, "b": GUIDED, "m": MERGE}, ["m: adapters.1"]),
-    ({"a": FREE, "b": FREE, "m": MERGE, "t": table(1.0, m="stage:m", x="me/x")}, []),
-    ({"s": student(4.5, 4.5, adapter="me/hub-lora"), "t": table(1.0, x="me/hub-lora")}, []),
-    ({"s": student(4.5, 4.5, adapter="tiny/ocr")}, ["s: teachers.ocr"]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("stages", "where"),
+    [
+        ({"a": FREE, "s": student(1.5, 1.0), "t": table(1.0, base=None, s="stage:s")}, []),
+        ({"a": GUIDED, "s": student(4.5, 4.5), "t": table(4.5, a="stage:a", s="stage:s")}, []),
+        ({"a": GUIDED, "s": student(4.5, 1.0, lora={"init": "stage:a"})}, []),  # it absorbs CFG
+        ({"a": FREE, "s": student(4.5, 1.0)}, ["s: teachers.ocr"]),
+        ({"a": GUIDED, "s": student(1.0, 1.0)}, ["s: teachers.ocr"]),
+        ({"a": FREE, "s": student(1.0, 1.0, anchor={"adapter": "stage:a", "guidance": 4.0})},
+         ["s: anchor.adapter"]),
+        ({"a": FREE, "b": taught(4.5, "sde", "stage:a")}, ["b: lora.init"]),
+        ({"a": FREE, "s": student(4.5, 4.5, adapter=None, lora={"init": "stage:a"})},
+         ["s: lora.init"]),
+        ({"a": GUIDED, "t": table(1.0, base=None, a="stage:a")}, ["t: models.a"]),
+        ({"a": FREE, "b": FREE, "m": MERGE, "t": table(4.5, m="stage:m")}, ["t: models.m"]),
+        ({"a": FREE, "b": GUIDED, "m": MERGE}, ["m: adapters.1"]),
+        ({"a": FREE, "b": FREE, "m": MERGE, "t": table(1.0, m="stage:m", x="me/x")}, []),
+        ({"s": student(4.5, 4.5, adapter="me/hub-lora"), "t": table(1.0, x="me/hub-lora")}, []),
+        ({"s": student(4.5, 4.5, adapter="tiny/ocr")}, ["s: teachers.ocr"]),
+    ],
+)  # fmt: skip
 def test_an_adapter_is_used_at_the_scale_that_it_was_trained_at(
     stages: dict[str, Any], where: list[str], tmp_path: Path
 ) -> None:

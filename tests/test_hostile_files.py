@@ -91,12 +91,15 @@ def test_any_description_is_read_or_refused(count: int, tmp_path, bare: SD3Trans
     holds(check, count, description=descriptions, inside=st.booleans())
 
 
-@pytest.mark.parametrize(("entry", "value"), [
-    ("r", 8), ("peft_type", "LOHA"), ("use_dora", True), ("r", "2"), ("r", 2.0), ("r", 10**9),
-    ("r", 0), ("lora_alpha", float("nan")), ("lora_alpha", -4), ("lora_alpha", 10**400),
-    ("rank_pattern", ["to_q"]), ("alpha_pattern", {"to_q": None}), ("use_rslora", "yes"),
-    ("base_model_name_or_path", "a\x1b[2J"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("entry", "value"),
+    [
+        ("r", 8), ("peft_type", "LOHA"), ("use_dora", True), ("r", "2"), ("r", 2.0), ("r", 10**9),
+        ("r", 0), ("lora_alpha", float("nan")), ("lora_alpha", -4), ("lora_alpha", 10**400),
+        ("rank_pattern", ["to_q"]), ("alpha_pattern", {"to_q": None}), ("use_rslora", "yes"),
+        ("base_model_name_or_path", "a\x1b[2J"),
+    ],
+)  # fmt: skip
 def test_an_entry_of_a_wrong_kind_is_named(entry: str, value: Any, tmp_path: Path) -> None:
     save_file(HALVES, tmp_path / ADAPTER)
     (tmp_path / PEFT_CONFIG).write_text(json.dumps({"r": 2, entry: value}))

@@ -59,12 +59,15 @@ def downloaded(url: str) -> None:
         fetch._download(f"{url}/set.txt")
 
 
-@pytest.mark.parametrize(("name", "caller"), [
-    *((name, downloaded) for name in TALKS if name != "bomb"),
-    *(("body", caller) for caller in (remote, vlm, described)),
-    *(("drip", caller) for caller in (remote, vlm, described)),
-    ("bomb", remote),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "caller"),
+    [
+        *((name, downloaded) for name in TALKS if name != "bomb"),
+        *(("body", caller) for caller in (remote, vlm, described)),
+        *(("drip", caller) for caller in (remote, vlm, described)),
+        ("bomb", remote),
+    ],
+)
 def test_a_flood_or_a_drip_is_cut_off(name: str, caller: Callable[[str], None], monkeypatch):
     monkeypatch.setattr(fetch, "MAX_BYTES", 2**20)
     monkeypatch.setattr(fetch, "SECONDS", 1.0)

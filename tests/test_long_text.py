@@ -126,15 +126,18 @@ def test_texts_come_from_the_metadata_or_from_all_double_quotes() -> None:
     assert describe(OCR(Recorded([]), rule="longtext"))["rule"] == "longtext"
 
 
-@pytest.mark.parametrize(("rule", "metadata", "key"), [
-    ("cvtg2k", {}, "quotes"),
-    ("cvtg2k", {"target": []}, "`target`"),
-    ("cvtg2k", {"target": ["a", 1]}, "`target`"),
-    ("longtext", {"text": "..."}, "`text`"),
-    ("longtext", {"target": ["?!", "..."]}, "`target`"),  # nothing that the rule keeps
-    ("longtext_zh", {"text": {"a": 1}}, "`text`"),
-    ("published", {"target": ["a", "b"]}, "`target`"),  # that rule is of one text
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("rule", "metadata", "key"),
+    [
+        ("cvtg2k", {}, "quotes"),
+        ("cvtg2k", {"target": []}, "`target`"),
+        ("cvtg2k", {"target": ["a", 1]}, "`target`"),
+        ("longtext", {"text": "..."}, "`text`"),
+        ("longtext", {"target": ["?!", "..."]}, "`target`"),  # nothing that the rule keeps
+        ("longtext_zh", {"text": {"a": 1}}, "`text`"),
+        ("published", {"target": ["a", "b"]}, "`target`"),  # that rule is of one text
+    ],
+)
 def test_prompts_without_texts_are_refused(rule: str, metadata: dict[str, Any], key: str) -> None:
     with pytest.raises(ValueError, match=key):
         check_prompts("ocr", {"rule": rule}, ["a sign"], [metadata])

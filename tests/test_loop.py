@@ -254,10 +254,13 @@ def evaluated(model: str, folder: Path, count: int, *, resume: bool = False) -> 
     return loop
 
 
-@pytest.mark.parametrize(("means", "kept"), [
-    ((2.0, 1.8), 1), ((2.0, 1.6), 0), ((2.0, 2.0), 0), ((2.0, 1.8, 1.7), 1),
-    ((2.0, 1.6, 1.9), 2),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("means", "kept"),
+    [
+        ((2.0, 1.8), 1), ((2.0, 1.6), 0), ((2.0, 2.0), 0), ((2.0, 1.8, 1.7), 1),
+        ((2.0, 1.6, 1.9), 2),
+    ],
+)  # fmt: skip
 def test_the_first_weights_are_kept_only_where_those_after_are_clearly_worse(
     random_model: str, tmp_path: Path, told: type[Told], means: Any, kept: int
 ) -> None:

@@ -97,11 +97,14 @@ def agree(ours: Any, expected: list, tolerance: float = 1e-4) -> None:
     np.testing.assert_allclose([s for *_, s in ours], [s for *_, s in expected], atol=tolerance)
 
 
-@pytest.mark.parametrize(("height", "width", "resized", "padded"), [
-    (64, 64, (64, 64), (64, 64)),
-    (40, 56, (64, 89), (64, 96)),  # 89.6: transformers cuts where mmdet rounds
-    (90, 30, (128, 43), (128, 64)),  # the longer would pass 128
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("height", "width", "resized", "padded"),
+    [
+        (64, 64, (64, 64), (64, 64)),
+        (40, 56, (64, 89), (64, 96)),  # 89.6: transformers cuts where mmdet rounds
+        (90, 30, (128, 43), (128, 64)),  # the longer would pass 128
+    ],
+)
 def test_boxes_and_scores_are_the_formula(detector, height, width, resized, padded):
     image = pictures(1, height, width)
     with torch.no_grad():

@@ -223,16 +223,19 @@ def test_an_update_of_nan_moves_no_policy(random_model: str, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize(("override", "said"), [
-    ("rollout.kind=sde", "rollout.kind: 'sde'"), ("rollout.kind=cps", "rollout.kind: 'cps'"),
-    ("rollout.shared_noise=true", "rollout.shared_noise: "),
-    ("rollout.copies=1", "rollout.copies: got 1"),
-    ("tasks.0.reward=null", "tasks.0.reward: missing"), ("{}.states=0", "{}.states: "),
-    ("{}.levels=sampler and {}.states=4", "{}.states: 4 of"),
-    ("{}.within=[0.5, 0.5]", "{}.within: [0.5, 0.5]"),
-    ("{}.advantage_clip=0", "{}.advantage_clip: "),
-    ("grpo.clip_range=0.1", "grpo: unknown key"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("rollout.kind=sde", "rollout.kind: 'sde'"), ("rollout.kind=cps", "rollout.kind: 'cps'"),
+        ("rollout.shared_noise=true", "rollout.shared_noise: "),
+        ("rollout.copies=1", "rollout.copies: got 1"),
+        ("tasks.0.reward=null", "tasks.0.reward: missing"), ("{}.states=0", "{}.states: "),
+        ("{}.levels=sampler and {}.states=4", "{}.states: 4 of"),
+        ("{}.within=[0.5, 0.5]", "{}.within: [0.5, 0.5]"),
+        ("{}.advantage_clip=0", "{}.advantage_clip: "),
+        ("grpo.clip_range=0.1", "grpo: unknown key"),
+    ],
+)  # fmt: skip
 def test_what_cannot_be_meant_is_refused(
     random_model: str, tmp_path: Path, stage: str, override: str, said: str
 ) -> None:

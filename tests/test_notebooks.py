@@ -53,10 +53,14 @@ def test_what_is_committed_shows_its_outputs_and_is_short(path: Path) -> None:
 LONG = ("inference", "custom_reward")  # what they show is tested elsewhere, too
 
 
-@pytest.mark.parametrize("path", [
-    pytest.param(path, marks=pytest.mark.long if path.stem in LONG else pytest.mark.slow)
-    for path in runner.NOTEBOOKS
-], ids=lambda path: path.stem)  # fmt: skip
+@pytest.mark.parametrize(
+    "path",
+    [
+        pytest.param(path, marks=pytest.mark.long if path.stem in LONG else pytest.mark.slow)
+        for path in runner.NOTEBOOKS
+    ],
+    ids=lambda path: path.stem,
+)
 def test_a_notebook_runs_top_to_bottom(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """And gives what is committed, but for the numbers."""
     monkeypatch.setenv("OMP_NUM_THREADS", str(torch.get_num_threads()))

@@ -171,14 +171,17 @@ def test_a_pair_that_matches_is_sound(random_model: str, large_model: str, tmp_p
     assert not world_problems(taught(random_model, large_model, tmp_path / "run"), Launch())
 
 
-@pytest.mark.parametrize(("part", "entries", "key"), [
-    ("vae/config.json", {"scaling_factor": 0.5}, "vae.scaling_factor"),
-    ("transformer/config.json", {"in_channels": 8}, "latent"),
-    ("transformer/config.json", {"pooled_projection_dim": 8}, "text"),
-    ("text_encoder_3/config.json", {"num_layers": 3}, "text_encoder_3"),
-    ("scheduler/scheduler_config.json", {"shift": 1.5}, "scheduler.shift"),
-    ("transformer/config.json", {"pos_embed_max_size": 1}, "positions"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("part", "entries", "key"),
+    [
+        ("vae/config.json", {"scaling_factor": 0.5}, "vae.scaling_factor"),
+        ("transformer/config.json", {"in_channels": 8}, "latent"),
+        ("transformer/config.json", {"pooled_projection_dim": 8}, "text"),
+        ("text_encoder_3/config.json", {"num_layers": 3}, "text_encoder_3"),
+        ("scheduler/scheduler_config.json", {"shift": 1.5}, "scheduler.shift"),
+        ("transformer/config.json", {"pos_embed_max_size": 1}, "positions"),
+    ],
+)
 def test_a_pair_that_does_not_match_is_refused(
     random_model: str, large_model: str, tmp_path: Path, part: str, entries: Any, key: str
 ) -> None:
@@ -187,12 +190,15 @@ def test_a_pair_that_does_not_match_is_refused(
     assert problem.startswith("teachers.even.base: ") and key in problem
 
 
-@pytest.mark.parametrize(("teacher", "key"), [
-    ({"base": "nobody/nothing"}, "teachers.even.base"),
-    ({"device": "cuda:63"}, "teachers.even.device"),
-    ({"quantization": "nf4"}, "teachers.even.quantization"),
-    ({"adapter": "LORA OF THE STUDENT'S BASE"}, "teachers.even"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("teacher", "key"),
+    [
+        ({"base": "nobody/nothing"}, "teachers.even.base"),
+        ({"device": "cuda:63"}, "teachers.even.device"),
+        ({"quantization": "nf4"}, "teachers.even.quantization"),
+        ({"adapter": "LORA OF THE STUDENT'S BASE"}, "teachers.even"),
+    ],
+)
 def test_a_base_that_cannot_be_had_is_refused(
     random_model: str, large_model: str, tmp_path: Path, teacher: Any, key: str
 ) -> None:

@@ -65,12 +65,15 @@ class Started:
 FSDP = {"fsdp_version": 2, "cpu_ram_efficient_loading": False}
 
 
-@pytest.mark.parametrize(("plugin", "override", "said"), [
-    ({"fsdp_version": 1}, "seed=1", "fsdp_config.fsdp_version"),
-    ({"cpu_ram_efficient_loading": True}, "seed=1", "fsdp_cpu_ram_efficient_loading"),
-    ({}, "model.quantization=fp8", "model.quantization"),
-    ({}, "model.dtype=float16", "model.dtype"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("plugin", "override", "said"),
+    [
+        ({"fsdp_version": 1}, "seed=1", "fsdp_config.fsdp_version"),
+        ({"cpu_ram_efficient_loading": True}, "seed=1", "fsdp_cpu_ram_efficient_loading"),
+        ({}, "model.quantization=fp8", "model.quantization"),
+        ({}, "model.dtype=float16", "model.dtype"),
+    ],
+)  # fmt: skip
 def test_what_is_not_supported_is_refused(
     random_model: str, tmp_path: Path, plugin: dict[str, Any], override: str, said: str
 ) -> None:

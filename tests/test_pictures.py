@@ -57,10 +57,13 @@ def test_a_score_is_shown_to_two_places_and_a_failed_one_as_failed() -> None:
     assert drawn.tobytes() != gallery(models(), PROMPTS, {"m0": texts}).tobytes()
 
 
-@pytest.mark.parametrize(("images", "prompts", "captions", "message"), [
-    (models(), PROMPTS[:2], {}, "3 images of 'm0' for 2 prompts"),
-    (models(), PROMPTS, {"m1": [0.5]}, "1 captions of 'm1' for 3 prompts"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("images", "prompts", "captions", "message"),
+    [
+        (models(), PROMPTS[:2], {}, "3 images of 'm0' for 2 prompts"),
+        (models(), PROMPTS, {"m1": [0.5]}, "1 captions of 'm1' for 3 prompts"),
+    ],
+)
 def test_what_does_not_fit_together_is_refused(images, prompts, captions, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         gallery(images, prompts, captions)

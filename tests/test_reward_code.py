@@ -52,12 +52,15 @@ def write(folder: Path, size: float) -> None:
     forget("mine")
 
 
-@pytest.mark.parametrize(("path", "imported"), [
-    ("mine:f", ["from helpers import f"]),
-    ("mine:f", ["def f(x):\n    import helpers\n    return helpers.f(x)"]),
-    ("mine.inner:f", ["", "from ..helpers import f"]),
-    ("space.inner:f", [None, "from space.helpers import f"]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("path", "imported"),
+    [
+        ("mine:f", ["from helpers import f"]),
+        ("mine:f", ["def f(x):\n    import helpers\n    return helpers.f(x)"]),
+        ("mine.inner:f", ["", "from ..helpers import f"]),
+        ("space.inner:f", [None, "from space.helpers import f"]),
+    ],
+)
 def test_the_code_that_a_reward_imports_counts_wherever_it_is_imported(
     path: str, imported: list[str | None], tmp_path: Path
 ) -> None:

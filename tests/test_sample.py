@@ -29,11 +29,14 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-@pytest.mark.parametrize("model, wanted", [
-    ("tiny", (10, 1.0, 96)),
-    ("stabilityai/stable-diffusion-3.5-medium", (40, 4.5, 1024)),
-    ("stabilityai/stable-diffusion-3.5-large-turbo", (4, 1.0, 1024)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "model, wanted",
+    [
+        ("tiny", (10, 1.0, 96)),
+        ("stabilityai/stable-diffusion-3.5-medium", (40, 4.5, 1024)),
+        ("stabilityai/stable-diffusion-3.5-large-turbo", (4, 1.0, 1024)),
+    ],
+)
 def test_steps_guidance_and_size_are_the_models_own(model: str, wanted: tuple[int, float, int]):
     own = plan("--model", model)
     assert chosen(own) == wanted and own.model.height == own.model.width
@@ -62,11 +65,14 @@ def test_a_loras_run_says_its_settings_and_its_model(random_model: str) -> None:
         plan(lora="other")
 
 
-@pytest.mark.parametrize("words", [
-    ["--size", "100"], ["--size", "x"], ["--steps", "2.5"], ["--images", "0"], ["--seed", "-1"],
-    ["--guidance", "nan"], ["--dtype", "bf16"],
-    ["--size", "99200"], ["--out", "x.txt"], ["--lora", "nowhere"],
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--size", "100"], ["--size", "x"], ["--steps", "2.5"], ["--images", "0"], ["--seed", "-1"],
+        ["--guidance", "nan"], ["--dtype", "bf16"],
+        ["--size", "99200"], ["--out", "x.txt"], ["--lora", "nowhere"],
+    ],
+)  # fmt: skip
 def test_a_wrong_value_is_refused_before_a_model_is_loaded(words: list[str], monkeypatch, capsys):
     monkeypatch.setattr(sample, "draw", lambda *_: pytest.fail("a model would be loaded"))
     try:

@@ -182,12 +182,16 @@ FITTED = ("student_flow_opd", "student_flow_opd_published", "teacher_geneval",
 
 
 @pytest.mark.usefixtures("data")
-@pytest.mark.parametrize(("name", "variant"), [
-    pytest.param(name, path, marks=pytest.mark.slow if first else pytest.mark.long)
-    for name in FITTED
-    for path in VARIANTS
-    for first in [(name, path.stem) == ("student_flow_opd", "1x24gb")]
-], ids=lambda value: getattr(value, "stem", value))  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "variant"),
+    [
+        pytest.param(name, path, marks=pytest.mark.slow if first else pytest.mark.long)
+        for name in FITTED
+        for path in VARIANTS
+        for first in [(name, path.stem) == ("student_flow_opd", "1x24gb")]
+    ],
+    ids=lambda value: getattr(value, "stem", value),
+)
 def test_a_variant_fits_its_gpus(name: str, variant: Path) -> None:
     path = ROOT / "configs/sd35_medium" / f"{name}.yaml"
     count, size = variant.stem.removesuffix("gb").split("x")

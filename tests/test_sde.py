@@ -207,16 +207,19 @@ def test_a_kl_of_unequal_noise_and_what_has_no_noise_are_refused():
             refused()
 
 
-@pytest.mark.parametrize(("change", "message"), [
-    ({"kind": "euler"}, "unknown kind 'euler'; take one of sde, cps, ode"),
-    ({"noise_level": -0.1}, "noise_level is -0.1"),
-    ({"noise_level": math.nan}, "noise_level is nan"),
-    ({"noise_level": 1.5, "kind": "cps"}, "noise_level is 1.5"),
-    ({"sigma_max": 1.0}, "sigma_max is 1.0; take the second point"),
-    ({"sigma": torch.full((2,), 0.7)}, r"sigma must be a number or \[3\], got \[2\]"),
-    ({"sigma_next": 0.8}, "needs 1 >= sigma > sigma_next >= 0"),
-    ({"velocity": torch.zeros(3, 1)}, r"x \[3, 4, 6, 6\] and velocity \[3, 1\]"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"kind": "euler"}, "unknown kind 'euler'; take one of sde, cps, ode"),
+        ({"noise_level": -0.1}, "noise_level is -0.1"),
+        ({"noise_level": math.nan}, "noise_level is nan"),
+        ({"noise_level": 1.5, "kind": "cps"}, "noise_level is 1.5"),
+        ({"sigma_max": 1.0}, "sigma_max is 1.0; take the second point"),
+        ({"sigma": torch.full((2,), 0.7)}, r"sigma must be a number or \[3\], got \[2\]"),
+        ({"sigma_next": 0.8}, "needs 1 >= sigma > sigma_next >= 0"),
+        ({"velocity": torch.zeros(3, 1)}, r"x \[3, 4, 6, 6\] and velocity \[3, 1\]"),
+    ],
+)
 def test_bad_arguments_are_named(change, message):
     x, v, _ = toy()
     given = {"velocity": v, "sigma": 0.7, "sigma_next": 0.5, "noise_level": 0.7, "kind": "sde"}

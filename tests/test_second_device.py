@@ -24,11 +24,14 @@ SUBJECTS = {  # files of on_second_device/ are those that pytest does not find b
 
 @pytest.mark.skipif(not second_device.COMPILER, reason="needs a C++ compiler")
 @pytest.mark.skipif(Version(torch.__version__) < Version("2.13"), reason="needs torch's C++ of now")
-@pytest.mark.parametrize("subject", [
-    pytest.param("rewards", marks=pytest.mark.slow),
-    pytest.param("runs", marks=pytest.mark.slow),
-    pytest.param("families", marks=pytest.mark.long),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "subject",
+    [
+        pytest.param("rewards", marks=pytest.mark.slow),
+        pytest.param("runs", marks=pytest.mark.slow),
+        pytest.param("families", marks=pytest.mark.long),
+    ],
+)
 def test_on_the_second_device(subject: str) -> None:
     paths = [str(FOLDER / name) for name in SUBJECTS[subject]]
     options = ["-q", "-p", "second_device", "-p", "no:cacheprovider"]

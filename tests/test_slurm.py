@@ -83,13 +83,16 @@ def test_two_processes_train_and_go_on_when_requeued(script: Path, node: Path, m
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
-@pytest.mark.parametrize(("step", "signalled", "requeued"), [
-    ("trap 'exit 75' USR1; touch begun; while true; do sleep 0.1; done", True, True),
-    ("trap '' USR1; touch begun; sleep 1; exit 0", True, False),  # it was done in time
-    ("trap '' USR1; touch begun; sleep 1; exit 143", True, True),  # killed by the end
-    ("touch begun; exit 75", False, True),  # train.max_minutes
-    ("touch begun; exit 7", False, False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("step", "signalled", "requeued"),
+    [
+        ("trap 'exit 75' USR1; touch begun; while true; do sleep 0.1; done", True, True),
+        ("trap '' USR1; touch begun; sleep 1; exit 0", True, False),  # it was done in time
+        ("trap '' USR1; touch begun; sleep 1; exit 143", True, True),  # killed by the end
+        ("touch begun; exit 75", False, True),  # train.max_minutes
+        ("touch begun; exit 7", False, False),
+    ],
+)
 def test_a_job_that_is_not_finished_is_requeued(
     script: Path, node: Path, monkeypatch, step: str, signalled: bool, requeued: bool
 ) -> None:
@@ -107,11 +110,14 @@ def test_a_job_that_is_not_finished_is_requeued(
     assert (job.returncode != 0) == (step.split()[-1] != "0")  # that of srun
 
 
-@pytest.mark.parametrize(("name", "nodes", "processes"), [
-    pytest.param("one_node", 1, 1, marks=pytest.mark.slow),
-    pytest.param("one_node", 1, 2, marks=pytest.mark.long),
-    pytest.param("several_nodes", 2, 2, marks=pytest.mark.long),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "nodes", "processes"),
+    [
+        pytest.param("one_node", 1, 1, marks=pytest.mark.slow),
+        pytest.param("one_node", 1, 2, marks=pytest.mark.long),
+        pytest.param("several_nodes", 2, 2, marks=pytest.mark.long),
+    ],
+)
 def test_a_job_out_of_time_saves_and_is_requeued(
     node: Path, monkeypatch: pytest.MonkeyPatch, name: str, nodes: int, processes: int
 ) -> None:

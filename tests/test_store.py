@@ -267,12 +267,15 @@ def test_an_evaluation_that_lost_images_fails_and_then_scores_no_others(
     assert files(out) == intact
 
 
-@pytest.mark.parametrize(("override", "difference"), [
-    ("sampling.seed=1", "sampling.seed was 1234 there, and is 1 here"),
-    ("model.dtype=bfloat16", "model.dtype was 'float32' there, and is 'bfloat16' here"),
-    ("benchmarks.0.images=1", "images was 2 there, and is 1 here"),
-    ("models.base=ADAPTER", "adapter was None there, and is '"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("override", "difference"),
+    [
+        ("sampling.seed=1", "sampling.seed was 1234 there, and is 1 here"),
+        ("model.dtype=bfloat16", "model.dtype was 'float32' there, and is 'bfloat16' here"),
+        ("benchmarks.0.images=1", "images was 2 there, and is 1 here"),
+        ("models.base=ADAPTER", "adapter was None there, and is '"),
+    ],
+)
 def test_images_of_another_run_are_refused(config: Path, override: str, difference: str, capsys):
     intact = files(config.parent / "out")
     override = override.replace("ADAPTER", str(config.parent / "adapter"))

@@ -258,20 +258,23 @@ def test_sft_learns_the_straight_way_to_the_teachers_images(random_model: str, t
     assert (states.sigmas.diff() < 0).all() and states.sigmas[0] <= 1
 
 
-@pytest.mark.parametrize(("given", "keys"), [
-    (["tasks.0.teacher=nobody"], ["tasks.0.teacher", "nobody"]),
-    (["tasks.0.teacher=odd"], ["teachers.even"]),
-    (["rollout.kind=ode"], ["rollout.kind", "needs"]),
-    (["student.gradient=published"], ["student.weighting", "published"]),
-    (["student.states={select: random, count: 4}"], ["count", "rollout.window"]),
-    (["student.gradient=policy", "student.guidance=2"], ["student.guidance", "2.0", "1.0"]),
-    (["teachers.odd.reference=start"], ["teachers.odd.reference", "lora.init"]),
-    (["student.patience=1"], ["student.patience", "evaluation"]),
-    (["student={patience: 1, fixed_prompts: 0}"], ["student.patience", "fixed_prompts"]),
-    (["evaluation={}", "tasks.1.reward=null", "tasks.1.validation=x"], ["tasks.1.reward"]),
-    (["evaluation={}", "tasks.1.validation=x"], ["tasks.0.validation"]),
-    ([WATCH, "tasks.0.reward=null", "tasks.1.reward=null"], ["evaluation.watch"]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("given", "keys"),
+    [
+        (["tasks.0.teacher=nobody"], ["tasks.0.teacher", "nobody"]),
+        (["tasks.0.teacher=odd"], ["teachers.even"]),
+        (["rollout.kind=ode"], ["rollout.kind", "needs"]),
+        (["student.gradient=published"], ["student.weighting", "published"]),
+        (["student.states={select: random, count: 4}"], ["count", "rollout.window"]),
+        (["student.gradient=policy", "student.guidance=2"], ["student.guidance", "2.0", "1.0"]),
+        (["teachers.odd.reference=start"], ["teachers.odd.reference", "lora.init"]),
+        (["student.patience=1"], ["student.patience", "evaluation"]),
+        (["student={patience: 1, fixed_prompts: 0}"], ["student.patience", "fixed_prompts"]),
+        (["evaluation={}", "tasks.1.reward=null", "tasks.1.validation=x"], ["tasks.1.reward"]),
+        (["evaluation={}", "tasks.1.validation=x"], ["tasks.0.validation"]),
+        ([WATCH, "tasks.0.reward=null", "tasks.1.reward=null"], ["evaluation.watch"]),
+    ],
+)
 def test_what_cannot_be_learnt_is_refused(
     random_model: str, tmp_path: Path, given: list[str], keys: list[str]
 ) -> None:

@@ -23,10 +23,13 @@ def config_file(model: str, output: Path, *overrides: str, reward: str = "rednes
     return path
 
 
-@pytest.mark.parametrize(("override", "said"), [
-    ("optimizer.lr=fast", "optimizer.lr: got the text 'fast'"),
-    ("tasks.0.reward.name=fakes:greenness", "tasks.0.reward: .* no attribute 'greenness'"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("optimizer.lr=fast", "optimizer.lr: got the text 'fast'"),
+        ("tasks.0.reward.name=fakes:greenness", "tasks.0.reward: .* no attribute 'greenness'"),
+    ],
+)
 def test_a_wrong_config_is_refused_before_the_model_is_looked_for(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], override: str, said: str
 ) -> None:
@@ -38,15 +41,18 @@ def test_a_wrong_config_is_refused_before_the_model_is_looked_for(
     assert not (tmp_path / "run" / "config.yaml").exists()
 
 
-@pytest.mark.parametrize(("lora", "ignored"), [
-    ({}, []),
-    ({"rank": 2, "alpha": 4.0}, []),  # those of the adapter
-    ({"rank": 32, "alpha": 64.0}, ["lora.rank", "lora.alpha"]),
-    ({"rank": 32}, ["lora.rank"]),
-    ({"targets": fakes.TARGETS}, []),
-    ({"targets": ["attn.to_q"], "alpha": 4.0}, ["lora.targets"]),
-    ({"targets": [*fakes.TARGETS, "ff.net.2"]}, ["lora.targets"]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("lora", "ignored"),
+    [
+        ({}, []),
+        ({"rank": 2, "alpha": 4.0}, []),  # those of the adapter
+        ({"rank": 32, "alpha": 64.0}, ["lora.rank", "lora.alpha"]),
+        ({"rank": 32}, ["lora.rank"]),
+        ({"targets": fakes.TARGETS}, []),
+        ({"targets": ["attn.to_q"], "alpha": 4.0}, ["lora.targets"]),
+        ({"targets": [*fakes.TARGETS, "ff.net.2"]}, ["lora.targets"]),
+    ],
+)
 def test_keys_that_an_adapter_to_start_from_decides_are_named(
     random_model: str, tmp_path: Path, lora: dict, ignored: list[str]
 ) -> None:
