@@ -19,9 +19,8 @@ def assert_same(one: Loop, other: Loop, *, values: float, gradients: float) -> N
     assert a.anchor is not None and b.anchor is not None
     assert_close(b.velocity, a.velocity, rtol=0, atol=values)
     assert_close(b.anchor, a.anchor, rtol=0, atol=values)
-    by_task = [
-        a.velocity[[task == name for task in rollout.batch.tasks]] for name in ("even", "odd")
-    ]
+    tasks = rollout.batch.tasks
+    by_task = [a.velocity[[task == name for task in tasks]] for name in ("even", "odd")]
     assert (by_task[0] - by_task[1]).abs().max() > 1e-2 < (a.velocity - a.anchor).abs().max()
     expected = gradient(one, a)
     scale = float(expected.abs().max())

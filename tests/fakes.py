@@ -69,16 +69,11 @@ def pipeline(seed: int = 0) -> StableDiffusion3Pipeline:
     vae.register_to_config(shift_factor=0.1, scaling_factor=1.3)
     clips = [parts.clip(width).eval() for width in parts.CLIP_WIDTHS]
     return StableDiffusion3Pipeline(
-        transformer=transformer.eval(),
-        scheduler=parts.scheduler(),
-        vae=vae.eval(),
-        text_encoder=clips[0],
-        tokenizer=parts.tokenizer(),
-        text_encoder_2=clips[1],
-        tokenizer_2=parts.tokenizer(),
-        text_encoder_3=parts.t5().eval(),
+        transformer=transformer.eval(), scheduler=parts.scheduler(), vae=vae.eval(),
+        text_encoder=clips[0], tokenizer=parts.tokenizer(), text_encoder_2=clips[1],
+        tokenizer_2=parts.tokenizer(), text_encoder_3=parts.t5().eval(),
         tokenizer_3=parts.tokenizer(max_length=256),
-    )
+    )  # fmt: skip
 
 
 def larger(folder: Path) -> str:
@@ -101,11 +96,14 @@ def backbone(model: str, pipe: Any = None, **options: Any) -> Backbone:
     return Backbone(pipe, settings) if pipe else Backbone.load(settings)
 
 
-def adapted(model: str, name: str = STUDENT, *, rank: int = 4, alpha: float = 6.0) -> Backbone:
+def adapted(
+    model: str, name: str = STUDENT, *, rank: int = 4, alpha: float = 6.0,
+    targets: list[str] | None = None, seed: int = 1, scale: float = 0.1, **options: Any,
+) -> Backbone:  # fmt: skip
     """The same with an adapter that matters."""
-    found = backbone(model)
-    found.add_adapter(name, rank=rank, alpha=alpha)
-    shake(found, name)
+    found = backbone(model, **options)
+    found.add_adapter(name, rank=rank, alpha=alpha, targets=targets)
+    shake(found, name, seed, scale)
     return found
 
 
@@ -251,18 +249,14 @@ def settings(
     prompts = output.parent / "prompts.txt"
     prompts.write_text("\n".join(PROMPTS))
     data = {
-        "stage": "grpo",
-        "output": str(output),
-        "model": {"id": model, **SMALL},
+        "stage": "grpo", "output": str(output), "model": {"id": model, **SMALL},
         "lora": {"rank": 4, "alpha": 8.0},
         "tasks": [{"name": "red", "prompts": str(prompts), "reward": {"name": f"fakes:{reward}"}}],
         "rollout": {"steps": 4, "guidance": 1.0, "prompts": 2, "copies": 4, "batch_size": 8},
-        "optimizer": {"lr": 1e-3, "micro_batch": 32},
-        "ema": {"decay": 0.5, "every": 1},
-        "train": {"updates": 4, "checkpoint_every": 2, "trackers": []},
-        "evaluation": None,
+        "optimizer": {"lr": 1e-3, "micro_batch": 32}, "ema": {"decay": 0.5, "every": 1},
+        "train": {"updates": 4, "checkpoint_every": 2, "trackers": []}, "evaluation": None,
         "alarm": None,
-    }
+    }  # fmt: skip
     return config.parse(data, overrides)
 
 
@@ -280,12 +274,9 @@ def evaluation(
         judge = {} if judged else {"reward": {"name": "fakes:redness"}}
         marks.append({"name": "red", "prompts": str(file), **judge, **given})
     data = {
-        "stage": "eval",
-        "output": str(folder / "out"),
-        "model": {"id": model, **SMALL},
-        "benchmarks": marks,
-        "sampling": {"steps": 2, "guidance": 1.0, "batch_size": 4},
-    }
+        "stage": "eval", "output": str(folder / "out"), "model": {"id": model, **SMALL},
+        "benchmarks": marks, "sampling": {"steps": 2, "guidance": 1.0, "batch_size": 4},
+    }  # fmt: skip
     (folder / "eval.yaml").write_text(yaml.dump(data | keys, sort_keys=False))
     return folder / "eval.yaml"
 
@@ -312,9 +303,7 @@ def _teachers(model: str) -> Path:
     """The teachers of a model, made once."""
     folder = Path(tempfile.mkdtemp(prefix="teachers_"))
     for seed, name in enumerate(["even", "odd"]):
-        teacher = backbone(model)
-        teacher.add_adapter("t", rank=2 + seed, alpha=4.0)
-        shake(teacher, "t", seed=seed + 5, scale=0.2)
+        teacher = adapted(model, "t", rank=2 + seed, alpha=4.0, seed=seed + 5, scale=0.2)
         teacher.save_adapter("t", folder / name)
     return folder
 
@@ -389,9 +378,21 @@ def gradient(loop: Loop, loss: Tensor) -> Tensor:
     return torch.cat([g.flatten() for g in torch.autograd.grad(loss, loop.parameters)])
 
 
-def lines(loop: Loop) -> list[dict[str, float]]:
-    """The log of a run."""
-    return [json.loads(line) for line in (loop.folder / "metrics.jsonl").read_text().splitlines()]
+def lines(run: Loop | Path | str) -> list[dict[str, Any]]:
+    """The log of a run, or of the folder of one."""
+    folder = run.folder if isinstance(run, Loop) else Path(run)
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def timeless(run: Loop | Path | str) -> list[dict[str, Any]]:
+    """The same without seconds and rates."""
+    return [{k: v for k, v in row.items() if "second" not in k} for row in lines(run)]
+
+
+def command(*argv: object) -> int:
+    """The exit status of `flowalign train`, as in a process of its own."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    return train.main([str(arg) for arg in argv])
 
 
 @dataclass
@@ -405,7 +406,7 @@ class FinishedRun:
     @property
     def rows(self) -> list[dict[str, Any]]:
         """metrics.jsonl."""
-        return [json.loads(row) for row in (self.folder / "metrics.jsonl").read_text().splitlines()]
+        return lines(self.folder)
 
 
 def finish_run(model: str, folder: Path) -> FinishedRun:
@@ -424,8 +425,7 @@ def finish_run(model: str, folder: Path) -> FinishedRun:
     path.write_text(config.to_yaml(config.parse(raw, given)))
     drawn = mock.patch.object(Figure, "savefig", savefig)
     with drawn, redirect_stdout(io.StringIO()) as output:
-        AcceleratorState._reset_state(reset_partial_state=True)
-        assert train.main(["--config", str(path)]) == 0
+        assert command("--config", path) == 0
     return FinishedRun(folder, output.getvalue())
 
 

@@ -6,7 +6,6 @@ import logging
 import math
 import shutil
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -89,11 +88,9 @@ def forward(model: torch.nn.Module, backbone: Backbone) -> Tensor:
     with torch.no_grad():
         return model(
             hidden_states=X[:, : backbone.latent_shape[0]],
-            encoder_hidden_states=cond.text["embeds"],
-            pooled_projections=cond.text["pooled"],
-            timestep=torch.full((2,), 600.0),
-            return_dict=False,
-        )[0]
+            encoder_hidden_states=cond.text["embeds"], pooled_projections=cond.text["pooled"],
+            timestep=torch.full((2,), 600.0), return_dict=False,
+        )[0]  # fmt: skip
 
 
 def label(bank: Bank, name: str) -> Tensor:
@@ -166,11 +163,7 @@ def test_diffusers_files_load_with_their_alpha_and_under_any_name(
 
 
 def test_without_any_description_alpha_is_the_rank_and_a_warning_says_so(
-    random_model: str,
-    backbone: Backbone,
-    bare: SD3Transformer2DModel,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
+    random_model: str, backbone: Backbone, bare: SD3Transformer2DModel, tmp_path: Path, caplog
 ) -> None:
     diffusers_file(trained(bare, **KINDS["patterns"]), tmp_path)
     stock = StableDiffusion3Pipeline.from_pretrained(random_model)
@@ -214,9 +207,7 @@ def test_what_peft_writes_beside_a_plain_lora_is_refused(
         ({"init_lora_weights": "pissa"}, "init_lora_weights"),
     ]
     for number, (config, seen) in enumerate(cases):
-        made = get_peft_model(
-            copy.deepcopy(bare), LoraConfig(r=2, target_modules=["attn.to_q"], **config)
-        )  # pyright: ignore
+        made = trained(bare, r=2, target_modules=["attn.to_q"], **config)
         folder = tmp_path / str(number)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of peft, which takes a bias for half a matrix
@@ -230,9 +221,7 @@ LAYER = "transformer.transformer_blocks.0.attn.to_q"
 HALVES = {f"{LAYER}.lora_A.weight": torch.ones(2, 32), f"{LAYER}.lora_B.weight": torch.ones(32, 2)}
 
 
-def test_files_that_are_no_lora_of_this_model_are_refused(
-    backbone: Backbone, tmp_path: Path
-) -> None:
+def test_files_that_are_no_lora_of_this_model_are_refused(backbone: Backbone, tmp_path: Path):
     cases = [
         ({"text_encoder.q_proj.lora_A.weight": torch.ones(2, 8)}, "text_encoder.q_proj"),
         (HALVES | {"lora_unet_x.lora_down.weight": torch.ones(2, 8)}, "lora_unet_x"),
@@ -308,34 +297,7 @@ def test_what_is_said_of_a_text_encoder_that_is_not_there_is_ignored(
     assert list(read_lora(tmp_path).scales.values()) == [4.0 if entries else 1.0]
 
 
-# Numbers that are none ---------------------------------------------------------------------------
-
-
-def spoilt(folder: Path, how: str) -> Path:
-    """An adapter with one NaN, one infinity, or an alpha that is none."""
-    changes: dict[str, Any] = {"lora_alpha": math.nan} if how == "alpha" else {}
-    described(folder, **changes)
-    file = folder / "adapter_model.safetensors"
-    weights = load_file(file)
-    if how != "alpha":
-        weights[sorted(weights)[1]][0, 0] = float(how)
-    save_file({key: value.to(torch.bfloat16) for key, value in weights.items()}, file)
-    return folder
-
-
-@pytest.mark.parametrize(
-    ("how", "name"), [("nan", "lora_B"), ("-inf", "lora_B"), ("alpha", "lora_alpha")]
-)
-def test_an_adapter_with_numbers_that_are_none_is_refused(
-    how: str, name: str, tmp_path: Path
-) -> None:
-    with pytest.raises(AdapterError, match=name):
-        read_lora(spoilt(tmp_path / "bad", how))
-
-
-def test_an_adapter_that_is_not_finite_is_not_written(
-    random_model: str, tmp_path: Path, backbone: Backbone
-) -> None:
+def test_an_adapter_that_is_not_finite_is_not_written(random_model, tmp_path, backbone: Backbone):
     backbone.add_adapter("diverged", rank=2, alpha=2.0, targets=fakes.TARGETS)
     backbone.save_adapter("diverged", tmp_path / "a")
     before = {path: path.read_bytes() for path in (tmp_path / "a").iterdir()}
@@ -365,25 +327,13 @@ def test_the_same_adapter_has_the_same_bytes(tmp_path: Path) -> None:
     assert len(content) == 1 and len(content.pop()) == 2  # the weights and their manifest
 
 
-@pytest.mark.parametrize(
-    ("name", "harm"),
-    [
-        (ADAPTER, lambda data: data[: len(data) // 2]),
-        (ADAPTER, lambda data: data[:-60] + bytes([data[-60] ^ 1]) + data[-59:]),
-        (MANIFEST, lambda data: data[:20] + bytes([data[20] ^ 1]) + data[21:]),
-    ],
-    ids=["cut", "a bit of a weight", "a bit of the manifest"],
-)
-def test_a_damaged_adapter_is_refused(
-    name: str, harm: Callable[[bytes], bytes], tmp_path: Path
-) -> None:
+def test_a_damaged_adapter_is_refused(tmp_path: Path) -> None:
     folder = shutil.copytree(adapter_folder("tiny/ocr"), tmp_path / "a")
     write_lora(folder, read_lora(folder).weights, read_lora(folder).metadata)
-    content = (folder / name).read_bytes()
-    (folder / name).write_bytes(harm(content))
-    with pytest.raises(AdapterError, match=f"damaged.*{name}"):
+    content = (folder / ADAPTER).read_bytes()
+    (folder / ADAPTER).write_bytes(content[:-60] + bytes([content[-60] ^ 1]) + content[-59:])
+    with pytest.raises(AdapterError, match=f"damaged.*{ADAPTER}"):
         read_lora(folder)
-    (folder / name).write_bytes(content)
     (folder / MANIFEST).unlink()  # the way out, if a change is wanted
     read_lora(folder)
     (folder / MANIFEST).write_text('{"manifest_version": 3, "name": "of another program"}')

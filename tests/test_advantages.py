@@ -12,7 +12,6 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.testing import assert_close
 
-from flowalign.commands import train
 from flowalign.config import ConfigError, parse, to_yaml
 from flowalign.credit import adora, gated, gdpo
 from flowalign.rewards.scoring import score
@@ -27,11 +26,6 @@ WEIGHTED = (
     "{name: 'fakes:redness', weight: 2.0}, {name: 'fakes:vivid', weight: -0.5}]}}"
 )
 SMALL = ["optimizer.eps=1.0", "optimizer.lr=30.0"]  # Adam's first step ~ lr * gradient
-
-
-def main(*argv: object) -> int:
-    fakes.AcceleratorState._reset_state(reset_partial_state=True)
-    return train.main([str(arg) for arg in argv])
 
 
 class Summed:
@@ -62,9 +56,7 @@ def test_gdpo_normalises_the_parts_of_a_weighted_reward(random_model: str, tmp_p
     assert bool((found.advantage != 0).all())
 
 
-def test_a_reward_without_parts_is_refused_before_a_model_is_loaded(
-    random_model: str, tmp_path: Path
-) -> None:
+def test_a_reward_without_parts_is_refused_before_a_model_is_loaded(random_model, tmp_path) -> None:
     wrong = ["grpo.advantage=gdpo", "tasks.0.reward={name: clipscore, options: {model: tiny}}"]
     with pytest.raises(ConfigError) as static:  # of a built-in one it is known from its name
         check_world(fakes.settings("no such model", tmp_path / "run", *wrong), Launch())
@@ -78,9 +70,7 @@ def test_a_reward_without_parts_is_refused_before_a_model_is_loaded(
     check_world(fakes.settings(random_model, tmp_path / "run", WEIGHTED, wrong[0]), Launch())
 
 
-def test_a_part_that_is_weighted_and_not_given_stops_the_run(
-    random_model: str, tmp_path: Path
-) -> None:
+def test_a_part_that_is_weighted_and_not_given_stops_the_run(random_model: str, tmp_path: Path):
     def run(parts: str) -> Any:
         reward = f"tasks.0.reward={{name: 'test_advantages:Summed', options: {{parts: {parts}}}}}"
         given = fakes.settings(random_model, tmp_path / "run", "grpo.advantage=gdpo", reward)
@@ -112,9 +102,7 @@ def test_averages_of_earlier_rollouts() -> None:
 
 
 @pytest.mark.parametrize("name", ["adora", "gated"])
-def test_advantages_follow_what_was_seen_before(
-    name: str, random_model: str, tmp_path: Path
-) -> None:
+def test_advantages_follow_what_was_seen_before(name: str, random_model: str, tmp_path: Path):
     """The second rollout of the same prompts, against the averages of the first."""
     overrides = [f"grpo.advantage={name}", "grpo.earlier={amplify: 3.0, attenuate: 0.25}"]
     given = fakes.settings(random_model, tmp_path / "run", "rollout.prompts=8", *overrides)
@@ -154,7 +142,7 @@ def test_two_processes_have_the_advantages_of_one(random_model: str, tmp_path: P
         raw["tasks"] = [red, {**red, "name": "vivid", "reward": other}]
         path = tmp_path / f"{name}.yaml"
         path.write_text(to_yaml(parse(raw)))
-        assert main("--config", path) == 0
+        assert fakes.command("--config", path) == 0
         runs[name] = ["--then", "--config", path, f"output={tmp_path / name / 'two'}"]
     done = fakes.launch(ROOT / "tests" / "on_cpu.py", *sum(runs.values(), []))
     assert done.returncode == 0, done.stderr

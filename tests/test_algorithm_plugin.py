@@ -56,9 +56,7 @@ def test_it_trains_and_resumes_to_the_same_bits(random_model: str, tmp_path: Pat
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("installed")
-def test_two_processes_have_the_gradients_of_one(
-    random_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_processes_have_the_gradients_of_one(random_model, tmp_path, monkeypatch) -> None:
     """It takes the best of a group, which it sees whole on any number of processes."""
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"))
     same = ["rollout.prompts=4", "rollout.copies=3", "train.updates=2", "train.checkpoint_every=2"]
@@ -74,9 +72,7 @@ def test_two_processes_have_the_gradients_of_one(
 
 
 @pytest.mark.usefixtures("installed")
-def test_the_doctor_predicts_it_by_what_it_keeps(
-    random_model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_doctor_predicts_it_by_what_it_keeps(random_model, tmp_path, capsys) -> None:
     config = run(random_model, tmp_path / "run")
     assert cli.main(["doctor", "--no-model", "--config", str(config)]) == 0
     text = capsys.readouterr().out
@@ -84,9 +80,7 @@ def test_the_doctor_predicts_it_by_what_it_keeps(
 
 
 @pytest.mark.usefixtures("installed")
-def test_init_writes_its_config(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_init_writes_its_config(tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
     assert cli.main(["init", "--stage", "toy", "--reward", "ocr", "--all"]) == 0
     config = load("toy.yaml")

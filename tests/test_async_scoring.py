@@ -1,6 +1,5 @@
 """Scoring beside sampling: the same scores, sooner; what hangs is given up."""
 
-import json
 import threading
 import time
 from pathlib import Path
@@ -95,12 +94,6 @@ def test_what_the_caller_must_hear_is_raised_where_it_collects():
         scorer.collect()
 
 
-def metrics(folder: Path) -> list[dict[str, float]]:
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    timed = ("seconds/", "images_per_second")
-    return [{k: v for k, v in json.loads(x).items() if not k.startswith(timed)} for x in lines]
-
-
 def finished(model: str, folder: Path, *overrides: str, reward: str = "noisy_redness") -> Path:
     found = fakes.settings(
         model, folder, "train.updates=2", "rollout.batch_size=2", *overrides, reward=reward
@@ -114,7 +107,7 @@ def test_a_run_that_scores_while_sampling_gives_the_same_numbers(random_model, t
     after = finished(
         random_model, tmp_path / "after", "train.score_while_sampling=false", reward="redness"
     )
-    assert metrics(during) == metrics(after)
+    assert fakes.timeless(during) == fakes.timeless(after)
 
 
 def test_scoring_and_sampling_take_turns_in_time(random_model, tmp_path, monkeypatch):
@@ -153,4 +146,4 @@ def test_a_reward_that_seeds_changes_nothing_but_what_rewards_draw(random_model,
     """Neither the first weights, where it is made, nor the noise of rollouts, where it is asked."""
     plain = finished(random_model, tmp_path / "plain", reward="redness")
     seeding = finished(random_model, tmp_path / "seeding", reward="Seeding")
-    assert metrics(plain) == metrics(seeding)
+    assert fakes.timeless(plain) == fakes.timeless(seeding)

@@ -31,9 +31,7 @@ def velocity(loop: Loop, pairs: Pairs, adapter: str | None) -> Tensor:
 
 
 @pytest.mark.parametrize("weighting", ["ghuber", "uniform", "t", "t2", "huber"])
-def test_at_ratio_one_it_is_advantage_weighted_matching(
-    random_model: str, tmp_path: Path, weighting: str
-) -> None:
+def test_at_ratio_one_it_is_advantage_weighted_matching(random_model, tmp_path, weighting: str):
     """-A times the slope of the log-likelihood; with uniform weights, A |v - target|^2."""
     loop, found, pairs = ready(random_model, tmp_path / "run", f"awm.weighting={weighting}")
     step = loop.algorithm.loss(pairs, loop.algorithm.velocity(pairs), found)
@@ -61,15 +59,13 @@ def test_the_ratio_is_to_the_weights_that_sampled(random_model: str, tmp_path: P
     assert loop.algorithm.old and not loop.algorithm.old.is_student  # as after a step
     step = loop.algorithm.loss(pairs, loop.algorithm.velocity(pairs), found)
     target = found.velocity[pairs.rows, pairs.columns]
-    new, before = (
-        ((v - target) ** 2).mean((1, 2, 3)) for v in (velocity(loop, pairs, STUDENT), old)
-    )
+    mine = velocity(loop, pairs, STUDENT)
+    new, before = (((v - target) ** 2).mean((1, 2, 3)) for v in (mine, old))
     ratio, advantage = (before - new).exp(), found.advantage[pairs.rows]
     expected = -torch.minimum(advantage * ratio, advantage * ratio.clamp(0.95, 1.05)).mean()
     assert float(step.total.detach()) == pytest.approx(float(expected.detach()), abs=1e-6)
-    assert step.metrics["ratio_error"] == pytest.approx(
-        float((ratio - 1).detach().abs().max()), abs=1e-6
-    )
+    error = float((ratio - 1).detach().abs().max())
+    assert step.metrics["ratio_error"] == pytest.approx(error, abs=1e-6)
 
 
 def test_base_and_average_hold_the_student_back(random_model: str, tmp_path: Path) -> None:
@@ -81,9 +77,7 @@ def test_base_and_average_hold_the_student_back(random_model: str, tmp_path: Pat
     alone = plain.algorithm.loss(pairs, plain.algorithm.velocity(pairs), same)
     v = velocity(loop, pairs, STUDENT)
     base, average = (((v - velocity(loop, pairs, name)) ** 2).mean() for name in (None, "average"))
-    assert (
-        float(base.detach()) > 1e-4 and float(average.detach()) > 1e-4
-    )  # it was copied before the shake
+    assert min(float(base.detach()), float(average.detach())) > 1e-4  # of before the shake
     more = float((0.7 * base + 0.3 * average).detach())
     assert float((step.total - alone.total).detach()) == pytest.approx(more, rel=1e-3)
     assert step.metrics["velocity_drift"] == pytest.approx(float(base.detach()), rel=1e-4)

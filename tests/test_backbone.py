@@ -25,9 +25,7 @@ def probe(backbone: Backbone, guidance: float = 3.0) -> tuple[Tensor, Tensor, Co
         return backbone.velocity(x, 0.6, cond, guidance=guidance), x, cond
 
 
-def test_a_fresh_adapter_changes_nothing_and_a_trained_one_only_while_it_is_active(
-    random_model: str,
-) -> None:
+def test_a_fresh_adapter_changes_nothing_and_a_trained_one_only_while_it_is_active(random_model):
     backbone = fakes.backbone(random_model)
     plain = probe(backbone)[0]
     backbone.add_adapter(STUDENT, rank=4, alpha=8, targets=fakes.TARGETS)
@@ -65,14 +63,10 @@ def test_what_is_saved_is_what_diffusers_loads(random_model: str, tmp_path: Path
     backbone.save_adapter(STUDENT, tmp_path)
     stock = StableDiffusion3Pipeline.from_pretrained(random_model)
     stock.load_lora_weights(str(tmp_path))
+    embeds, pooled = (cond.text[name][cond.index] for name in ("embeds", "pooled"))
     for pipe in (stock, flowalign.load(random_model, lora=tmp_path)):
         with torch.no_grad():
-            found = pipe.transformer(
-                x,
-                cond.text["embeds"][cond.index],
-                cond.text["pooled"][cond.index],
-                torch.full((4,), 600.0),
-            ).sample
+            found = pipe.transformer(x, embeds, pooled, torch.full((4,), 600.0)).sample
         assert_close(found, velocity, rtol=0, atol=1e-6)
     again = fakes.backbone(random_model)
     again.load_adapter("other", tmp_path)
@@ -126,9 +120,8 @@ def test_fp8_is_the_rounded_base_in_velocity_and_gradient(random_model: str) -> 
         velocity.square().mean().backward()
         found.append((velocity.detach(), [p.grad for p in backbone.adapter_parameters(STUDENT)]))
     assert_close(found[0], found[1], rtol=0, atol=1e-6)
-    assert {p.dtype for n, p in small.core.named_parameters() if n in eight} == {
-        torch.float8_e4m3fn
-    }
+    stored = {p.dtype for n, p in small.core.named_parameters() if n in eight}
+    assert stored == {torch.float8_e4m3fn}
 
 
 def test_the_vae_keeps_its_bits_and_decodes_in_small_batches(random_model: str) -> None:
@@ -161,17 +154,12 @@ def with_scheduler(model: str, size: int = 32, **changes: Any) -> Backbone:
 @pytest.mark.parametrize(
     "changes",
     [
-        {},
-        {"shift": 3.0, "shift_terminal": None},
-        DYNAMIC,
+        {}, {"shift": 3.0, "shift_terminal": None}, DYNAMIC,
         {**DYNAMIC, "time_shift_type": "linear", "shift_terminal": None},
-        {"use_karras_sigmas": True},
-        {"use_exponential_sigmas": True},
+        {"use_karras_sigmas": True}, {"use_exponential_sigmas": True},
     ],
-)
-def test_the_schedule_is_the_one_that_the_pipeline_takes(
-    random_model: str, changes: dict[str, Any]
-) -> None:
+)  # fmt: skip
+def test_the_schedule_is_the_one_that_the_pipeline_takes(random_model, changes: dict[str, Any]):
     backbone, steps = with_scheduler(random_model, **changes), 5
     pipe = backbone.pipe
     before = torch.as_tensor(pipe.scheduler.sigmas).clone()

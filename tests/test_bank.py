@@ -26,11 +26,8 @@ ROUTING = {"ocr": "ocr", "geneval": "geneval", "photo": "base"}
 def members(random_model: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Member]:
     found: dict[str, Member] = {"base": Member(None)}
     for seed, (name, kind) in enumerate(KINDS.items()):
-        backbone = fakes.backbone(random_model)
-        backbone.add_adapter("t", **kind)
-        fakes.shake(backbone, "t", seed=seed, scale=0.3)
         folder = tmp_path_factory.mktemp(name)
-        backbone.save_adapter("t", folder)
+        fakes.adapted(random_model, "t", **kind, seed=seed, scale=0.3).save_adapter("t", folder)
         found[name] = Member(folder)
     return found
 
@@ -54,9 +51,7 @@ def alone(model: str, member: Member, found: Rollout, guidance: float, rows: lis
     return fakes.velocities(backbone, found, rows, guidance)
 
 
-def test_a_mixed_batch_is_each_teacher_alone_to_the_bit(
-    random_model: str, members: dict[str, Member]
-) -> None:
+def test_a_mixed_batch_is_each_teacher_alone_to_the_bit(random_model, members: dict[str, Member]):
     """Each at its own CFG scale."""
     student = fakes.adapted(random_model)
     found = rollout(student)
@@ -85,9 +80,7 @@ def test_batch_size_changes_nothing_and_labels_are_stored_in_bf16(
     torch.testing.assert_close(stored.float(), exact, rtol=2**-8, atol=1e-6)
 
 
-def test_the_student_does_not_notice_the_bank(
-    random_model: str, members: dict[str, Member]
-) -> None:
+def test_the_student_does_not_notice_the_bank(random_model: str, members: dict[str, Member]):
     student = fakes.adapted(random_model)
     before = rollout(student)
     bank = Bank(student, members, ROUTING)
@@ -118,9 +111,7 @@ def test_labels_that_are_not_finite_stop_with_the_teacher_named(
 
 
 @pytest.mark.parametrize("guidance", [1.0, 3.0])
-def test_a_target_beyond_its_teacher(
-    random_model: str, members: dict[str, Member], guidance: float
-) -> None:
+def test_a_target_beyond_its_teacher(random_model, members: dict[str, Member], guidance: float):
     """v_ref + lambda (v - v_ref), of the base and of the start, beside a teacher as it is."""
     student = fakes.adapted(random_model)
     found = rollout(student)

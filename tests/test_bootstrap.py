@@ -22,12 +22,9 @@ def coverage(shares: list[float], prompts: int, images: int, tries: int = 1000) 
 @pytest.mark.parametrize(
     ("shares", "prompts", "images"),
     [
-        ([0.7], 120, 4),
-        ([0.5], 400, 1),
-        ([0.2], 400, 1),
-        ([0.9, 0.5, 0.3, 0.2], 100, 1),
+        ([0.7], 120, 4), ([0.5], 400, 1), ([0.2], 400, 1), ([0.9, 0.5, 0.3, 0.2], 100, 1),
     ],
-)
+)  # fmt: skip
 def test_the_interval_covers_the_truth_as_often_as_it_says(
     monkeypatch: pytest.MonkeyPatch, shares: list[float], prompts: int, images: int
 ):

@@ -50,7 +50,6 @@ def hours(lines: list[str]) -> float:
 
 
 def cuts(lines: list[str]) -> list[str]:
-    """The arguments that it printed."""
     return shlex.split(lines[-2])
 
 
@@ -83,9 +82,7 @@ def test_a_run_is_cut_in_the_order_of_the_table_until_it_fits(
 
 
 @pytest.mark.slow
-def test_the_stages_of_a_recipe_share_the_hours(
-    random_model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_stages_of_a_recipe_share_the_hours(random_model, tmp_path, capsys) -> None:
     nft = big(random_model, tmp_path, "nft")
     model = nft.pop("model")
     short = {**nft, "train": {"updates": 2}}
@@ -109,17 +106,13 @@ def test_the_stages_of_a_recipe_share_the_hours(
     assert status == 0 and hours(lines) <= whole / 10
 
 
-def test_hours_without_a_rate_are_a_fault(
-    random_model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_hours_without_a_rate_are_a_fault(random_model, tmp_path, capsys) -> None:
     run = fakes.settings(random_model, tmp_path / "run")
     assert not advise.within(run, [Forecast("run", run, Device(1))], 1.0)
     assert "--tflops" in capsys.readouterr().out
 
 
-def test_the_first_rows_of_a_set_that_may_be_sorted_do_not_stand_for_it(
-    random_model: str, tmp_path: Path
-) -> None:
+def test_the_first_rows_of_a_set_that_may_be_sorted_do_not_stand_for_it(random_model, tmp_path):
     path = fakes.evaluation(random_model, tmp_path, ["a"], {"name": "plain"}, {"name": "tagged"})
     stage = config.load(path, ["benchmarks.1.prompts=tagged.jsonl"], stage=config.EvalStage)
     forecast = Forecast("table", stage, Device(1))

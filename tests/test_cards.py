@@ -22,7 +22,6 @@ def run(model: str, *overrides: str, stage: str = "grpo", **keys: Any) -> Any:
 
 
 def against(config: Any) -> list[tuple[str, str]]:
-    """What the card is against."""
     return list(against_card(config))
 
 

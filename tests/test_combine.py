@@ -19,7 +19,6 @@ REDNESS = fakes.redness(IMAGES, PROMPTS, METADATA).value
 
 
 def brightness(images, prompts, metadata):
-    """Mean of all pixels."""
     return Scores.of(images.mean((1, 2, 3)))
 
 
@@ -31,12 +30,10 @@ def refusing(images, prompts, metadata):
 
 
 def signs(images, prompts, metadata):
-    """-1 of every image."""
     return Scores.of(-torch.ones(len(images)))
 
 
 def zero(images, prompts, metadata):
-    """0 of every image."""
     return Scores.of(torch.zeros(len(images)))
 
 
@@ -70,9 +67,8 @@ def ask(reward, images=IMAGES):
 
 def test_a_weighted_sum_is_the_sum_and_shows_its_components():
     bright = brightness(IMAGES, PROMPTS, METADATA).value
-    found = ask(
-        build("weighted", rewards=[RED | {"weight": 2.0}, spec("brightness") | {"weight": -0.5}])
-    )
+    terms = [RED | {"weight": 2.0}, spec("brightness") | {"weight": -0.5}]
+    found = ask(build("weighted", rewards=terms))
     assert torch.allclose(found.value, 2 * REDNESS - 0.5 * bright)
     assert torch.equal(found.parts["fakes:redness"], REDNESS)
     assert torch.equal(found.parts["fakes:redness/red"], IMAGES[:, 0].mean((1, 2)))
@@ -93,9 +89,8 @@ def test_a_product_needs_every_component():
     expected = bright.sqrt() * bright
     expected[1] = math.nan
     torch.testing.assert_close(found.value, expected, equal_nan=True)
-    assert not found.valid[1] and set(found.parts) == {
-        "test_combine:brightness", "test_combine:refusing"
-    }  # fmt: skip
+    assert not found.valid[1]
+    assert set(found.parts) == {"test_combine:brightness", "test_combine:refusing"}
     signed = ask(build("product", rewards=[RED, spec("brightness")]))
     assert signed.valid.tolist() == (REDNESS >= 0).tolist() and not bool(signed.valid.all())
     negative = (REDNESS < 0).nonzero().flatten().tolist()
@@ -191,6 +186,7 @@ def test_what_cannot_work_is_refused_before_any_model_is_loaded():
         ("product", {"rewards": [{"name": "gated"}]}, "`rewards.0`"),
         ("normalized", {"reward": RED, "median": 0.5, "spread": 0}, "`spread`"),
         ("diversity", {"model": "./nowhere"}, "`model`"),
+        ("diversity", {"model": "fakes:nothing"}, "'fakes:nothing'"),
     ]
     for name, options, said in cases:
         with pytest.raises(ValueError) as caught:

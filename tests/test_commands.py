@@ -18,6 +18,7 @@ from flowalign.system import packages
 from flowalign.system.exit import silenced
 
 ROOT = Path(__file__).parent.parent
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
 
 
 @pytest.fixture
@@ -62,9 +63,7 @@ def test_a_variable_in_a_path_is_refused_and_nothing_is_written(
     assert not list(tmp_path.iterdir())
 
 
-def test_a_tilde_in_a_path_is_the_home_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_tilde_in_a_path_is_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     assert cli.main("data generate ocr --count 4 --out=~/data/x_train.txt".split()) == 0
@@ -74,9 +73,7 @@ def test_a_tilde_in_a_path_is_the_home_folder(
     assert [path.name for path in tmp_path.iterdir()] == ["home"]
 
 
-def test_the_version_names_what_matters_and_where_it_lies(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_the_version_names_what_matters_and_where_it_lies(capsys: pytest.CaptureFixture[str]):
     assert cli.main(["--version"]) == 0
     said = capsys.readouterr().out
     assert f"flowalign {__version__} ({ROOT / 'flowalign'})" in said
@@ -87,10 +84,7 @@ def test_the_version_names_what_matters_and_where_it_lies(
     ("error", "status"), [(KeyboardInterrupt(), 130), (packages.MissingPackage("no x"), 2)]
 )
 def test_what_ends_a_command_early_is_one_line(
-    error: BaseException,
-    status: int,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    error: BaseException, status: int, monkeypatch: pytest.MonkeyPatch, capsys
 ) -> None:
     def fail(argv: object) -> int:
         raise error
@@ -103,10 +97,9 @@ def test_what_ends_a_command_early_is_one_line(
 @pytest.mark.slow
 def test_ctrl_c_ends_a_served_reward_with_one_line(script: list[str], tmp_path: Path) -> None:
     command = [*script, "serve-reward", "geneval", "detector=tiny", "--port", "0"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     with subprocess.Popen(
         command,
-        env=environment,
+        env=ENVIRONMENT,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -128,7 +121,7 @@ def test_ctrl_c_ends_a_served_reward_with_one_line(script: list[str], tmp_path: 
 def test_a_reader_that_leaves_ends_a_command_without_a_word(script: list[str], lines: int) -> None:
     config = str(ROOT / "configs/tiny/teacher_ocr.yaml")
     plan = [*script, "doctor", "--config", config, "--no-model"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+    environment = ENVIRONMENT | {"PYTHONUNBUFFERED": "1"}
     with subprocess.Popen(
         plan, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     ) as process:
@@ -141,9 +134,7 @@ def test_a_reader_that_leaves_ends_a_command_without_a_word(script: list[str], l
     assert "Traceback" not in said and "exit(" not in said, said
 
 
-def test_a_module_in_the_current_folder_comes_before_one_beside_the_config(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_module_in_the_current_folder_comes_before_one_beside_the_config(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", [*sys.path])
     for folder in ("here", "config"):
         (tmp_path / folder).mkdir()
@@ -171,12 +162,9 @@ def test_a_module_in_the_current_folder_comes_before_one_beside_the_config(
     ],
     ids=" ".join,
 )
-def test_libraries_say_nothing_on_stderr(
-    script: list[str], tmp_path: Path, arguments: list[str]
-) -> None:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+def test_libraries_say_nothing_on_stderr(script: list[str], tmp_path: Path, arguments: list[str]):
     command, folder = [*script, *arguments], tmp_path / "here"
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=folder, env=ENVIRONMENT, capture_output=True, text=True)
     assert done.returncode == 0
     assert all(line.startswith("tiny: ") for line in done.stderr.splitlines())  # ours, of sample
 

@@ -96,21 +96,6 @@ def test_rows_of_one_item_are_one_prompt_with_what_they_share(tmp_path: Path) ->
     ]
 
 
-def test_the_questions_of_dpg_bench_are_metadata(tmp_path: Path) -> None:
-    file = tmp_path / "dpg_bench.csv"
-    file.write_text(
-        "item_id,text,proposition_id,dependency,tuple,question_natural_language\n"
-        "a,a red cup,1,0,entity - whole (cup),Is there a cup?\n"
-        'a,a red cup,2,"1, 3",attribute - color (cup),Is it red?\n'
-        "b,a dog,1,0,global - (photo),Is it a photo?\n"
-    )
-    first, second = load_prompts(file, "dpg").metadata
-    assert first["questions"][1] == ["2", "1, 3", "attribute - color (cup)", "Is it red?"]
-    assert first["skills"] == ["entity - whole", "attribute - color"]
-    assert second["skills"] == ["global -"] and len(second["questions"]) == 1
-    assert first["first_row"] and "first_row" not in second
-
-
 def test_a_folder_is_a_prompt_a_file_named_by_it(tmp_path: Path) -> None:
     for name, text in {"7.txt": "seven\n", "10.txt": "\ufefften ", "x.csv": "no"}.items():
         (tmp_path / name).write_text(text, encoding="utf-8")
@@ -151,11 +136,9 @@ def test_no_prompt_repeats_within_an_epoch_and_epochs_differ() -> None:
 
 def test_every_batch_is_proportional_and_the_debt_never_grows() -> None:
     cases = [
-        ({"a": 0.1, "b": 0.2, "c": 0.7}, 10),
-        ({"a": 1.0, "b": 1.0, "c": 1.0}, 8),
-        ({"a": 1.0, "b": 1.0, "c": 98.0}, 1),
-        ({"a": 0.5, "b": 0.3, "c": 0.15, "d": 0.05}, 3),
-    ]
+        ({"a": 0.1, "b": 0.2, "c": 0.7}, 10), ({"a": 1.0, "b": 1.0, "c": 1.0}, 8),
+        ({"a": 1.0, "b": 1.0, "c": 98.0}, 1), ({"a": 0.5, "b": 0.3, "c": 0.15, "d": 0.05}, 3),
+    ]  # fmt: skip
     for weights, prompts in cases:
         draws = sampler(dict.fromkeys(weights, 5), weights, prompts)
         total, given = sum(weights.values()), Counter()
@@ -175,9 +158,8 @@ GENEVAL_TAGS = {"single_object": 80, "two_object": 99, "counting": 80,
 
 def like_geneval(path: Path) -> PromptBatch:
     """A file of the official test set's tags, sorted as it is."""
-    rows = [
-        {"tag": tag, "prompt": f"{tag} {i}"} for tag, n in GENEVAL_TAGS.items() for i in range(n)
-    ]
+    sizes = GENEVAL_TAGS.items()
+    rows = [{"tag": tag, "prompt": f"{tag} {i}"} for tag, n in sizes for i in range(n)]
     path.write_text("\n".join(json.dumps(row) for row in rows))
     return load_prompts(path, "geneval")
 
@@ -196,9 +178,7 @@ def test_a_part_of_a_sorted_set_holds_every_tag_in_proportion(tmp_path: Path) ->
     assert of_a_tag != [f"position {i}" for i in range(len(of_a_tag))]  # nor the first of each
 
 
-def test_a_larger_part_holds_the_smaller_one_and_the_order_of_a_file_is_kept(
-    tmp_path: Path,
-) -> None:
+def test_a_larger_part_holds_the_smaller_one_and_the_order_of_a_file_is_kept(tmp_path: Path):
     for whole in (like_geneval(tmp_path / "geneval.jsonl"), prompt_set("red", 40)):
         before: set[str] = set()
         for count in range(1, len(whole) + 1, 13):

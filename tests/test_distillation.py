@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,16 +26,9 @@ def latents(*shape: int, seed: int = 0) -> Tensor:
 
 
 def step(x: Tensor, velocity: Tensor, steps: Tensor, kind: str, noise_level: float) -> Gaussian:
-    sigma, following = SIGMAS[steps], SIGMAS[steps + 1]
-    return sde.transition(
-        x,
-        velocity,
-        sigma,
-        following,
-        noise_level=noise_level,
-        kind=kind,
-        sigma_max=float(SIGMAS[1]),
-    )
+    sigma, following, largest = SIGMAS[steps], SIGMAS[steps + 1], float(SIGMAS[1])
+    options: Any = {"noise_level": noise_level, "kind": kind, "sigma_max": largest}
+    return sde.transition(x, velocity, sigma, following, **options)
 
 
 @pytest.mark.parametrize(("kind", "noise_level"), [("sde", 0.7), ("sde", 1.0), ("cps", 0.6)])
@@ -94,15 +88,10 @@ def test_the_published_loss_and_gradient() -> None:
             loss = distance.mean()
         else:
             log_prob = sde.log_prob(step(x, velocity, steps, "sde", noise), x_next)
-            mixed = task if train["reward_mode"] == "mixed" else 0.0
-            loss = published_loss(
-                -train["kl_scale"] * distance,
-                log_prob,
-                old,
-                clip_range=train["clip_range"],
-                advantage_clip=train["adv_clip_max"],
-                advantage=mixed,
-            )[0].mean()
+            mixed, reward = task if train["reward_mode"] == "mixed" else 0.0, -distance
+            clips = {"clip_range": train["clip_range"], "advantage_clip": train["adv_clip_max"]}
+            reward = train["kl_scale"] * reward
+            loss = published_loss(reward, log_prob, old, advantage=mixed, **clips)[0].mean()
         loss = loss + train["beta"] * (weight * velocity_error(velocity, base)).mean()  # MAR
         assert loss.item() == pytest.approx(case["expected"]["loss"], rel=1e-6, abs=1e-12), label
         (gradient,) = torch.autograd.grad(loss, velocity)

@@ -12,7 +12,6 @@ import pytest
 import torch
 from PIL import Image
 from small_models import clip_folder, pictures, shake
-from torch import Tensor
 from torch.nn.functional import normalize
 from transformers import CLIPImageProcessor, Dinov2Config, Dinov2Model
 
@@ -21,7 +20,6 @@ from flowalign.commands.evaluate import main
 from flowalign.rewards.clip import Clip, image_encoder
 from flowalign.rewards.preference import Diversity, Similarity, vendi
 from flowalign.system.images import read_image, stacked, to_uint8
-from flowalign.types import Scores
 
 PROMPTS = ["a cat", "a dog", "a cat", "a fish", "a bird"]  # one twice
 
@@ -100,16 +98,9 @@ def test_features_are_those_of_dinov2_or_of_clip(tmp_path: Path):
     assert torch.equal(encode(images), Clip(name).image_features(images))
 
 
-class Grey:
-    """Mean brightness."""
-
-    def __call__(self, images: Tensor, prompts: Any, metadata: Any) -> Scores:
-        return Scores.of(images.mean((1, 2, 3)))
-
-
 @pytest.fixture
 def evaluate(tmp_path: Path, random_model: str) -> Callable[..., int]:
-    mark = {"name": "x", "images": 3, "reward": {"name": "test_diversity:Grey"}}
+    mark = {"name": "x", "images": 3}
     path = fakes.evaluation(random_model, tmp_path, PROMPTS, mark, report={"images": 1})
     return lambda *overrides: main(["--config", str(path), *overrides])
 
@@ -150,17 +141,3 @@ def test_a_prompt_that_is_listed_twice_has_two_groups_of_images(
         rows.append([row["vendi"] for row in models["base"]["images"]["x_diversity"]])
     assert rows[0] == pytest.approx(rows[1], rel=1e-4)
     assert rows[0][0] == rows[0][2] != rows[0][6]  # 0: the first cat, 6: the second
-
-
-@pytest.mark.parametrize(
-    ("override", "key"),
-    [
-        (f"{JUDGE}.options.model=fakes:nothing", JUDGE),
-        (f"{JUDGE}.options.model=./nowhere", JUDGE),
-    ],
-)
-def test_diversity_that_cannot_be_measured_is_refused(
-    evaluate: Callable[..., int], tmp_path: Path, override: str, key: str, capsys
-):
-    assert evaluate(MEASURED, override) == 2
-    assert f"{key}: " in capsys.readouterr().err and not (tmp_path / "out").exists()

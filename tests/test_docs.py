@@ -394,9 +394,7 @@ SMALLER = {  # for a block that needs a GPU and the weights
 @pytest.mark.parametrize(
     "block", [b for b in PYTHON if "file" not in b.notes], ids=lambda block: block.place
 )
-def test_python_in_a_document_runs(
-    block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_python_in_a_document_runs(block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     Path("evaluation_metadata.jsonl").write_text(json.dumps(ROW))
     Path("flowalign").symlink_to(ROOT / "flowalign")  # as in a checkout
@@ -410,9 +408,7 @@ def test_python_in_a_document_runs(
 
 
 @pytest.mark.slow
-def test_rewards_that_a_reader_writes_score_images(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rewards_that_a_reader_writes_score_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Every reward in a block that is saved as a file; of it another repository's part is ours."""
     served = types.ModuleType("reward_server.deqa")
     vars(served)["load_deqascore"] = lambda: lambda images: [0.5] * len(images)
@@ -447,16 +443,13 @@ def test_all_steps_work_and_leave_the_files_that_documents_name(tmp_path: Path) 
     """In one test, since the steps take minutes; with this test's own environment."""
     done = subprocess.run(
         ["bash", ROOT / "scripts" / "first_day.sh", tmp_path],
-        env=os.environ | {"FIRST_DAY_PYTHON": sys.executable},
-        capture_output=True,
-        text=True,
-    )
+        env=os.environ | {"FIRST_DAY_PYTHON": sys.executable}, capture_output=True, text=True,
+    )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     clone = tmp_path / "flowalign"
     for page, folder in FOLDERS.items():
-        found = re.search(
-            r"^\| file or folder \|.*\n\|---.*\n((?:\|.*\n)+)", page.read_text(), re.M
-        )
+        rows = r"^\| file or folder \|.*\n\|---.*\n((?:\|.*\n)+)"
+        found = re.search(rows, page.read_text(), re.M)
         table = found[1] if found else ""
         names = [n for row in table.splitlines() for n in re.findall("`(.+?)`", row.split("|")[1])]
         assert len(names) >= 5, page

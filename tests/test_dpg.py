@@ -5,7 +5,7 @@ import math
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -18,11 +18,7 @@ from flowalign.training.data import load_prompts
 from flowalign.types import EvalRow, PromptBatch
 
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "dpg.json").read_text())
-
-
-class Bench(NamedTuple):
-    name: str = "dpg"
-    headline: str | None = None
+BENCH: Any = SimpleNamespace(name="dpg", headline=None)
 
 
 class Recorded:
@@ -55,10 +51,7 @@ def judged(batch: PromptBatch, rule: str) -> tuple[list[dict[str, Any]], dict[st
         | {name: float(part[row]) for name, part in scores.parts.items()}
         for row, prompt in enumerate(batch.prompts)
     ]
-    return found, {row.metric: row for row in rows_of(Bench(), found)}
-
-
-# The arithmetic ----------------------------------------------------------------------------------
+    return found, {row.metric: row for row in rows_of(BENCH, found)}
 
 
 def test_the_official_rule_gives_the_official_numbers(batch: PromptBatch) -> None:
@@ -140,8 +133,6 @@ def test_a_no_reaches_the_children_of_children_in_any_order() -> None:
     assert after({1: [2], 2: [1]}, "corrected") == [1, 1]
 
 
-# The judges --------------------------------------------------------------------------------------
-
 LINE = {
     "item_id": "a",
     "questions": [["1", "0", "entity - whole (cup)", "Is there a cup?"],
@@ -187,13 +178,11 @@ def test_wrong_options_and_prompts_are_refused_before_anything_is_loaded() -> No
         assert key in str(caught.value), options
     check_prompts("dpg", {}, ["a"], [LINE])
     first, second = LINE["questions"]
+    wrong = [["x", *second[1:]], ["2", "one", *second[2:]], second[:3], [*second[:3], 5]]
     for change in (
+        *({"questions": [first, question]} for question in wrong),
         {"questions": []},
         {"questions": [first], "skills": []},
-        {"questions": [first, ["x", *second[1:]]]},
-        {"questions": [first, ["2", "one", *second[2:]]]},
-        {"questions": [first, second[:3]]},
-        {"questions": [first, [*second[:3], 5]]},
         {"questions": "no"},
         {"skills": [1, 2]},
     ):

@@ -97,15 +97,12 @@ class World(NamedTuple):
         ]
 
     def images(self, scores: dict[str, Array], attempt: int, seed: int) -> dict[str, list[dict]]:
-        return {
-            name: [
-                {**row, "value": value, "right": value}
-                for row, value in zip(
-                    self.rows(name), scores[name][attempt, seed].ravel().tolist(), strict=True
-                )
-            ]
-            for name in self.judges
-        }
+        found = {}
+        for name in self.judges:
+            values = scores[name][attempt, seed].ravel().tolist()
+            rows = zip(self.rows(name), values, strict=True)
+            found[name] = [{**row, "value": value, "right": value} for row, value in rows]
+        return found
 
 
 def evaluated(world: World, models: list[dict[str, list[dict]]]) -> tuple[float, float]:
@@ -125,9 +122,8 @@ def evaluated(world: World, models: list[dict[str, list[dict]]]) -> tuple[float,
 
 def over_seeds(world: World, models: list[list[dict[str, list[dict]]]]) -> tuple[float, float]:
     """The same of several evaluations, one a seed: by benchmarks/seeds.py."""
-    about = {
-        n: {"headline": "right" if tagged else None} for n, (_, tagged) in world.judges.items()
-    }
+    judges = world.judges.items()
+    about = {n: {"headline": "right" if tagged else None} for n, (_, tagged) in judges}
     documents = [
         {
             "benchmarks": about,
@@ -150,9 +146,8 @@ def reported(world: World) -> tuple[float, float]:
     numbers = np.mean([world.number(name, gap) for name, gap in gaps.items()], 0)
     errors = []
     for attempt in range(REPORTED):
-        images = [
-            [world.images(some, attempt, seed) for seed in range(world.seeds)] for some in scores
-        ]
+        every = range(world.seeds)
+        images = [[world.images(some, attempt, seed) for seed in every] for some in scores]
         if world.seeds > 1:
             mean, error = over_seeds(world, images)
         else:
@@ -198,9 +193,7 @@ WORLDS = {
 
 
 @pytest.mark.parametrize("name", WORLDS)
-def test_the_error_is_the_spread_over_repeated_draws(
-    monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_the_error_is_the_spread_over_repeated_draws(monkeypatch: pytest.MonkeyPatch, name: str):
     monkeypatch.setattr(stats, "bootstrap_interval", lambda *_: (np.nan, np.nan))  # it takes time
     true, error = reported(WORLDS[name])
     assert error / true == pytest.approx(1, abs=0.05)

@@ -50,14 +50,11 @@ def judged(tags: str, correct: list[float], value: list[float] | None = None):
     values = value or correct
     return [
         {
-            "index": i,
-            "prompt": f"p{i}",
-            "metadata": {"tag": tag} if tag != " " else {},
-            "value": values[i],
-            "correct": correct[i],
+            "index": i, "prompt": f"p{i}", "metadata": {"tag": tag} if tag != " " else {},
+            "value": values[i], "correct": correct[i],
         }
         for i, tag in enumerate(tags)
-    ]
+    ]  # fmt: skip
 
 
 def named(rows: list[EvalRow]) -> dict[str, EvalRow]:
@@ -243,19 +240,14 @@ def config(tmp_path: Path, random_model: str) -> Path:
     model.add_adapter("fresh", rank=2, alpha=2.0)
     model.save_adapter("fresh", tmp_path / "adapter")
     return fakes.evaluation(
-        random_model,
-        tmp_path,
-        ['a "A"', 'a "B"', 'a "C"'],
+        random_model, tmp_path, ['a "A"', 'a "B"', 'a "C"'],
         {"limit": 2, "reward": {"name": "fakes:Faulty", "options": {"rows": [1]}}},
-        models={"fresh": str(tmp_path / "adapter"), "base": None},
-        max_invalid_share=0.5,
-    )
+        models={"fresh": str(tmp_path / "adapter"), "base": None}, max_invalid_share=0.5,
+    )  # fmt: skip
 
 
 @pytest.mark.usefixtures("drawn")
-def test_the_command_writes_results_table_and_grid(
-    config: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_the_command_writes_results_table_and_grid(config: Path, capsys):
     assert main(["--config", str(config)]) == 0
     folder = config.parent / "out"
     results = json.loads((folder / "results.json").read_text())
@@ -280,10 +272,7 @@ def test_the_command_writes_results_table_and_grid(
     page = (folder / "report.html").read_text()
     assert "base − fresh" in page and "Drift from the base" in page
     shown = sorted(str(path.relative_to(folder)) for path in folder.glob("images/**/*.png"))
-    names = [
-        f"images/{model}/red/0000{index}_0.png" for model in ("base", "fresh") for index in (0, 1)
-    ]
-    assert shown == names
+    assert shown == [f"images/{m}/red/0000{i}_0.png" for m in ("base", "fresh") for i in (0, 1)]
 
 
 def test_a_model_is_sampled_at_its_own_guidance(config: Path):
@@ -371,8 +360,7 @@ def visits(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_the_text_of_an_evaluation_is_encoded_at_once_and_not_per_batch(
     random_model: str, visits: list[str]
 ) -> None:
-    """The three encoders come to the device once, for two evaluations; each text is encoded
-    once."""
+    """The three encoders come once, for two evaluations, in which each text is encoded once."""
     backbone = fakes.backbone(random_model, offload_text_encoders=True)
     backbone.text.negative()
     words = [f"a {letter}" for letter in "ABCDEFGHI"]
@@ -384,9 +372,7 @@ def test_the_text_of_an_evaluation_is_encoded_at_once_and_not_per_batch(
     assert first == second
 
 
-def test_the_parts_of_a_product_are_columns_that_do_not_count_twice(
-    random_model: str, tmp_path: Path
-):
+def test_the_parts_of_a_product_are_columns_that_do_not_count_twice(random_model, tmp_path):
     scaled = {"reward": {"name": "fakes:constant"}, "median": 0.5, "spread": 1}
     parts = [{"name": "fakes:redness", "label": "red"}, {"name": "normalized", "options": scaled}]
     both = {"name": "both", "reward": {"name": "product", "options": {"rewards": parts}}}

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import fakes
 import pytest
 
 from flowalign import rewards
@@ -9,9 +10,7 @@ from flowalign.commands.evaluate import main, more_benchmarks
 from flowalign.config import BenchmarkConfig
 
 
-def test_it_lists_what_there_is_and_what_must_be_fetched(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_it_lists_what_there_is_and_what_must_be_fetched(tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["list"]) == 0
     listed = capsys.readouterr().out
@@ -34,8 +33,6 @@ def test_it_lists_what_there_is_and_what_must_be_fetched(
         (["--benchmarks", "ocr", "occ"], "--benchmarks: no 'occ'. Did you mean 'ocr'?"),
         (["--lora", "tiny/ocrr"], "Did you mean 'tiny/ocr'?"),
         (["--limit", "0"], "benchmarks.0.limit"),
-        (["--lora", "mine=no/such/folder"], "models.mine"),
-        (["sampling.stepz=3"], "sampling.stepz"),
         (["--images", "x"], "--images: name the benchmarks"),
     ],
 )
@@ -68,6 +65,15 @@ def test_the_config_that_it_keeps_is_the_same_evaluation(tmp_path: Path) -> None
     assert main(["--config", str(out / "eval.yaml")]) == 0
     assert (out / "table.md").read_text() == table
     assert {path: path.stat().st_mtime_ns for path in rows} == rows
+
+
+def test_processes_that_do_not_know_of_each_other_are_refused(tmp_path, capsys, monkeypatch):
+    """As `accelerate launch --multi_gpu` starts them where there is no GPU."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main(["--config", str(fakes.evaluation("tiny", tmp_path, ["a"]))]) == 2
+    said = capsys.readouterr().err
+    assert "2 processes were started" in said and "configs/accelerate/ddp_2cpu.yaml" in said
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("words", ["", "--config a --out b", "--config a --lora b",

@@ -114,9 +114,7 @@ def test_the_doctor_passes_it_in_shapes(family: str, name: str) -> None:
         ("flux", "posters"),
     ],
 )
-def test_a_recipe_for_one_gpu_takes_a_weekend(
-    family: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_recipe_for_one_gpu_takes_a_weekend(family: str, name: str, tmp_path, monkeypatch):
     """With the variant that the head names, on the GPU that it is for."""
     monkeypatch.chdir(tmp_path)  # no prompt set is here: they are taken to be long enough
     path = ROOT / "configs" / family / f"{name}.yaml"

@@ -73,9 +73,7 @@ def test_all_that_saves_memory_goes_together(model: str, tmp_path: Path) -> None
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_stage_learns_and_goes_on_where_it_stopped(
-    model: str, stage: str, tmp_path: Path
-) -> None:
+def test_a_stage_learns_and_goes_on_where_it_stopped(model: str, stage: str, tmp_path: Path):
     whole = test_checkpoint.state(run(model, tmp_path / "whole", stage))
     assert all(row["grad_norm"] > 0 for row in whole["metrics"]) and len(whole["metrics"]) == 2
     run(model, tmp_path / "run", stage, updates=1)

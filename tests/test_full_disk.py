@@ -84,9 +84,7 @@ def test_an_appended_line_is_whole_or_not_there(small: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_full_disk_stops_a_run_which_goes_on_when_there_is_room(
-    random_model: str, small: Path
-) -> None:
+def test_a_full_disk_stops_a_run_which_goes_on_when_there_is_room(random_model: str, small: Path):
     path = config_file(random_model, small, "train.updates=4")
     script = (
         'cd "$0"; "$1" train.py --config "$2"; echo "status $?"; ls "$3/run/checkpoints"\n'

@@ -3,7 +3,8 @@
 import json
 import math
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -21,11 +22,7 @@ from flowalign.rewards.geneval2 import (
 
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "geneval2.json").read_text())
 FIRST, CASES = GOLDEN["meta"]["first_token"], GOLDEN["cases"]
-
-
-class Bench(NamedTuple):
-    name: str = "geneval2"
-    headline: str | None = "gm"
+BENCH: Any = SimpleNamespace(name="geneval2", headline="gm")
 
 
 def scored(case: dict[str, Any]) -> list[float]:
@@ -39,9 +36,6 @@ def line(*questions: tuple[str, str, str], atoms: int = 3) -> dict[str, Any]:
 
 
 LINE = line(("count", "How many dogs are there?", "two"), ("attribute", "Are they red?", "Yes"))
-
-
-# The arithmetic ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -64,7 +58,7 @@ def test_the_benchmark_its_skills_and_its_atoms_are_those_of_the_official_analys
         metadata = {key: case[key] for key in ("vqa_list", "skills", "atom_count")}
         images.append({"index": index, "prompt": str(index), "metadata": metadata, **row})
     lost = {"index": 99, "prompt": "99", "metadata": LINE, "value": math.nan, "gm": math.nan}
-    rows = {row.metric: row for row in rows_of(Bench(), [*images, lost])}
+    rows = {row.metric: row for row in rows_of(BENCH, [*images, lost])}
     expected = {"am": summary["am"], "gm": summary["gm"], **summary["skills"]}
     expected |= {f"atoms_{int(count):02}": number for count, number in summary["atoms"].items()}
     assert {name: 100 * rows[name].mean for name in expected} == pytest.approx(expected, rel=1e-12)
@@ -86,8 +80,6 @@ def test_what_is_accepted_and_what_is_its_first_token() -> None:
     assert soft_tifa([0.5, 0.0]) == (0.25, 0.0)
     assert all(map(math.isnan, soft_tifa([0.5, math.nan])))
 
-
-# The reward --------------------------------------------------------------------------------------
 
 TABLE = {"two": 0.5, " ": 0.125, "Yes": 0.25, "No": 0.0625}
 

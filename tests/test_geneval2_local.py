@@ -114,12 +114,7 @@ def test_a_local_judge_of_dpg_says_yes_where_yes_is_likelier_than_no(model: str)
         answers = []
         for text in texts:
             softmax = probabilities(reward, picture, f"{text} Answer yes or no.")
-            yes, no = (
-                sum(
-                    float(softmax[encode(form)[0]])
-                    for form in (w, w.title(), f" {w}", f" {w.title()}")
-                )
-                for w in ("yes", "no")
-            )
+            forms = [[w, w.title(), f" {w}", f" {w.title()}"] for w in ("yes", "no")]
+            yes, no = (sum(float(softmax[encode(form)[0]]) for form in some) for some in forms)
             answers.append(yes > no)
         assert float(scores.value[row]) == pytest.approx(sum(answers) / len(answers))

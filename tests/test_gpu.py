@@ -44,9 +44,7 @@ def no_graphs_of_other_tests() -> Iterator[None]:
     torch.compiler.reset()
 
 
-def test_compiled_rollout_labels_and_update_are_the_eager_ones(
-    random_model: str, tmp_path: Path
-) -> None:
+def test_compiled_rollout_labels_and_update_are_the_eager_ones(random_model: str, tmp_path: Path):
     loops: list[Loop] = []
     for compile in (False, True):
         given = [*TEACHERS, f"model.compile={str(compile).lower()}"]
@@ -81,9 +79,7 @@ def test_a_reward_scores_on_its_own_device_from_a_worker_thread(offload: bool) -
     expected = PickScore("tiny", device="cpu")(images, batch.prompts, batch.metadata)
     last = torch.device("cuda", torch.cuda.device_count() - 1)
     reward = PickScore("tiny", device=last, offload=offload)
-    scorer = AsyncScorer(
-        lambda images, batch: score(reward, images, batch.prompts, batch.metadata), 60
-    )
+    scorer = AsyncScorer(lambda x, batch: score(reward, x, batch.prompts, batch.metadata), 60)
     with torch.cuda.device(last):
         for _ in range(2):
             scorer.submit(images.to(last), batch)
@@ -92,9 +88,7 @@ def test_a_reward_scores_on_its_own_device_from_a_worker_thread(offload: bool) -
     assert_close(found.value, torch.cat([expected.value] * 2), rtol=0, atol=1e-4)
 
 
-def test_a_resumed_run_is_the_uninterrupted_one_where_it_is_deterministic(
-    random_model: str, tmp_path: Path
-) -> None:
+def test_a_resumed_run_is_the_uninterrupted_one_where_it_is_deterministic(random_model, tmp_path):
     """In processes of their own: cuBLAS reads its workspace's size when it starts."""
 
     def run(folder: Path, updates: int, *more: str) -> dict[str, Tensor]:

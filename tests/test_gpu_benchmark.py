@@ -56,9 +56,7 @@ def setup_in(folder: Path) -> Any:
 
 
 @pytest.mark.slow
-def test_what_goes_wrong_is_a_row_and_the_rest_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_goes_wrong_is_a_row_and_the_rest_goes_on(tmp_path, monkeypatch) -> None:
     forked.start_server()
     monkeypatch.setattr(multiprocessing, "get_context", lambda how: forked.CONTEXT)
     calls = [works, absent, raises, works, dies, hangs]

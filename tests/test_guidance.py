@@ -13,14 +13,10 @@ from flowalign.training.preflight import scale_problems
 
 OCR = {"name": "ocr", "prompts": "tiny/ocr_train"}
 DATA: dict[str, Any] = {
-    "stage": "opd",
-    "model": {"id": "tiny", "height": 96, "width": 96, "max_sequence_length": 14},
-    "lora": {"init": "tiny/ocr"},
-    "teachers": {"ocr": {"adapter": "tiny/ocr"}},
-    "anchor": {"adapter": "tiny/ocr"},
-    "tasks": [OCR],
-    "evaluation": None,
-}
+    "stage": "opd", "model": {"id": "tiny", "height": 96, "width": 96, "max_sequence_length": 14},
+    "lora": {"init": "tiny/ocr"}, "teachers": {"ocr": {"adapter": "tiny/ocr"}},
+    "anchor": {"adapter": "tiny/ocr"}, "tasks": [OCR], "evaluation": None,
+}  # fmt: skip
 SMALL = ["rollout.steps=3", "rollout.prompts=2", "rollout.copies=1", "student.label_dtype=float32",
          "train.updates=1", "train.trackers=[]"]  # fmt: skip
 
@@ -60,16 +56,12 @@ def test_an_explicit_scale_counts_and_the_others_follow_the_student(
     assert found.mixtures == mixed
 
 
-def test_the_teachers_of_sft_sample_at_the_guidance_of_the_rollout(
-    random_model: str, tmp_path: Path
-) -> None:
+def test_the_teachers_of_sft_sample_at_the_guidance_of_the_rollout(random_model, tmp_path) -> None:
     found = fakes.distillation(random_model, tmp_path / "run", "rollout.guidance=2.0", stage="sft")
     loop = fakes.wired(found)
     (source,) = loop.algorithm.sources(["even"]) or []
     assert source.guidance == 2.0
 
-
-# Across stages -----------------------------------------------------------------------------------
 
 TINY = {"id": "tiny", "height": 96, "width": 96, "max_sequence_length": 14}
 TASK = {**OCR, "reward": {"name": "clipscore", "options": {"model": "tiny"}}}
@@ -77,7 +69,6 @@ BENCHMARKS = [{"name": "ocr", "prompts": "tiny/ocr_test", "reward": TASK["reward
 
 
 def taught(scale: float, kind: str = "ode", init: str | None = None) -> dict[str, Any]:
-    """A teacher by NFT, or by GRPO."""
     stage = "nft" if kind == "ode" else "grpo"
     rollout = {"kind": kind, "guidance": scale}
     return {"stage": stage, "tasks": [TASK], "rollout": rollout, "evaluation": None} | (

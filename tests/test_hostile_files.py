@@ -67,21 +67,15 @@ tables = st.dictionaries(patterns | st.text("()[]{}+*?.|^$ato_q0", max_size=24),
 descriptions = st.fixed_dictionaries(
     {},
     optional={
-        "r": st.just(2) | values,
-        "lora_alpha": st.just(4) | values,
-        "rank_pattern": tables | values,
-        "alpha_pattern": tables | values,
-        "use_rslora": values,
-        "base_model_name_or_path": st.text() | values,
-        "something": values,
+        "r": st.just(2) | values, "lora_alpha": st.just(4) | values,
+        "rank_pattern": tables | values, "alpha_pattern": tables | values, "use_rslora": values,
+        "base_model_name_or_path": st.text() | values, "something": values,
     },
-)
+)  # fmt: skip
 
 
 @examples(100)
-def test_any_description_is_read_or_refused(
-    count: int, tmp_path: Path, bare: SD3Transformer2DModel
-) -> None:
+def test_any_description_is_read_or_refused(count: int, tmp_path, bare: SD3Transformer2DModel):
     folder = tmp_path / "a"
     folder.mkdir()
 
@@ -113,9 +107,7 @@ def test_an_entry_of_a_wrong_kind_is_named(entry: str, value: Any, tmp_path: Pat
         read_lora(tmp_path)
 
 
-def test_patterns_are_matched_as_peft_does_and_never_for_long(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_patterns_are_matched_as_peft_does_and_never_for_long(tmp_path, monkeypatch) -> None:
     """peft's are regular expressions, with groups and all."""
     monkeypatch.setattr(adapters, "MATCHING_S", 0.3)
     save_file(HALVES, tmp_path / ADAPTER)

@@ -57,21 +57,14 @@ def client(**options) -> tuple[Client, Clock]:
 
 
 def test_what_may_pass_is_tried_again_and_what_may_not_is_not(serve: Serve):
-    for answer, times, kind in (
-        (408, 4, TimeoutError),
-        (429, 4, ConnectionError),
-        (500, 4, ConnectionError),
-        (504, 4, TimeoutError),
-        (httpx.ConnectError("x"), 4, ConnectionError),
-        (httpx.ReadTimeout("x"), 4, TimeoutError),
-        (httpx.RemoteProtocolError("x"), 4, ConnectionError),
-        (401, 1, ConnectionError),
-        (403, 1, ConnectionError),
-        (404, 1, ConnectionError),
-        (400, 1, ValueError),
-        (422, 1, ValueError),
-        (302, 1, ValueError),
-    ):
+    broken = httpx.ConnectError("x"), httpx.RemoteProtocolError("x")
+    kinds: list[tuple[int, type[Exception], tuple[int | Exception, ...]]] = [
+        (4, TimeoutError, (408, 504, httpx.ReadTimeout("x"))),
+        (4, ConnectionError, (429, 500, *broken)),
+        (1, ConnectionError, (401, 403, 404)),
+        (1, ValueError, (302, 400, 422)),
+    ]
+    for times, kind, answer in ((t, k, answer) for t, k, answers in kinds for answer in answers):
         requests = serve(answer)
         with client(retries=3)[0] as made, pytest.raises(kind) as caught:
             made.request("GET", "http://host/x")
@@ -96,9 +89,7 @@ def test_waits_double_with_jitter_and_obey_the_server_up_to_a_limit(serve: Serve
         assert least <= clock.waits[0] <= most, header
 
 
-def test_another_server_is_asked_at_once_and_the_one_that_failed_last(
-    serve: Serve, caplog: pytest.LogCaptureFixture
-):
+def test_another_server_is_asked_at_once_and_the_one_that_failed_last(serve: Serve, caplog):
     made, clock = client()
     requests = serve(503, 503, 503, 200)
     urls = ["http://a/x", "http://b/x"]

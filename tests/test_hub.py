@@ -44,21 +44,12 @@ def test_what_is_a_hub_id_and_what_is_a_folder(monkeypatch: pytest.MonkeyPatch) 
         *(
             (text, None)
             for text in (
-                "https://huggingface.co/me",
-                "https://a.com/me/lora",
-                "me/lora@main/../x",
-                "me/l/x",
-                "runs/teacher/adapter",
-                "/me/lora",
-                "../lora",
-                "me",
-                "me//lora",
-                "~/lora",
-                "me/lora@",
-                "tests/lora",
+                "https://huggingface.co/me", "https://a.com/me/lora", "me/lora@main/../x", "me/l/x",
+                "runs/teacher/adapter", "/me/lora", "../lora", "me", "me//lora", "~/lora",
+                "me/lora@", "tests/lora",
             )
         ),
-    ]
+    ]  # fmt: skip
     for source, parts in cases:
         assert is_hub_id(source) == (parts is not None), source
         if parts:
@@ -142,9 +133,7 @@ def test_a_check_says_what_is_wrong_with_each_id_and_loads_no_model(
         assert problem.startswith(f"teachers.{name}: ") and said in problem
 
 
-def test_offline_the_cache_is_taken_or_missed_with_a_reason(
-    online: fake_hub.Hub, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_offline_the_cache_is_taken_or_missed_with_a_reason(online: fake_hub.Hub, monkeypatch):
     online.put("me/lora", PEFT)
     read_lora("me/lora")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -22,9 +23,7 @@ SMALL = {
     "vision": {**SHARED, **SEE, "num_attention_heads": HEADS["vision"]},
     "text": {**SHARED, **READ, "num_attention_heads": HEADS["text"]},
 }
-WORDS: tuple[str, ...] = (
-    *"[PAD] [UNK] [CLS] [SEP] [MASK] a one two red blue green star sign".split(),
-)
+WORDS: Sequence[str] = "[PAD] [UNK] [CLS] [SEP] [MASK] a one two red blue green star sign".split()
 PROMPTS = ["a red star", "Two blue sign", "one", "a green one", "red red red", "a star " * 40]
 MLP = {0: (TEXT_WIDE, 1024), 2: (1024, 128), 4: (128, 64), 6: (64, 16), 7: (16, 1)}
 
@@ -109,9 +108,8 @@ class Reference:
         x = torch.cat([self.w[f"{v}.cls_token"][0], x]) + self.w[f"{v}.pos_embed"][0]
         for block in (f"{v}.blocks.{i}" for i in range(2)):
             qkv = self.linear(f"{block}.attn.qkv", self.norm(f"{block}.norm1", x, 1e-6))
-            x = x + self.linear(
-                f"{block}.attn.proj", self.attend(*qkv.chunk(3, -1), HEADS["vision"])
-            )
+            found = self.attend(*qkv.chunk(3, -1), HEADS["vision"])
+            x = x + self.linear(f"{block}.attn.proj", found)
             inner = self.linear(f"{block}.mlp.fc1", self.norm(f"{block}.norm2", x, 1e-6))
             x = x + self.linear(f"{block}.mlp.fc2", gelu(inner))
         return self.norm(f"{v}.norm", x, 1e-6)
@@ -153,11 +151,9 @@ def saved(folder: Path) -> dict:
     (folder / "vocab.txt").write_text("\n".join(WORDS))
     BertTokenizer.from_pretrained(folder).save_pretrained(folder / "bert")
     return {
-        "weights": str(folder / "ImageReward.pt"),
-        "tokenizer": str(folder / "bert"),
-        "architecture": SMALL,
-        "device": "cpu",
-    }
+        "weights": str(folder / "ImageReward.pt"), "tokenizer": str(folder / "bert"),
+        "architecture": SMALL, "device": "cpu",
+    }  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,6 @@ from flowalign.system.images import image_files, pixels_of, read_image, stacked
 from flowalign.training.data import load_prompts
 from flowalign.training.rollout import Noise
 
-SD35 = "stabilityai/stable-diffusion-3.5-medium"
 WORDS = ["a dog", "two cats «ici»", "a dog"]  # the set lists the first one twice
 DOG = {"tag": "single_object", "include": [{"class": "dog", "count": 1}]}
 CATS = {"tag": "counting", "include": [{"class": "cat", "count": 2}]}
@@ -68,7 +68,6 @@ def as_jsonl(folder: Path) -> Path:
 
 @pytest.fixture
 def never(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No base model is loaded."""
 
     def load(*args: Any, **options: Any) -> None:
         raise AssertionError("a model was loaded")
@@ -94,9 +93,7 @@ def test_each_form_gives_each_image_to_its_prompt(form: Callable[[Path], Path], 
     before = {path: path.read_bytes() for path in source.parent.rglob("*") if path.is_file()}
     assert main(["--config", str(config(tmp_path, source))]) == 0
     scored = rows(tmp_path)["red"]
-    assert [(row["index"], row["copy"]) for row in scored] == [
-        (i, c) for i in range(3) for c in (0, 1)
-    ]
+    assert [(row["index"], row["copy"]) for row in scored] == [*product(range(3), range(2))]
     shades = [round(row["value"] * 255 + 9) for row in scored]  # redness: red less the others
     assert shades == [20 * number + copy for number in range(3) for copy in range(2)]
     assert {path: path.read_bytes() for path in before} == before
@@ -224,13 +221,9 @@ def by_diffusers(folder: Path) -> Path:
     for index, word in enumerate(words):
         noise = [Noise((SEED,)).draw(index, copy, (channels, side, side), 0) for copy in range(2)]
         made = pipe(
-            [word] * 2,
-            latents=torch.cat(noise),
-            num_inference_steps=STEPS,
-            guidance_scale=GUIDANCE,
-            height=96,
-            width=96,
-        ).images
+            [word] * 2, latents=torch.cat(noise), num_inference_steps=STEPS,
+            guidance_scale=GUIDANCE, height=96, width=96,
+        ).images  # fmt: skip
         names = [f"{index}_{copy}.png" for copy in range(2)]
         for name, image in zip(names, made, strict=True):
             image.save(folder / name)
@@ -278,8 +271,6 @@ def test_images_beside_a_model_have_its_size(tmp_path: Path, capsys):
 
 def of_tiny(folder: Path, benchmark: str, count: int) -> Path:
     """An image of each of the first prompts of a tiny benchmark, in GenEval's layout."""
-    from flowalign.training.data import load_prompts
-
     batch = load_prompts(f"tiny/{benchmark}_test", "")
     for i in range(count):
         picture(folder / f"{i:05}/samples/00000.png", i, (64, 64))
@@ -305,14 +296,11 @@ HOLES = Image.fromarray(np.where(np.arange(64) < 8, 254, np.full((64, 64), 255))
 
 
 READ: dict[str, Image.Image] = {
-    "grey16.png": Image.fromarray(RAMP),
-    "grey16.tif": Image.fromarray(RAMP.astype(">u2")),
-    "grey.bmp": GREY,
-    "alpha.png": Image.merge("LA", (GREY, FULL)),
-    "rgba.webp": Image.merge("RGBA", (GREY, GREY, GREY, FULL)),
-    "palette.png": GREY.convert("P"),
+    "grey16.png": Image.fromarray(RAMP), "grey16.tif": Image.fromarray(RAMP.astype(">u2")),
+    "grey.bmp": GREY, "alpha.png": Image.merge("LA", (GREY, FULL)),
+    "rgba.webp": Image.merge("RGBA", (GREY, GREY, GREY, FULL)), "palette.png": GREY.convert("P"),
     "cmyk.tif": GREY.convert("RGB").convert("CMYK"),
-}
+}  # fmt: skip
 UNREAD: dict[str, Image.Image] = {
     "grey32.tif": Image.fromarray(RAMP.astype(np.int32)),
     "float.tif": Image.fromarray((RAMP / 65535).astype(np.float32)),

@@ -23,7 +23,6 @@ DOCKERFILE = (ROOT / "Dockerfile").read_text()
 
 
 def locked() -> dict[str, str]:
-    """{package: version}."""
     lines = (ROOT / "requirements.lock").read_text().splitlines()
     pairs = [line.split("==") for line in lines if not line.startswith("#")]
     return {canonicalize_name(name): version for name, version in pairs}

@@ -3,7 +3,8 @@
 import json
 import math
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,11 +19,7 @@ from flowalign.types import EvalRow, Metadata, PromptBatch
 
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "long_text.json").read_text("utf-8"))
 CVTG, LONG = GOLDEN["cvtg2k"]["images"], GOLDEN["longtext"]["images"]
-
-
-class Bench(NamedTuple):
-    name: str = "text"
-    headline: str | None = None
+BENCH: Any = SimpleNamespace(name="text", headline=None)
 
 
 class Recorded:
@@ -47,7 +44,7 @@ def rows(rule: str, lines: list[list[str]], prompts: list[str], metadata: Metada
         | {name: float(part[i]) for name, part in scores.parts.items()}
         for i, prompt in enumerate(prompts)
     ]
-    return found, {row.metric: row for row in rows_of(Bench(), found)}
+    return found, {row.metric: row for row in rows_of(BENCH, found)}
 
 
 def cvtg(folder: Path, cases: list[dict[str, Any]]) -> PromptBatch:
@@ -65,9 +62,6 @@ def cvtg(folder: Path, cases: list[dict[str, Any]]) -> PromptBatch:
 
 def means(found: dict[str, EvalRow], *names: str) -> list[float]:
     return [found[name].mean for name in names]
-
-
-# The arithmetic ----------------------------------------------------------------------------------
 
 
 def test_cvtg2k_counts_words_as_the_official_script_does(tmp_path: Path) -> None:
@@ -149,9 +143,6 @@ def test_prompts_without_texts_are_refused(rule: str, metadata: dict[str, Any], 
         check_prompts("ocr", {"rule": rule}, ["a sign"], [metadata])
 
 
-# A vision-language model reads -------------------------------------------------------------------
-
-
 def test_an_endpoint_reads_as_an_engine(serve) -> None:  # noqa: F811
     judge = serve(lambda request: "Bus\nStop")
     endpoint = {"url": judge.url, "model": "qwen", "retries": 0}
@@ -163,9 +154,6 @@ def test_an_endpoint_reads_as_an_engine(serve) -> None:  # noqa: F811
     assert judge.requests[0]["max_tokens"] == 1024 and "qwen" in describe(reward)["engine"]
     judge.reply = lambda request: (500, b"no")
     assert score(reward, torch.rand(1, 3, 8, 8), ["a"], metadata[:1]).valid.tolist() == [False]
-
-
-# The files ---------------------------------------------------------------------------------------
 
 
 def test_a_folder_of_cvtg2k_is_one_set_with_its_texts(tmp_path: Path) -> None:

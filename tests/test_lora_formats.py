@@ -90,7 +90,6 @@ def flux2_bfl(core: Any) -> dict[str, tuple[str, ...]]:
 
 
 def z_image_fused(core: Any) -> dict[str, tuple[str, ...]]:
-    """Z-Image's own module tree."""
     found = {}
     for block in range(2):
         path = f"layers.{block}.attention"
@@ -170,7 +169,6 @@ def processors(core: Any) -> dict[str, tuple[str, ...]]:
 
 
 def plain_down_up(layers: Layers) -> dict[str, Tensor]:
-    """<layer>.down.weight."""
     down = {f"{layer}.down.weight": a for layer, (a, _) in layers.items()}
     return down | {f"{layer}.up.weight": b for layer, (_, b) in layers.items()}
 
@@ -251,9 +249,7 @@ def assert_updates(lora: Any, layers: Layers, format: str, family: str) -> None:
 
 
 @pytest.mark.parametrize(("format", "family"), [*cases(READ), *cases(OURS)])
-def test_a_public_lora_has_the_updates_of_its_file(
-    format: str, family: str, tmp_path: Path
-) -> None:
+def test_a_public_lora_has_the_updates_of_its_file(format: str, family: str, tmp_path: Path):
     """And the velocity that it has in diffusers, where that reads it."""
     layers, folder = written(format, family, tmp_path)
     ours = backbone(copy.deepcopy(PIPES(family)))
@@ -347,9 +343,8 @@ def test_a_kohya_lora_of_sd3_changes_what_it_changes_in_stability_s_code() -> No
         f"{name}.weight": before[f"{name}.weight"] + scale * b @ a
         for name, (a, b) in layers.items()
     }
-    plain, changed = (
-        convert_sd3_transformer_checkpoint_to_diffusers(dict(w)) for w in (before, after)
-    )
+    converter = convert_sd3_transformer_checkpoint_to_diffusers
+    plain, changed = (converter(dict(w)) for w in (before, after))
     found = converted(down_up(KOHYA, dots=False)(layers), TwoBlocks())
     updated = {name for name in plain if not torch.equal(plain[name], changed[name])}
     assert {name.removesuffix(".weight") for name in updated} == found.keys()
@@ -426,9 +421,7 @@ def test_weights_of_8_bits_are_read_as_they_are(dtype: torch.dtype, tmp_path: Pa
     assert torch.equal(found.float(), values.float())
 
 
-def test_without_a_model_another_program_s_names_are_refused_and_merge_takes_one(
-    tmp_path: Path,
-) -> None:
+def test_without_a_model_another_program_s_names_are_refused_and_merge_takes_one(tmp_path: Path):
     (tmp_path / "a").mkdir()
     save_file(kohya_flux(), tmp_path / "a" / "public.safetensors")
     with pytest.raises(AdapterError, match="model"):

@@ -58,9 +58,7 @@ def test_a_manifest_of_another_folder_or_version_is_refused(tmp_path: Path) -> N
         manifest.check_manifest(tmp_path / "z")
 
 
-def test_a_durable_folder_is_flushed_before_its_rename(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_durable_folder_is_flushed_before_its_rename(tmp_path, monkeypatch) -> None:
     done: list[str] = []
     fsync, replace = files.os.fsync, files.os.replace
     monkeypatch.setattr(files.os, "fsync", lambda n: (done.append("flush"), fsync(n))[1])

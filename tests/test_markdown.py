@@ -3,6 +3,7 @@
 import html
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import fakes
@@ -75,13 +76,6 @@ def test_what_is_shown_is_one_line_of_utf_8_without_control_characters(count: in
     assert shown("x" * 10**7, 5) == "xxxxx..." and shown(" " * 10**7 + "x", 5) == "..."
 
 
-class Mark:
-    """A benchmark."""
-
-    def __init__(self, name: str) -> None:
-        self.name, self.headline = name, "correct"
-
-
 @examples(200)
 def test_a_table_has_its_rows_and_columns_whatever_names_and_tags_say(count: int) -> None:
     """As of an evaluation whose prompts have these tags."""
@@ -89,7 +83,8 @@ def test_a_table_has_its_rows_and_columns_whatever_names_and_tags_say(count: int
     def check(model: str, name: str, tag: str) -> None:
         image = {"index": 0, "copy": 0, "prompt": tag, "metadata": {"tag": tag}}
         images = [{**image, "index": i, "value": 0.5, "correct": 1.0} for i in range(2)]
-        rows = rows_of(Mark(name), images)
+        mark: Any = SimpleNamespace(name=name, headline="correct")
+        rows = rows_of(mark, images)
         text = table.of_cells(table.metric_rows({model: rows}))
         number = EvalRow(name, "m", 0.5, 0.1, 2)
         text += "\n" + table.markdown(table.Table(f"{model}:", {model: {name: number}}, {name: 3}))
@@ -110,9 +105,7 @@ def test_any_text_is_a_caption(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_log_and_an_error_show_what_a_terminal_would_obey(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_a_log_and_an_error_show_what_a_terminal_would_obey(capsys, tmp_path) -> None:
     """As a process of its own prints it: the handler of the log is made once per process."""
     code = (
         "import logging, sys; from flowalign.training.report.progress import quiet; quiet()\n"
@@ -134,9 +127,8 @@ def test_prompts_and_tags_of_a_stranger_leave_files_and_output_harmless(
     random_model: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """An evaluation of them: the table, the page, the picture, and what the command prints."""
-    lines = [
-        {"prompt": f"{text} {i}", "tag": text} for i, text in enumerate(NASTY) if "\0" not in text
-    ]
+    texts = [text for text in NASTY if "\0" not in text]
+    lines = [{"prompt": f"{text} {i}", "tag": text} for i, text in enumerate(texts)]
     path = fakes.evaluation(
         random_model, tmp_path, lines, {"reward": {"name": "test_markdown:Tagged"}},
         sampling={"steps": 2, "guidance": 1.0, "batch_size": 32},

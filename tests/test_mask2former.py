@@ -22,12 +22,9 @@ def options(open_clip: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> 
     folder = tmp_path_factory.mktemp("detector")
     clip = geneval_models.clip(open_clip, folder)
     return {
-        "model": geneval_models.mask2former(folder / "mask2former"),
-        "clip": clip["architecture"],
-        "clip_pretrained": clip["pretrained"],
-        "size": [64, 128],
-        "device": "cpu",
-    }
+        "model": geneval_models.mask2former(folder / "mask2former"), "clip": clip["architecture"],
+        "clip_pretrained": clip["pretrained"], "size": [64, 128], "device": "cpu",
+    }  # fmt: skip
 
 
 @pytest.fixture(scope="module")

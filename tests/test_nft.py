@@ -30,11 +30,9 @@ STAGES = {  # with all policies that the stage can have
 
 
 def run(model: str, folder: Path, *overrides: str, stage: str = "nft", **options: Any) -> Loop:
-    """A run of some updates."""
     moved = options.pop("moved", False)
-    loop = fakes.wired(
-        fakes.forward(model, folder, *overrides, stage=stage, **options), moved=moved
-    )
+    found = fakes.forward(model, folder, *overrides, stage=stage, **options)
+    loop = fakes.wired(found, moved=moved)
     loop.run()
     return loop
 
@@ -151,9 +149,7 @@ def test_no_forward_pass_is_wasted(random_model: str, tmp_path: Path, stage: str
     assert not algorithm(loop).policies  # nor is there memory for weights that nobody asks for
 
 
-def test_the_old_policy_is_asked_only_where_it_is_another(
-    random_model: str, tmp_path: Path
-) -> None:
+def test_the_old_policy_is_asked_only_where_it_is_another(random_model: str, tmp_path: Path):
     """Of two optimizer steps, the first still has the weights that sampled."""
     given = ["optimizer.updates_per_rollout=2", "optimizer.micro_batch=4", "nft.states=1"]
     loop = fakes.wired(fakes.forward(random_model, tmp_path / "run", *given))
@@ -167,9 +163,7 @@ def test_the_old_policy_is_asked_only_where_it_is_another(
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_weights_cost_the_passes_that_they_need(
-    random_model: str, tmp_path: Path, stage: str
-) -> None:
+def test_weights_cost_the_passes_that_they_need(random_model: str, tmp_path: Path, stage: str):
     given = [*STAGES[stage], "optimizer.micro_batch=8"]
     loop = fakes.wired(fakes.forward(random_model, tmp_path / "run", *given, stage=stage))
     found, calls = prepared(loop), passes(loop)
@@ -232,18 +226,16 @@ def test_an_update_of_nan_moves_no_policy(random_model: str, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        ("rollout.kind=sde", "rollout.kind: 'sde'"),
-        ("rollout.kind=cps", "rollout.kind: 'cps'"),
+        ("rollout.kind=sde", "rollout.kind: 'sde'"), ("rollout.kind=cps", "rollout.kind: 'cps'"),
         ("rollout.shared_noise=true", "rollout.shared_noise: "),
         ("rollout.copies=1", "rollout.copies: got 1"),
-        ("tasks.0.reward=null", "tasks.0.reward: missing"),
-        ("{}.states=0", "{}.states: "),
+        ("tasks.0.reward=null", "tasks.0.reward: missing"), ("{}.states=0", "{}.states: "),
         ("{}.levels=sampler and {}.states=4", "{}.states: 4 of"),
         ("{}.within=[0.5, 0.5]", "{}.within: [0.5, 0.5]"),
         ("{}.advantage_clip=0", "{}.advantage_clip: "),
         ("grpo.clip_range=0.1", "grpo: unknown key"),
     ],
-)
+)  # fmt: skip
 def test_what_cannot_be_meant_is_refused(
     random_model: str, tmp_path: Path, stage: str, override: str, said: str
 ) -> None:

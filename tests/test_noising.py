@@ -99,12 +99,9 @@ def test_the_noise_belongs_to_the_image_and_not_to_its_row(rollout: Rollout) -> 
     assert rollout.latents is not None
     rows = [5, 2]
     part = dataclasses.replace(
-        rollout,
-        states=rollout.states[rows],
-        latents=rollout.latents[rows],
-        group=rollout.group[rows],
-        copy=rollout.copy[rows],
-    )
+        rollout, states=rollout.states[rows], latents=rollout.latents[rows],
+        group=rollout.group[rows], copy=rollout.copy[rows],
+    )  # fmt: skip
     sigmas = torch.tensor([0.9, 0.3])
     (_, velocity), (_, of_part) = noised(rollout, sigmas, (3, 1)), noised(part, sigmas, (3, 1))
     assert torch.equal(of_part, velocity[rows])

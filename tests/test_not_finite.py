@@ -57,14 +57,12 @@ def test_a_velocity_that_is_nan_skips_its_step_alone_and_is_named(
     loop = fakes.wired(found, moved=True)
     spoil(loop, lambda pairs: loop.update == 1 and not int(pairs.columns[0]))
     seen = []
-    loop.log.on_update = lambda update, values: seen.append(
-        (
-            weights(loop),
-            loop.step.count,
-            loop.step.lr.get_last_lr(),
-            [p.clone() for p in shadow(loop)],
-        )
-    )
+
+    def note(update: int, values: Any) -> None:
+        average = [p.clone() for p in shadow(loop)]
+        seen.append((weights(loop), loop.step.count, loop.step.lr.get_last_lr(), average))
+
+    loop.log.on_update = note
     with caplog.at_level(logging.WARNING, "flowalign"):
         loop.run()
     assert [row["skipped_steps"] for row in rows(loop)] == [0, 1, 0]
@@ -83,9 +81,7 @@ def shadow(loop: Loop) -> list[Tensor]:
     return loop.step.ema.shadow_params
 
 
-def test_updates_skipped_in_a_row_stop_the_run_at_its_last_good_checkpoint(
-    random_model: str, tmp_path: Path
-) -> None:
+def test_updates_skipped_in_a_row_stop_the_run_at_its_last_good_checkpoint(random_model, tmp_path):
     given = ["train.updates=20", "train.checkpoint_every=1", "train.max_skipped=2"]
     loop = fakes.wired(fakes.settings(random_model, tmp_path / "run", *given), moved=True)
     spoil(loop, lambda pairs: loop.update == 1 or loop.update >= 3, math.inf)
@@ -121,9 +117,7 @@ def test_a_cold_start_names_the_teacher_that_samples_nan(random_model: str, tmp_
         loop.run()
 
 
-def test_a_loss_and_a_gradient_are_named_where_nothing_before_them_is_wrong(
-    random_model: str, tmp_path: Path
-) -> None:
+def test_a_loss_and_a_gradient_are_named_where_nothing_before_them_is_wrong(random_model, tmp_path):
     for name, what in (("loss", "the loss is NaN"), ("grad", "the gradient is NaN")):
         found = fakes.settings(random_model, tmp_path / name / "run", "train.updates=1")
         loop = fakes.wired(found, moved=True)
@@ -156,9 +150,7 @@ def scaled(loop: Loop, scale: float) -> torch.amp.GradScaler:
     return scaler
 
 
-def test_float16_finds_its_scale_without_a_word(
-    random_model: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_float16_finds_its_scale_without_a_word(random_model, tmp_path, caplog) -> None:
     given = ["train.updates=3", "train.max_skipped=1"]
     loop = fakes.wired(fakes.settings(random_model, tmp_path / "run", *given), moved=True)
     scaler = scaled(loop, 65536.0)
@@ -180,9 +172,6 @@ def test_float16_stops_when_its_scale_is_used_up(random_model: str, tmp_path: Pa
     assert loop.update == 4  # 2, 1, 0.5 and 0.25: the last two are below 1
 
 
-# Two processes -----------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 def test_two_processes_skip_together_where_one_has_nan(random_model: str, tmp_path: Path) -> None:
     found = fakes.settings(random_model, tmp_path / "run", "train.updates=3")
@@ -193,8 +182,7 @@ def test_two_processes_skip_together_where_one_has_nan(random_model: str, tmp_pa
     one, two = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
     assert one["steps"] == two["steps"] == 2 and torch.equal(one["weights"], two["weights"])
     assert torch.isfinite(one["weights"]).all()
-    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(line)["skipped_steps"] for line in lines] == [0, 1, 0]
+    assert [row["skipped_steps"] for row in fakes.lines(tmp_path / "run")] == [0, 1, 0]
     assert "the student's velocity is NaN" in done.stderr  # the first process says it
 
 

@@ -61,9 +61,7 @@ LONG = ("inference", "custom_reward")  # what they show is tested elsewhere, too
     ],
     ids=lambda path: path.stem,
 )
-def test_a_notebook_runs_top_to_bottom(
-    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_notebook_runs_top_to_bottom(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """And gives what is committed, but for the numbers."""
     monkeypatch.setenv("OMP_NUM_THREADS", str(torch.get_num_threads()))
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))

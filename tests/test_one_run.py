@@ -47,9 +47,7 @@ def test_what_a_killed_run_left_does_not_hold(tmp_path: Path) -> None:
     lock.check_free(tmp_path)
 
 
-def test_a_file_system_without_locks_is_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_file_system_without_locks_is_said(tmp_path, monkeypatch, caplog) -> None:
     def missing(self: Any) -> None:
         raise OSError("no locks available")
 
@@ -80,9 +78,7 @@ def refused(kind: str, given: list[str], capsys: pytest.CaptureFixture[str]) -> 
 
 
 @pytest.mark.parametrize("kind", ["train", "eval", "recipe"])
-def test_a_second_command_in_the_folder_is_refused(
-    random_model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
-) -> None:
+def test_a_second_command_in_the_folder_is_refused(random_model, tmp_path, capsys, kind: str):
     given = command(kind, random_model, tmp_path / "run")
     with lock.holding(tmp_path / "run"):
         assert "is in use" in refused(kind, given, capsys)
@@ -110,8 +106,6 @@ def test_it_is_refused_before_the_libraries_are_imported(random_model: str, tmp_
     code += "assert 'diffusers' not in sys.modules; sys.exit(status)"
     done = subprocess.run(
         [sys.executable, "-c", code, *given, "output=/proc/run"],
-        env=os.environ | {"PYTHONPATH": str(fakes.ROOT)},
-        capture_output=True,
-        text=True,
-    )
+        env=os.environ | {"PYTHONPATH": str(fakes.ROOT)}, capture_output=True, text=True,
+    )  # fmt: skip
     assert done.returncode == 2 and "Traceback" not in done.stderr

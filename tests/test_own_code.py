@@ -25,7 +25,6 @@ def _fresh_state(monkeypatch: pytest.MonkeyPatch):
 
 
 def grpo(folder: Path, reward: dict[str, Any]) -> Path:
-    """The config of a run with this reward."""
     data = read(ROOT / "configs/tiny/teacher_ocr.yaml") | {"output": str(folder / "run")}
     data["tasks"][0]["reward"] = reward
     path = folder / "run.yaml"
@@ -34,7 +33,6 @@ def grpo(folder: Path, reward: dict[str, Any]) -> Path:
 
 
 def table(folder: Path, **keys: Any) -> Path:
-    """The config of an evaluation."""
     data = read(ROOT / "configs/tiny/eval.yaml") | {"output": str(folder / "run")} | keys
     path = folder / "eval.yaml"
     path.write_text(yaml.safe_dump(data))
@@ -50,9 +48,7 @@ COMPOSED = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", COMPOSED)
-def test_what_only_examines_runs_nothing(
-    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_what_only_examines_runs_nothing(kind: str, tmp_path, capsys):
     command, module = ["doctor", "--no-model"], f"own_{kind}".replace(" ", "_")
     (tmp_path / f"{module}.py").write_text(REWARD)
     spec = yaml.safe_load(yaml.safe_dump(COMPOSED[kind]).replace("{module}", module))
@@ -85,12 +81,9 @@ def test_own_code_names_every_place():
     data["tasks"][0]["reward"] = {
         "name": "a.b:C",
         "options": {
-            "inner": [{"x": ["d:e"]}],
-            "device": "cuda:1",
-            "url": "http://x",
-            "text": "a: b",
+            "inner": [{"x": ["d:e"]}], "device": "cuda:1", "url": "http://x", "text": "a: b",
         },
-    }
+    }  # fmt: skip
     assert own_code(parse(data)) == {"tasks.0.reward": ["a.b:C", "d:e"]}
 
 

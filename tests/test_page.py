@@ -66,9 +66,7 @@ def test_the_score_of_the_adapter_is_that_of_the_one_that_is_kept(tmp_path: Path
     assert "kept adapter" not in written(folder).text
 
 
-def test_the_newest_samples_are_kept_and_the_oldest_and_the_newest_are_shown(
-    tmp_path: Path,
-) -> None:
+def test_the_newest_samples_are_kept_and_the_oldest_and_the_newest_are_shown(tmp_path: Path):
     folder, picture = run(tmp_path / "run"), png(torch.zeros(3, 8, 8))
     for update in range(0, 100, 10):
         samples.write_examples(folder, update, [Example(PROMPT, 0.5, picture)], keep=3)
@@ -102,9 +100,7 @@ def test_a_recipe_shows_its_stages_and_the_tables_that_results_json_holds(tmp_pa
 
 
 @pytest.mark.parametrize("content", [None, "", "a: 1", "{", "stage: eval"])
-def test_a_folder_without_a_page_of_its_own_is_refused(
-    tmp_path: Path, content: str | None, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_without_a_page_of_its_own_is_refused(tmp_path, content: str | None, capsys):
     run(tmp_path / "inside")
     if content is not None:
         (tmp_path / "config.yaml").write_text(content)
@@ -140,9 +136,8 @@ def test_a_log_that_is_no_terminal_has_time_speed_and_eta_and_no_colours(
     log.warning("after the run")
     first, second, *_ = capsys.readouterr().err.splitlines()
     moment = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d"
-    assert re.fullmatch(
-        rf"{moment} update 1/100  reward 0\.500  90 s/update  ETA 2 h 28 min", first
-    )
+    line = rf"{moment} update 1/100  reward 0\.500  90 s/update  ETA 2 h 28 min"
+    assert re.fullmatch(line, first)
     assert re.fullmatch(rf"{moment} update 2/100  .* s/update  ETA \d+ s", second)
     (row,) = map(json.loads, (tmp_path / WARNINGS).read_text().splitlines())
     assert (row["update"], row["text"]) == (2, "the judge is gone")

@@ -1,6 +1,5 @@
 """Two processes do what one does under each of accelerate's strategies, and can be resumed."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.testing import assert_close
 
-from flowalign.commands import run, train
+from flowalign.commands import run
 from flowalign.config import ConfigError, to_yaml
 from flowalign.training.algorithm import pairs_of
 from flowalign.training.run import processes
@@ -43,9 +42,7 @@ def test_a_config_is_what_its_name_says(path: Path) -> None:
     assert command.startswith(f"# accelerate launch --config_file configs/accelerate/{path.name} ")
 
 
-def test_a_shorter_process_repeats_its_last_micro_batch_without_weight(
-    random_model: str, tmp_path: Path
-) -> None:
+def test_a_shorter_process_repeats_its_last_micro_batch_without_weight(random_model, tmp_path):
     loop = fakes.wired(fakes.settings(random_model, tmp_path / "run"))
     rollout = loop.rollout(0)
     keep = torch.arange(8) < 3
@@ -85,9 +82,7 @@ def test_what_is_not_supported_is_refused(
     assert said in problem
 
 
-def test_fsdp2_is_supported_and_deepspeed_is_not(
-    random_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fsdp2_is_supported_and_deepspeed_is_not(random_model, tmp_path, monkeypatch) -> None:
     config = fakes.settings(random_model, tmp_path / "run", "model.dtype=bfloat16")
     assert list(processes._fsdp_problems(config, Started(**FSDP))) == []
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
@@ -175,17 +170,11 @@ def awm(model: str, folder: Path, *overrides: str) -> Path:
 
 
 def half(model: str, folder: Path) -> Path:
-    """A run in half precision."""
     given = ["model.dtype=bfloat16", "model.gradient_checkpointing=true", "train.updates=2",
              "rollout.guidance=4.5", "optimizer.micro_batch=4", "rollout.batch_size=4",
              "grpo.kl_weight=0.1",
              *LINEAR]  # fmt: skip
     return written(fakes.settings(model, folder / "run" / "alone", *given), folder)
-
-
-def alone(path: Path) -> None:
-    fakes.AcceleratorState._reset_state(reset_partial_state=True)
-    assert train.main(["--config", str(path)]) == 0
 
 
 @pytest.fixture(scope="module")
@@ -194,7 +183,7 @@ def folders(random_model: str, tmp_path_factory: pytest.TempPathFactory) -> dict
     found = {}
     for make in (grpo, opd, sft, nft, awm, half):
         folder = tmp_path_factory.mktemp(make.__name__)
-        alone(make(random_model, folder))
+        assert fakes.command("--config", make(random_model, folder)) == 0
         found[make.__name__] = folder
     return found
 
@@ -216,7 +205,7 @@ def state(output: Path) -> dict[str, Tensor]:
 def metrics(output: Path) -> list[dict[str, float]]:
     """The log without times, and without what is of a process's own micro-batches."""
     own = ("second", "cosine", "ratio_error", "image_drift")
-    rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    rows = fakes.lines(output)
     return [{k: v for k, v in row.items() if not any(o in k for o in own)} for row in rows]
 
 
@@ -251,8 +240,7 @@ def test_two_processes_do_what_one_does(folders: dict[str, Path], strategy: str)
     before, again = state(whole), state(resumed)
     assert before.keys() == again.keys()
     assert all(torch.equal(before[key], again[key]) for key in before)
-    rows = (outputs["half"] / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(row)["ratio_error"] for row in rows] == [0, 0]
+    assert [row["ratio_error"] for row in fakes.lines(outputs["half"])] == [0, 0]
     kept = [v.flatten() for k, v in state(outputs["half"]).items() if k.startswith("kept")]
     flat = torch.cat(kept)
     assert (flat != flat.bfloat16()).float().mean() > 0.5  # nor are they rounded on the way
@@ -260,16 +248,14 @@ def test_two_processes_do_what_one_does(folders: dict[str, Path], strategy: str)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_two_processes_with_a_teacher_on_another_base(
-    random_model: str, tmp_path: Path, strategy: str
-) -> None:
+def test_two_processes_with_a_teacher_on_another_base(random_model, tmp_path, strategy: str):
     """Which is not sharded, and labels or samples on one of the processes."""
     large = fakes.larger(tmp_path / "large")
     runs, outputs = [], []
     for make in (opd, sft):
         folder, base = tmp_path / make.__name__, f"teachers.even.base={large}"
         path = make(random_model, folder, "teachers.even.adapter=null", base)
-        alone(path)
+        assert fakes.command("--config", path) == 0
         outputs.append(folder / "run" / strategy)
         runs.append(["--config", path, f"output={outputs[-1]}"])
     launch(strategy, *runs)
@@ -291,7 +277,7 @@ def test_every_family_is_sharded(tmp_path: Path) -> None:
         model = str(folder / "model")
         families.pipeline(family).save_pretrained(model)
         path = written(fakes.settings(model, folder / "run" / "alone", *given), folder)
-        alone(path)
+        assert fakes.command("--config", path) == 0
         outputs.append(folder / "run" / "sharded")
         runs.append(["--config", path, f"output={outputs[-1]}"])
     launch("fsdp2_8gpu", *runs)

@@ -19,7 +19,6 @@ TEXTS = [prompts.prompt(row | {"text": row["wordings"]["ocr"]}, "preference") fo
 
 
 def scored(images: Tensor) -> Tensor:
-    """Raw scores [N] of images for TEXTS."""
     return REWARD(images, TEXTS, [{}] * len(TEXTS)).parts["raw"]
 
 

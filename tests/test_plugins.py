@@ -44,9 +44,7 @@ def test_the_doctor_finds_the_plugin_by_its_entry_point(installed: dict[str, str
 
 
 @pytest.mark.slow
-def test_a_run_trains_with_the_plugin(
-    installed: dict[str, str], random_model: str, tmp_path: Path
-) -> None:
+def test_a_run_trains_with_the_plugin(installed: dict[str, str], random_model: str, tmp_path: Path):
     config = fakes.settings(random_model, tmp_path / "run", "train.updates=1")
     raw = config.model_dump(mode="json")
     raw["tasks"][0]["reward"] = {"name": "sharpness", "options": {"scale": 5.0}}
@@ -54,7 +52,7 @@ def test_a_run_trains_with_the_plugin(
     path.write_text(json.dumps(raw))
     done = flowalign(installed, "train", "--config", str(path))
     assert done.returncode == 0, done.stderr[-2000:]
-    logged = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[0])
+    (logged,) = fakes.lines(tmp_path / "run")
     assert logged["reward"] == pytest.approx(min(1, 5 * logged["reward/raw"]), rel=1e-4)
 
 
@@ -63,7 +61,6 @@ def test_the_example_measures_what_it_says() -> None:
     exec((ROOT / "docs/rewards/example/flowalign_sharpness.py").read_text(), namespace)
     stripes = torch.zeros(1, 3, 4, 4)
     stripes[..., ::2] = 0.04
-    found = namespace["Sharpness"]()(
-        torch.cat([stripes, torch.ones(1, 3, 4, 4)]), ["", ""], [{}] * 2
-    )
+    images = torch.cat([stripes, torch.ones(1, 3, 4, 4)])
+    found = namespace["Sharpness"]()(images, ["", ""], [{}] * 2)
     assert torch.allclose(found.value, torch.tensor([0.2, 0.0]))

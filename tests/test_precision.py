@@ -1,6 +1,5 @@
 """One policy of precision: float32 adapters compute in the base's dtype, wherever they are used."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -42,9 +41,7 @@ def test_a_casting_layer_is_the_rounded_product_with_float32_weights_and_gradien
 
 @pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16",
                                    pytest.param("float16", marks=pytest.mark.slow)])  # fmt: skip
-def test_training_and_evaluation_have_the_same_arithmetic(
-    random_model: str, tmp_path: Path, dtype: str
-) -> None:
+def test_training_and_evaluation_have_the_same_arithmetic(random_model, tmp_path, dtype: str):
     """The velocity that a run trains, and the one that `flowalign eval` scores, to the bit."""
     given = [f"model.dtype={dtype}"]
     loop = fakes.wired(fakes.settings(random_model, tmp_path / "run", *given), moved=True)
@@ -75,17 +72,12 @@ def test_a_half_precision_base_is_under_no_autocast(random_model: str, tmp_path:
     loop.run()
     assert kinds == {(torch.bfloat16, torch.bfloat16)}
     assert {p.dtype for p in loop.parameters} == {torch.float32}
-    rows = [json.loads(line) for line in (loop.folder / "metrics.jsonl").read_text().splitlines()]
-    assert all(row["grad_norm"] > 0 and row["ratio_error"] == 0 for row in rows)
+    assert all(row["grad_norm"] > 0 and row["ratio_error"] == 0 for row in fakes.lines(loop))
 
 
 @pytest.mark.slow
-def test_sample_draws_what_an_evaluation_scores(
-    random_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    backbone = fakes.backbone(random_model, dtype="bfloat16")
-    backbone.add_adapter(STUDENT, rank=4, alpha=6.0, targets=fakes.TARGETS)
-    fakes.shake(backbone)
+def test_sample_draws_what_an_evaluation_scores(random_model, tmp_path, monkeypatch) -> None:
+    backbone = fakes.adapted(random_model, dtype="bfloat16")
     backbone.save_adapter(STUDENT, tmp_path / "lora")
     drawn: list[Tensor] = []
     monkeypatch.setattr(sample, "grid", lambda path, images, captions: drawn.append(images))
@@ -98,9 +90,7 @@ def test_sample_draws_what_an_evaluation_scores(
     assert torch.equal(drawn[0], expected) and expected.std() > 1e-3
 
 
-def test_labels_of_a_frozen_teacher_are_the_velocities_it_was_trained_with(
-    random_model: str, tmp_path: Path
-) -> None:
+def test_labels_of_a_frozen_teacher_are_the_velocities_it_was_trained_with(random_model, tmp_path):
     """A frozen adapter has the base's dtype: what a float32 one is rounded to at every product."""
     paths = fakes.teachers(random_model, tmp_path)
     found = []

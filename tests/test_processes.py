@@ -22,10 +22,8 @@ def config(folder: Path, model: str, output: str) -> Path:
     few = {"name": "few", "limit": 2}
     prompts = [f'a "{letter}"' for letter in "ABCDEFGHI"]
     keys = {
-        "output": str(folder / output),
-        "report": {"images": 3},
-        "keep_images": True,
-    }
+        "output": str(folder / output), "report": {"images": 3}, "keep_images": True,
+    }  # fmt: skip
     return fakes.evaluation(model, folder, prompts, many, few, **keys)
 
 

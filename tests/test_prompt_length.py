@@ -64,9 +64,7 @@ def tokens(family: str, text: str) -> int:
     return seen[-1]
 
 
-def test_a_prompt_is_cut_below_the_tokens_that_its_encoder_is_given(
-    family: str, folder: str
-) -> None:
+def test_a_prompt_is_cut_below_the_tokens_that_its_encoder_is_given(family: str, folder: str):
     """Chat templates and marks included."""
     for text in TEXTS:
         least = tokens(family, text)
@@ -77,9 +75,7 @@ def test_a_prompt_is_cut_below_the_tokens_that_its_encoder_is_given(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["flux2", "qwen_image"])
-def test_prompts_that_a_template_leaves_no_room_for_are_refused(
-    family: str, tmp_path: Path
-) -> None:
+def test_prompts_that_a_template_leaves_no_room_for_are_refused(family: str, tmp_path: Path):
     PIPES(family).save_pretrained(tmp_path / "model")
     run = fakes.settings(str(tmp_path / "model"), tmp_path / "run", "model.height=64",
                          "model.width=64", "model.max_sequence_length=8")  # fmt: skip

@@ -37,16 +37,13 @@ def family(name: str) -> Family:
     found = public()[FILES[name]["model"]]
     main = {part: found.parts[part] for part in ("transformer", "vae", "scheduler")}
     with structure.weightless():
-        pipe = build(
-            Architecture(found.pipeline, main, found.options), given={"text_encoder": Clip()}
-        )
+        bare = Architecture(found.pipeline, main, found.options)
+        pipe = build(bare, given={"text_encoder": Clip()})
     return family_of(found.pipeline)(pipe)
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_every_config_has_its_source_and_digests_are_those_of_the_published_files(
-    name: str,
-) -> None:
+def test_every_config_has_its_source_and_digests_are_those_of_the_published_files(name: str):
     data = FILES[name]
     digests, sources = data.get("sha256", {}), data.get("source", {})
     assert sorted([*digests, *sources]) == sorted(data["files"])

@@ -1,6 +1,5 @@
 """A rank that dies or hangs ends the run with one message."""
 
-import json
 import os
 import signal
 import time
@@ -93,9 +92,7 @@ def said(text: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_dead_rank_ends_the_other_where_no_launcher_watches(
-    random_model: str, tmp_path: Path, rank: int
-) -> None:
+def test_a_dead_rank_ends_the_other_where_no_launcher_watches(random_model, tmp_path, rank: int):
     path = config(tmp_path, random_model, "kill", rank=rank)
     codes, text = ends(path)
     assert sorted(codes) == [-signal.SIGKILL, 1], text
@@ -125,12 +122,9 @@ def test_a_rank_that_hangs_ends_the_other_after_the_configured_time(
 
 
 @pytest.mark.slow
-def test_a_reward_that_hangs_in_one_process_is_masked_and_the_other_waits(
-    random_model: str, tmp_path: Path
-) -> None:
+def test_a_reward_that_hangs_in_one_process_is_masked_and_the_other_waits(random_model, tmp_path):
     more = ["train.score_seconds=2", "train.max_invalid_share=0.6", "train.updates=2"]
     path = config(tmp_path, random_model, "hang", *more)
     codes, text = ends(path)
     assert codes == [0, 0], text
-    rows = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(row)["invalid_share"] for row in rows] == [0, 0.5]
+    assert [row["invalid_share"] for row in fakes.lines(tmp_path / "run")] == [0, 0.5]

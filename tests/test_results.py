@@ -9,7 +9,7 @@ from pathlib import Path
 import fakes
 import pytest
 
-from flowalign.commands import cli, sample, train
+from flowalign.commands import cli, sample
 from flowalign.config import to_yaml
 from flowalign.eval import report
 from flowalign.training.report.progress import WARNINGS
@@ -46,10 +46,7 @@ def test_a_run_names_what_it_left(finished_run: fakes.FinishedRun) -> None:
 
 @pytest.mark.slow
 def test_a_run_says_which_adapter_was_kept_and_warns_if_it_is_the_one_it_began_with(
-    random_model: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    random_model: str, tmp_path: Path, capsys, monkeypatch
 ) -> None:
     folder, drawn = tmp_path / "run", []
     monkeypatch.setattr(
@@ -62,8 +59,7 @@ def test_a_run_says_which_adapter_was_kept_and_warns_if_it_is_the_one_it_began_w
     )  # fmt: skip
     (tmp_path / "config.yaml").write_text(to_yaml(config))
     given = ["--config", str(tmp_path / "config.yaml")]
-    fakes.AcceleratorState._reset_state(reset_partial_state=True)
-    assert train.main(given) == 0
+    assert fakes.command(*given) == 0
     assert "kept: update 0 of 2 (held-out " in capsys.readouterr().out
     assert (folder / "samples" / "update_000002.png").exists()  # the last, before it is due
     warnings = [json.loads(line)["text"] for line in (folder / WARNINGS).read_text().splitlines()]
@@ -82,8 +78,7 @@ def test_a_run_says_which_adapter_was_kept_and_warns_if_it_is_the_one_it_began_w
     assert ["kept: update 0" in row.note for row in rows] == [False, True]
 
     command = warning.partition("with --resume ")[2].rstrip(".")  # what it advises works
-    fakes.AcceleratorState._reset_state(reset_partial_state=True)
-    assert train.main([*given, "--resume", command]) == 0
+    assert fakes.command(*given, "--resume", command) == 0
     assert "kept:" not in capsys.readouterr().out
     card = (folder / "adapter" / "README.md").read_text()
     assert "results:" not in card and "(none were taken of this adapter)" in card

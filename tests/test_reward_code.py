@@ -12,7 +12,7 @@ import fakes
 import pytest
 
 from flowalign import rewards
-from flowalign.commands import recipe, train
+from flowalign.commands import recipe
 from flowalign.commands.evaluate import main as evaluate
 from flowalign.config import EvalStage, load, to_yaml
 from flowalign.eval.compare import Incomparable, compare, load_results
@@ -50,9 +50,6 @@ def forget(*modules: str) -> None:
 def write(folder: Path, size: float) -> None:
     (folder / "mine.py").write_text(f"SIZE = {size}\n{SCORE}")
     forget("mine")
-
-
-# Digests ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -111,9 +108,8 @@ def test_the_version_of_an_installed_plugin_counts_and_not_its_neighbours(tmp_pa
         (about / "top_level.txt").write_text("plug\n")
         digests = []
         for version, other in (("1.0", "a = 1"), ("1.0", "a = 2"), ("1.1", "a = 2")):
-            (about / "METADATA").write_text(
-                f"Metadata-Version: 2.1\nName: plug\nVersion: {version}"
-            )
+            text = f"Metadata-Version: 2.1\nName: plug\nVersion: {version}"
+            (about / "METADATA").write_text(text)
             (site / "other.py").write_text(other)
             digests.append(code_of("plug:f", {})["plug:f"])
     finally:
@@ -150,18 +146,13 @@ def test_what_was_typed_into_a_notebook_counts_with_what_it_uses(last: str) -> N
     assert digest() == digests[0] and len({*digests}) == 4
 
 
-def test_a_process_that_runs_what_it_imported_says_so(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_process_that_runs_what_it_imported_says_so(tmp_path, caplog) -> None:
     write(tmp_path, 1.0)
     first = build_on(None, "mine:red", {}).code_digests
     (tmp_path / "mine.py").write_text(f"SIZE = 2.0\n{SCORE}")
     assert build_on(None, "mine:red", {}).code_digests == first and "mine was edited" in caplog.text
     importlib.reload(sys.modules["mine"])
     assert build_on(None, "mine:red", {}).code_digests != first
-
-
-# Where scores are taken over ----------------------------------------------------------------------
 
 
 def scored(config: Path, capsys: pytest.CaptureFixture[str]) -> tuple[str, float]:
@@ -172,9 +163,7 @@ def scored(config: Path, capsys: pytest.CaptureFixture[str]) -> tuple[str, float
     return line.partition(" (")[2], rows["images"]["red"][0]["value"]
 
 
-def test_an_evaluation_takes_over_the_scores_of_this_code_only(
-    random_model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_evaluation_takes_over_the_scores_of_this_code_only(random_model, tmp_path, capsys):
     write(tmp_path, 1.0)
     mark = {"reward": {"name": "mine:red"}}
     config = fakes.evaluation(
@@ -196,11 +185,6 @@ def test_an_evaluation_takes_over_the_scores_of_this_code_only(
         compare(then, now, ("base", "base"))
 
 
-def run(config: Path, *argv: str) -> int:
-    fakes.AcceleratorState._reset_state(reset_partial_state=True)
-    return train.main(["--config", str(config), *argv])
-
-
 def test_a_run_is_not_resumed_with_another_code_of_its_reward_unless_it_is_allowed(
     random_model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -210,24 +194,25 @@ def test_a_run_is_not_resumed_with_another_code_of_its_reward_unless_it_is_allow
     given = fakes.settings(random_model, tmp_path / "run", *held_out, name, "train.updates=1")
     config = tmp_path / "config.yaml"
     config.write_text(to_yaml(given))
-    assert run(config) == 0
+    assert fakes.command("--config", config) == 0
+    again = ["--config", config, "--resume"]
     write(tmp_path, -1.0)
-    assert run(config, "--resume", "train.updates=2") == 2
+    assert fakes.command(*again, "train.updates=2") == 2
     said = capsys.readouterr().err
     assert "tasks.0.reward: the code of mine:red" in said
     assert "train.allow_changed_rewards=true" in said
-    assert run(config, "--resume", "train.allow_changed_rewards=true", "train.updates=2") == 0
+    assert fakes.command(*again, "train.allow_changed_rewards=true", "train.updates=2") == 0
     assert "allow_changed" not in (tmp_path / "run" / "config.yaml").read_text()
     best = json.loads((tmp_path / "run" / "adapter" / "scores.json").read_text())
-    rows = [json.loads(x) for x in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    (last,) = (row["eval/headline"] for row in rows if row["update"] == 2 and "lr" not in row)
+    rows = [row for row in fakes.lines(tmp_path / "run") if row["update"] == 2]
+    (last,) = (row["eval/headline"] for row in rows if "lr" not in row)
     assert best == {"headline": last, "update": 2}  # not that of the other scale
     (folder,) = resume.checkpoints(tmp_path / "run")[-1:]
     sealed = manifest.read_manifest(folder)
     about = {key: value for key, value in sealed.about.items() if key != "rewards"}
     manifest.write_manifest(folder, about, sealed.files)
     write(tmp_path, 3.0)
-    assert run(config, "--resume", "train.updates=3") == 0  # an older checkpoint
+    assert fakes.command(*again, "train.updates=3") == 0  # an older checkpoint
 
 
 def test_a_finished_stage_of_a_recipe_is_not_finished_with_another_code(tmp_path: Path) -> None:

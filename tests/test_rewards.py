@@ -217,9 +217,8 @@ def test_a_malformed_answer_makes_every_image_invalid():
 def test_nan_infinity_and_a_false_valid_mask_their_image():
     value, valid = torch.tensor([0.5, float("nan"), float("inf"), 0.25]), torch.ones(4) > 0
     valid[3] = False
-    result = score(
-        lambda images, prompts, metadata: Scores(value, valid), IMAGES, PROMPTS, METADATA
-    )
+    answer = Scores(value, valid)
+    result = score(lambda images, prompts, metadata: answer, IMAGES, PROMPTS, METADATA)
     assert result.valid.tolist() == [True, False, False, False]
     assert result.value[0] == 0.5 and result.value[1:].isnan().all()
     assert set(result.reasons) == {1, 2, 3}
@@ -346,13 +345,10 @@ class Meddling:
 
     def meddle(self):
         settings = {
-            "default_dtype": torch.float64,
-            "default_device": "meta",
-            "num_threads": torch.get_num_threads() + 1,
-            "deterministic_debug_mode": "warn",
-            "float32_matmul_precision": "medium",
-            "grad_enabled": False,
-        }
+            "default_dtype": torch.float64, "default_device": "meta",
+            "num_threads": torch.get_num_threads() + 1, "deterministic_debug_mode": "warn",
+            "float32_matmul_precision": "medium", "grad_enabled": False,
+        }  # fmt: skip
         getattr(torch, f"set_{self.kind}")(settings[self.kind])
 
     def __call__(self, images, prompts, metadata):

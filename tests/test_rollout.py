@@ -26,22 +26,15 @@ def backbone(random_model: str) -> Backbone:
 
 
 def run(
-    backbone: Backbone,
-    kind: str = "sde",
-    *,
-    noise_level: float = 0.7,
-    window: tuple[int, int] | None = (0, 3),
-    shared: bool = False,
-    prompts: slice = slice(0, 4),
-    guidance: float = 1.0,
-    batch_size: int = 32,
-) -> Rollout:
-    schedule = Schedule(backbone.sigmas(STEPS), kind, noise_level, window)
+    backbone: Backbone, kind: str = "sde", *, window: tuple[int, int] = (0, 3),
+    shared: bool = False, prompts: slice = slice(0, 4), batch_size: int = 32,
+) -> Rollout:  # fmt: skip
+    schedule = Schedule(backbone.sigmas(STEPS), kind, 0.7, window)
     where = places(4, 2)[2 * prompts.start : 2 * prompts.stop]
     batch = fakes.batch(4).select([prompt for prompt, _ in where])
     options = {"places": where, "batch_size": batch_size}
     noise = Noise((7, 0), shared)
-    return sample(backbone, batch, schedule, guidance=guidance, noise=noise, **options)
+    return sample(backbone, batch, schedule, guidance=1.0, noise=noise, **options)
 
 
 def images(rollout: Rollout) -> Tensor:

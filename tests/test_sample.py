@@ -37,9 +37,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("stabilityai/stable-diffusion-3.5-large-turbo", (4, 1.0, 1024)),
     ],
 )
-def test_steps_guidance_and_size_are_the_models_own(
-    model: str, wanted: tuple[int, float, int]
-) -> None:
+def test_steps_guidance_and_size_are_the_models_own(model: str, wanted: tuple[int, float, int]):
     own = plan("--model", model)
     assert chosen(own) == wanted and own.model.height == own.model.width
     given = plan("--model", model, "--steps", "3", "--guidance", "2", "--size", "96")
@@ -75,9 +73,7 @@ def test_a_loras_run_says_its_settings_and_its_model(random_model: str) -> None:
         ["--size", "99200"], ["--out", "x.txt"], ["--lora", "nowhere"],
     ],
 )  # fmt: skip
-def test_a_wrong_value_is_refused_before_a_model_is_loaded(
-    words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
+def test_a_wrong_value_is_refused_before_a_model_is_loaded(words: list[str], monkeypatch, capsys):
     monkeypatch.setattr(sample, "draw", lambda *_: pytest.fail("a model would be loaded"))
     try:
         status = cli.main(["sample", "a star", *words])
@@ -99,9 +95,7 @@ def test_no_file_is_overwritten(monkeypatch: pytest.MonkeyPatch, capsys: Any) ->
     assert "samples.png" in capsys.readouterr().err
 
 
-def test_images_larger_than_the_grid_shows_are_written_one_by_one(
-    monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
+def test_images_larger_than_the_grid_shows_are_written_one_by_one(monkeypatch, capsys) -> None:
     monkeypatch.setattr(sample, "SHOWN", 64)  # the tiny model draws at most 128 pixels
     words = ["sample", "a star", "a sign", "--size", "80", "--steps", "2", "--images", "2"]
     assert cli.main([*words, "--out", "new/big.webp"]) == 0

@@ -31,12 +31,9 @@ ALL = CONFIGS + sorted(path for f in FAMILIES for path in (ROOT / "configs" / f)
 VARIANTS = sorted((ROOT / "configs/variants").glob("*gb.yaml"))  # _nf4 is for larger models
 MEMORY = {
     "model": {"gradient_checkpointing", "quantization", "offload_text_encoders", "decode_batch"},
-    "rollout": {"batch_size"},
-    "optimizer": {"micro_batch"},
-    "student": {"label_batch"},
-    "evaluation": {"batch_size"},
-    "sampling": {"batch_size"},
-}
+    "rollout": {"batch_size"}, "optimizer": {"micro_batch"}, "student": {"label_batch"},
+    "evaluation": {"batch_size"}, "sampling": {"batch_size"},
+}  # fmt: skip
 """What a variant may change: where and in which portions things are computed, not what."""
 
 

@@ -44,15 +44,8 @@ def step_of(case, x, velocity):
     if isinstance(sigma, list):
         sigma, sigma_next = torch.tensor(sigma), torch.tensor(sigma_next)
     grid = SCHEDULES[str(case["num_steps"])]["sigmas"]
-    return sde.transition(
-        x,
-        velocity,
-        sigma,
-        sigma_next,
-        noise_level=case["noise_level"],
-        kind=case["sde_type"],
-        sigma_max=grid[1],
-    )
+    options = {"noise_level": case["noise_level"], "kind": case["sde_type"], "sigma_max": grid[1]}
+    return sde.transition(x, velocity, sigma, sigma_next, **options)
 
 
 def test_transition_and_log_prob_are_the_published_ones():
@@ -103,23 +96,19 @@ def assert_published(case, precision):
 def test_sample_is_the_published_draw():
     for case in VECTORS["sampling"]:
         grid = SCHEDULES[str(case["num_steps"])]["sigmas"]
-        case = case | {
-            "sigma": grid[case["step_index"]],
-            "sigma_next": grid[case["step_index"] + 1],
-        }
-        t = {
-            name: TENSORS[f"{case['prefix']}.{name}"]
+        at = case["step_index"]
+        case = case | {"sigma": grid[at], "sigma_next": grid[at + 1]}
+        x, velocity, noise, x_next = (
+            TENSORS[f"{case['prefix']}.{name}"]
             for name in ("sample", "model_output", "noise", "prev_sample")
-        }
-        step = step_of(case, t["sample"], t["model_output"])
-        drawn = sde.sample(step, t["noise"])
-        assert_close(drawn, t["prev_sample"], atol=2e-6, rtol=1e-6, msg=case["prefix"])
+        )
+        step = step_of(case, x, velocity)
+        assert_close(sde.sample(step, noise), x_next, atol=2e-6, rtol=1e-6, msg=case["prefix"])
         if case["noise_level"]:
-            ours, recorded = sde.log_prob(step, t["prev_sample"]), torch.tensor(case["log_prob"])
+            ours, recorded = sde.log_prob(step, x_next), torch.tensor(case["log_prob"])
             assert_close(ours, recorded, atol=5e-7, rtol=1e-6, msg=case["prefix"])
         generator = torch.Generator().manual_seed(case["generator_seed"])
-        noise = torch.randn(t["noise"].shape, generator=generator)
-        assert torch.equal(noise, t["noise"]), case["prefix"]
+        assert torch.equal(torch.randn(noise.shape, generator=generator), noise), case["prefix"]
 
 
 def test_sigmas_are_the_recorded_ones():
@@ -205,20 +194,15 @@ def test_log_prob_and_kl_are_those_of_torch():
     assert torch.equal(sde.kl(p, p), torch.zeros(3, dtype=torch.float64))
 
 
-def test_kl_of_unequal_std_is_refused():
+def test_a_kl_of_unequal_noise_and_what_has_no_noise_are_refused():
     x, v, _ = toy()
-    p, q = (
-        sde.transition(x, v, 0.7, 0.5, noise_level=a, kind="sde", sigma_max=0.96)
-        for a in (0.7, 0.6)
+    p, q, sure = (
+        sde.transition(x, v, 0.7, 0.5, noise_level=level, kind=kind, sigma_max=0.96)
+        for level, kind in ((0.7, "sde"), (0.6, "sde"), (0.7, "ode"))
     )
     with pytest.raises(ValueError, match="equal std"):
         sde.kl(p, q)
-
-
-def test_deterministic_steps_have_no_kl_and_no_log_prob():
-    x, v, _ = toy()
-    step = sde.transition(x, v, 0.7, 0.5, noise_level=0.7, kind="ode", sigma_max=0.96)
-    for refused in (lambda: sde.kl(step, step), lambda: sde.log_prob(step, x)):
+    for refused in (lambda: sde.kl(sure, sure), lambda: sde.log_prob(sure, x)):
         with pytest.raises(ValueError, match="deterministic"):
             refused()
 

@@ -70,13 +70,12 @@ def test_errors_are_per_image():
 def test_images_of_several_sizes_are_scored():
     with served.serving(served.exact) as url:
         small = json.loads(wire.encode_request("exact", IMAGES[:1, :, :4], ["a"], [{}]))
-        mixed = small["requests"] * 2 + json.loads(BODY)["requests"]
-        results = ask(url, json.dumps({"requests": mixed}).encode()).json()["results"]
-        assert (
-            results
-            == ask(url, json.dumps(small).encode()).json()["results"] * 2
-            + (ask(url).json()["results"])
+        large = json.loads(BODY)
+        mixed = {"requests": small["requests"] * 2 + large["requests"]}
+        together, alone, others = (
+            ask(url, json.dumps(body).encode()).json()["results"] for body in (mixed, small, large)
         )
+        assert together == alone * 2 + others
 
 
 def test_the_token_guards_all_but_health():
@@ -142,9 +141,6 @@ def test_a_full_queue_turns_away_and_calls_are_made_one_at_a_time():
         reward.go.set()
         assert [future.result().status_code for future in waiting] == [200, 200]
     assert calls == ["in", "out"] * 2
-
-
-# The command -------------------------------------------------------------------------------------
 
 
 def test_the_command_refuses_what_cannot_be_served(capsys, monkeypatch) -> None:

@@ -47,9 +47,7 @@ def test_the_shipped_teachers_are_small_and_know_their_base(name: str) -> None:
 
 
 @pytest.mark.long
-def test_the_demo_leaves_the_pictures_that_it_names_and_readmes_are_drawn_from_it(
-    tmp_path: Path,
-) -> None:
+def test_the_demo_leaves_the_pictures_that_it_names_and_readmes_are_drawn_from_it(tmp_path: Path):
     """In small: one rollout of 8 images, and 9 prompts per task, of which 8 are shown."""
     limits = ", ".join(f"benchmarks.{i}.limit=9" for i in range(3))
     small = ["stages.student.train.updates=1", "stages.student.rollout={prompts: 8}",

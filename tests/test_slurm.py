@@ -45,14 +45,11 @@ def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (commands / name).chmod(0o755)
     virtual = Path(os.environ.get("VIRTUAL_ENV") or documents.ROOT / ".venv")
     own = {
-        "PATH": f"{commands}:{virtual}/bin:{os.environ['PATH']}",
-        "PYTHONPATH": str(documents.ROOT),
-        "SLURM_SUBMIT_DIR": str(tmp_path),
-        "SLURM_JOB_ID": str(os.getpid()),
+        "PATH": f"{commands}:{virtual}/bin:{os.environ['PATH']}", "PYTHONPATH": str(documents.ROOT),
+        "SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_JOB_ID": str(os.getpid()),
         "SLURM_JOB_NODELIST": "node[1-2]",
-        "FLOWALIGN_ACCELERATE": "configs/accelerate/ddp_2cpu.yaml",
-        "FAKE_SRUN": "",
-    }
+        "FLOWALIGN_ACCELERATE": "configs/accelerate/ddp_2cpu.yaml", "FAKE_SRUN": "",
+    }  # fmt: skip
     for key, value in own.items():
         monkeypatch.setenv(key, value)
     return tmp_path
@@ -69,9 +66,7 @@ def updates(folder: Path) -> list[int]:
 
 @pytest.mark.long
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
-def test_two_processes_train_and_go_on_when_requeued(
-    script: Path, node: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_processes_train_and_go_on_when_requeued(script: Path, node: Path, monkeypatch) -> None:
     """One node with two processes, or two launchers with one each; the second run resumes."""
     nodes = 2 if script.stem == "several_nodes" else 1
     monkeypatch.setenv("SLURM_NNODES", str(nodes))
@@ -79,10 +74,8 @@ def test_two_processes_train_and_go_on_when_requeued(
     for count in (1, 2)[: 3 - nodes]:  # the same lines restart both
         done = subprocess.run(
             [str(script), *CONFIG, "train.checkpoint_every=1", f"train.updates={count}"],
-            capture_output=True,
-            text=True,
-            timeout=300,
-        )
+            capture_output=True, text=True, timeout=300,
+        )  # fmt: skip
         assert done.returncode == 0, done.stdout + done.stderr
         assert updates(node / "run") == list(range(1, count + 1))
     states = (node / "run/checkpoints").rglob("rng_*.json")
@@ -101,12 +94,7 @@ def test_two_processes_train_and_go_on_when_requeued(
     ],
 )
 def test_a_job_that_is_not_finished_is_requeued(
-    script: Path,
-    node: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    step: str,
-    signalled: bool,
-    requeued: bool,
+    script: Path, node: Path, monkeypatch, step: str, signalled: bool, requeued: bool
 ) -> None:
     monkeypatch.setenv("SLURM_NNODES", "1")
     monkeypatch.setenv("SLURM_GPUS_ON_NODE", "1")
@@ -139,10 +127,8 @@ def test_a_job_out_of_time_saves_and_is_requeued(
     script = documents.ROOT / f"scripts/slurm/{name}.sh"
     job = subprocess.Popen(
         [str(script), *CONFIG, "train.checkpoint_every=100", "train.updates=500"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
     while not (node / "run/metrics.jsonl").exists():
         assert job.poll() is None
         time.sleep(0.05)
@@ -157,9 +143,7 @@ def test_a_job_out_of_time_saves_and_is_requeued(
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
-def test_a_job_without_gpus_is_refused(
-    script: Path, node: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_job_without_gpus_is_refused(script: Path, node: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("SLURM_NNODES", "1")
     monkeypatch.delenv("SLURM_GPUS_ON_NODE", raising=False)
     done = subprocess.run([str(script)], capture_output=True, text=True)

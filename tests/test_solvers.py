@@ -54,15 +54,9 @@ def backbone(random_model: str) -> Backbone:
 
 
 def run(
-    backbone: Backbone,
-    solver: str,
-    *,
-    steps: int = 5,
-    batch_size: int = 32,
-    prompts: slice = slice(0, 4),
-    window: tuple[int, int] | None = None,
-    finish: bool = True,
-) -> Rollout:
+    backbone: Backbone, solver: str = "dpm2", *, steps: int = 5, batch_size: int = 32,
+    prompts: slice = slice(0, 4), window: tuple[int, int] | None = None, finish: bool = True,
+) -> Rollout:  # fmt: skip
     schedule = Schedule(backbone.sigmas(steps), "ode", 0.0, window, actions=False, solver=solver)
     where = places(4, 2)[2 * prompts.start : 2 * prompts.stop]
     batch = fakes.batch(4).select([prompt for prompt, _ in where])
@@ -100,25 +94,21 @@ def test_forward_passes_are_at_the_noise_levels_of_the_model(
 
 
 def test_images_do_not_depend_on_batches_and_processes(backbone: Backbone) -> None:
-    solver = "dpm2"
-    whole = run(backbone, solver)
+    whole = run(backbone)
     assert torch.isfinite(latents(whole)).all()
-    other = run(backbone, solver, batch_size=3)
+    other = run(backbone, batch_size=3)
     assert_close(latents(other), latents(whole), rtol=0, atol=1e-5)
-    shares = [run(backbone, solver, prompts=slice(a, a + 2)) for a in (0, 2)]
+    shares = [run(backbone, prompts=slice(a, a + 2)) for a in (0, 2)]
     joined = torch.cat([latents(share) for share in shares])
     assert_close(joined, latents(whole), rtol=0, atol=1e-5)
-    assert torch.equal(latents(run(backbone, solver)), latents(whole))  # nothing is left over
+    assert torch.equal(latents(run(backbone)), latents(whole))  # nothing is left over
 
 
-def test_trained_states_are_those_between_the_solvers_steps(
-    backbone: Backbone, asked: list[float]
-) -> None:
-    solver = "dpm2"
-    whole = run(backbone, solver, window=(0, 5))
+def test_trained_states_are_those_between_the_solvers_steps(backbone: Backbone, asked: list[float]):
+    whole = run(backbone, window=(0, 5))
     assert whole.states.shape[:2] == (8, 5) and whole.next_states is None
     asked.clear()
-    part = run(backbone, solver, window=(1, 3), finish=False)  # stops at the last trained state
+    part = run(backbone, window=(1, 3), finish=False)  # stops at the last trained state
     assert torch.equal(part.states, whole.states[:, 1:3]) and part.latents is None
     assert len(asked) == 2
     x, own = whole.states[:, 0], backbone.sigmas(5)

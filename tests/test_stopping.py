@@ -162,8 +162,7 @@ def assert_saved(folder: Path, said: str, reason: str) -> Path:
     assert f"wrote checkpoint {saved}" in said and "Traceback" not in said
     assert reason in said
     done = int(saved.name.removeprefix("update_"))
-    rows = map(json.loads, (folder / "run" / "metrics.jsonl").read_text().splitlines())
-    assert [row["update"] for row in rows] == list(range(1, done + 1))
+    assert [row["update"] for row in fakes.lines(folder / "run")] == [*range(1, done + 1)]
     return saved
 
 
@@ -179,9 +178,7 @@ def test_a_signal_ends_a_command_with_a_checkpoint_and_its_status(
 
 
 @pytest.mark.slow
-def test_the_clock_ends_a_run_after_one_update_at_least(
-    random_model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_clock_ends_a_run_after_one_update_at_least(random_model, tmp_path, capsys) -> None:
     given = ["train.max_minutes=0.0001", "train.updates=3"]
     path = config_file(random_model, tmp_path, "fakes:noisy_redness", "{}", *given)
     assert train.main(["--config", path]) == UNFINISHED
@@ -192,9 +189,7 @@ def test_the_clock_ends_a_run_after_one_update_at_least(
 
 
 @pytest.mark.slow
-def test_a_signal_to_one_process_ends_all_where_they_meet(
-    random_model: str, tmp_path: Path
-) -> None:
+def test_a_signal_to_one_process_ends_all_where_they_meet(random_model: str, tmp_path: Path):
     options = f"{{folder: {tmp_path}}}"
     path = config_file(random_model, tmp_path, "test_stopping:Called", options)
     process = started(

@@ -108,17 +108,14 @@ def test_a_groupwise_reward_sees_all_images_of_a_prompt_at_once(backbone: Backbo
 def test_what_a_store_holds_is_neither_sampled_nor_scored_again(
     backbone: Backbone, tmp_path: Path, sampled: list[str]
 ):
-    first = judge(
-        backbone, benchmark(2), keep=3, features=fakes.mean_colour, store=store(tmp_path / "s")
-    )
+    kept: Any = {"keep": 3, "features": fakes.mean_colour}
+    first = judge(backbone, benchmark(2), **kept, store=store(tmp_path / "s"))
     assert sampled == PROMPTS and len(Watched.asked) == 10
     names = [f"{p:05}_{c}.png" for p in range(5) for c in range(2)]
     assert sorted(path.name for path in tmp_path.glob("s/*.png")) == names
     done: list[int] = []
-    again = judge(
-        backbone, benchmark(2), keep=3, features=fakes.mean_colour, store=store(tmp_path / "s"),
-        advance=done.append,
-    )  # fmt: skip
+    more = {**kept, "advance": done.append}
+    again = judge(backbone, benchmark(2), **more, store=store(tmp_path / "s"))
     assert sampled == PROMPTS and len(Watched.asked) == 10 and sum(done) == 10
     assert again.rows == first.rows and again.pictures == first.pictures
     assert again.features is not None and first.features is not None
@@ -205,14 +202,10 @@ def finished(tmp_path_factory: pytest.TempPathFactory, random_model: str) -> Pat
     folder.mkdir()
     save_adapter(random_model, folder / "adapter", seed=1)
     fakes.evaluation(
-        random_model,
-        folder,
-        PROMPTS,
-        {"images": 2, "reward": {"name": "test_store:Watched"}},
-        models={"base": None, "tuned": str(folder / "adapter")},
-        report={"images": 1},
+        random_model, folder, PROMPTS, {"images": 2, "reward": {"name": "test_store:Watched"}},
+        models={"base": None, "tuned": str(folder / "adapter")}, report={"images": 1},
         keep_images=True,
-    )
+    )  # fmt: skip
     assert main(["--config", str(folder / "eval.yaml")]) == 0
     shutil.copytree(folder, folder.parent / "finished")
     return folder
@@ -228,10 +221,7 @@ def config(finished: Path, watched: None) -> Path:
 
 
 def save_adapter(model: str, folder: Path, seed: int) -> None:
-    backbone = fakes.backbone(model)
-    backbone.add_adapter("a", rank=2, alpha=2.0)
-    fakes.shake(backbone, "a", seed=seed)
-    backbone.save_adapter("a", folder)
+    fakes.adapted(model, "a", rank=2, alpha=2.0, seed=seed).save_adapter("a", folder)
 
 
 def files(folder: Path) -> dict[str, bytes]:
@@ -286,9 +276,7 @@ def test_an_evaluation_that_lost_images_fails_and_then_scores_no_others(
         ("models.base=ADAPTER", "adapter was None there, and is '"),
     ],
 )
-def test_images_of_another_run_are_refused(
-    config: Path, override: str, difference: str, capsys: pytest.CaptureFixture[str]
-):
+def test_images_of_another_run_are_refused(config: Path, override: str, difference: str, capsys):
     intact = files(config.parent / "out")
     override = override.replace("ADAPTER", str(config.parent / "adapter"))
     assert main(["--config", str(config), override]) == 2
@@ -297,9 +285,7 @@ def test_images_of_another_run_are_refused(
     assert files(config.parent / "out") == intact
 
 
-def test_a_changed_adapter_and_changed_prompts_are_refused(
-    config: Path, random_model: str, capsys: pytest.CaptureFixture[str]
-):
+def test_a_changed_adapter_and_changed_prompts_are_refused(config: Path, random_model, capsys):
     save_adapter(random_model, config.parent / "adapter", seed=2)
     assert main(["--config", str(config)]) == 2
     error = capsys.readouterr().err

@@ -41,9 +41,8 @@ def test_states_are_drawn_from_the_window_by_seed_and_update(select: str) -> Non
     drawn = [chosen(states, window, (0, update)) for update in range(200)]
     assert drawn == [chosen(states, window, (0, update)) for update in range(200)]
     size = 5 if select == "all" else 3
-    assert all(
-        len(set(d)) == size and set(d) <= set(window) and sorted(d) == list(d) for d in drawn
-    )
+    for d in drawn:
+        assert len(set(d)) == size and set(d) <= set(window) and sorted(d) == list(d)
     if select == "window":
         assert {d[2] - d[0] for d in drawn} == {2}
     if select != "all":
@@ -112,9 +111,7 @@ def test_each_image_is_pulled_to_the_teacher_of_its_task(random_model: str, tmp_
 
 
 @pytest.mark.parametrize("anchor", ["null", "{adapter: null, weight: 0.5}"])
-def test_a_student_that_is_its_teacher_has_no_loss(
-    random_model: str, tmp_path: Path, anchor: str
-) -> None:
+def test_a_student_that_is_its_teacher_has_no_loss(random_model: str, tmp_path: Path, anchor: str):
     """And an anchor on the base pulls it away, by its weight."""
     given = [f"lora.init={tmp_path / 'even'}", f"anchor={anchor}", EXACT]
     found = fakes.distillation(random_model, tmp_path / "run", *given, alone="even")
@@ -133,9 +130,7 @@ def test_a_student_that_is_its_teacher_has_no_loss(
 
 
 @pytest.mark.parametrize("how", ["policy", "published"])
-def test_the_ratio_is_one_and_the_published_form_leaks(
-    random_model: str, tmp_path: Path, how: str
-) -> None:
+def test_the_ratio_is_one_and_the_published_form_leaks(random_model: str, tmp_path: Path, how: str):
     weighting = "kl" if how == "policy" else "published"
     given = [f"student.gradient={how}", f"student.weighting={weighting}"]
     loop, student, labels = labelled(random_model, tmp_path / "run", *given)
@@ -158,31 +153,6 @@ def test_the_ratio_is_one_and_the_published_form_leaks(
     expected = gradient(loop, (-advantage * torch.exp(new - old.detach())).mean())
     ours = gradient(loop, student.loss(pairs, loop.algorithm.velocity(pairs), labels).total)
     assert_close(ours, expected, rtol=1e-3, atol=1e-5 * float(expected.abs().max()))
-
-
-@pytest.mark.slow
-def test_the_log_ratio_of_a_teacher_is_on_average_minus_the_kl(
-    random_model: str, tmp_path: Path
-) -> None:
-    """E_old[log pi_T - log pi_old] = -KL(old || T): the policy form aims at the same minimum."""
-    given = ["student.gradient=policy", "rollout.prompts=32", "rollout.copies=16",
-             "rollout.batch_size=512", "student.label_batch=512"]  # fmt: skip
-    _, student, labels = labelled(random_model, tmp_path / "run", *given)
-    rollout, kl = labels.rollout, []
-    for column, step in enumerate(rollout.steps):
-        x, steps = rollout.states[:, column], torch.full((len(rollout),), step)
-        assert rollout.next_states is not None
-        schedule = rollout.schedule
-        teacher = sde.scheduled_transition(schedule, x, labels.velocity[:, column], steps)
-        sigma = float(labels.rollout.sigmas[step])
-        velocity = student.backbone.velocity(
-            x, sigma, rollout.conditioning, guidance=student.guidance
-        ).detach()
-        kl.append(sde.kl(sde.scheduled_transition(schedule, x, velocity, steps), teacher))
-    assert labels.advantage is not None
-    mean, expected = labels.advantage.mean(0), -torch.stack(kl, 1).mean(0)
-    error = labels.advantage.std(0) / len(rollout) ** 0.5
-    assert ((mean - expected).abs() < 4 * error).all()
 
 
 def test_a_run_comes_nearer_to_its_teachers(random_model: str, tmp_path: Path) -> None:
@@ -213,7 +183,6 @@ def test_a_run_comes_nearer_to_its_teachers(random_model: str, tmp_path: Path) -
 
 
 def evaluated(model: str, folder: Path, *overrides: str) -> fakes.config.TrainingStage:
-    """A run that is evaluated after every update."""
     prompts = folder / "prompts.txt"
     given = ["evaluation={every: 1, prompts: 2}", "rollout.copies=1", "train.checkpoint_every=1",
              "student.fixed_prompts=2"]  # fmt: skip
@@ -222,14 +191,12 @@ def evaluated(model: str, folder: Path, *overrides: str) -> fakes.config.Trainin
 
 
 @pytest.mark.slow
-def test_the_distance_at_fixed_states_is_that_to_the_targets(
-    random_model: str, tmp_path: Path
-) -> None:
+def test_the_distance_at_fixed_states_is_that_to_the_targets(random_model: str, tmp_path: Path):
     """0 for a student that is its teacher; the same before and after an update of no step."""
     same = [f"lora.init={tmp_path / 'even'}", "optimizer.lr=1e-30", "ema=null", EXACT]
     config = evaluated(random_model, tmp_path, *same, "train.updates=1")
     train(config)
-    rows = [row for row in log_of(config) if metrics.HEADLINE in row]
+    rows = [row for row in lines(config.output) if metrics.HEADLINE in row]
     names = {f"fixed_{kind}/{task}" for kind in ("path", "noised") for task in ("even", "odd")}
     for row in rows:
         assert {name: row[name] for name in names} == {name: rows[0][name] for name in names}
@@ -243,12 +210,12 @@ def test_a_run_ends_where_its_student_comes_no_nearer(random_model: str, tmp_pat
     given = ["student.patience=2", "optimizer.lr=1e-30", "train.updates=9"]
     config = evaluated(random_model, tmp_path, *given)
     train(config)
-    assert [row["update"] for row in log_of(config) if metrics.HEADLINE in row] == [0, 1, 2]
+    assert [row["update"] for row in lines(config.output) if metrics.HEADLINE in row] == [0, 1, 2]
     assert (Path(config.output) / "checkpoints" / "update_000002").is_dir()
     assert (Path(config.output) / "adapter" / "README.md").is_file()
-    rows = log_of(config)
+    rows = lines(config.output)
     train(config, resume=True)
-    assert log_of(config) == rows
+    assert lines(config.output) == rows
 
 
 @pytest.mark.slow
@@ -256,7 +223,7 @@ def test_without_rewards_the_nearest_student_is_kept(random_model: str, tmp_path
     given = ["tasks.0.reward=null", "tasks.1.reward=null", "train.updates=2", "alarm=null"]
     config = evaluated(random_model, tmp_path, *given)
     train(config)
-    rows = [row for row in log_of(config) if metrics.HEADLINE in row]
+    rows = [row for row in lines(config.output) if metrics.HEADLINE in row]
     for row in rows:
         mean = (row["fixed_path/even"] + row["fixed_path/odd"]) / 2
         assert row[metrics.HEADLINE] == pytest.approx(-mean)
@@ -269,17 +236,10 @@ def test_without_rewards_the_nearest_student_is_kept(random_model: str, tmp_path
     assert samples.updates(Path(config.output), samples.EVALUATION) == [0, 1, 2]
 
 
-def log_of(config: fakes.config.TrainingStage) -> list[dict[str, float]]:
-    text = (Path(config.output) / "metrics.jsonl").read_text()
-    return [json.loads(line) for line in text.splitlines()]
-
-
 # Cold start --------------------------------------------------------------------------------------
 
 
-def test_sft_learns_the_straight_way_to_the_teachers_images(
-    random_model: str, tmp_path: Path
-) -> None:
+def test_sft_learns_the_straight_way_to_the_teachers_images(random_model: str, tmp_path: Path):
     found = fakes.distillation(random_model, tmp_path / "run", "sft.states=3", stage="sft")
     loop = fakes.wired(found, moved=True)
     assert isinstance(loop.algorithm, Sft)
@@ -330,22 +290,6 @@ def test_images_beyond_a_teacher_cannot_be_sampled(random_model: str, tmp_path: 
         fakes.distillation(random_model, tmp_path / "run", given, stage="sft")
 
 
-@pytest.mark.parametrize("form", ["pathwise", "policy"])
-def test_a_student_of_extrapolated_teachers(random_model: str, tmp_path: Path, form: str) -> None:
-    """Its labels lie on the line from the reference through the teacher; it trains on them."""
-    given = [f"student.gradient={form}", "anchor={adapter: null}"]
-    *_, plain = labelled(random_model, tmp_path / "plain", *given)
-    beyond = [f"teachers.{name}.extrapolate=1.5" for name in ("even", "odd")]
-    loop, student, labels = labelled(random_model, tmp_path / "beyond", *given, *beyond)
-    assert plain.anchor is not None and labels.anchor is not None
-    assert torch.equal(labels.rollout.states, plain.rollout.states)
-    expected = plain.anchor + 1.5 * (plain.velocity - plain.anchor)
-    assert_close(labels.velocity, expected, rtol=0, atol=1e-5)
-    (pairs,) = pairs_of(labels.rollout, torch.ones(8, dtype=torch.bool), 100)
-    loss = student.loss(pairs, loop.algorithm.velocity(pairs), labels).total
-    assert gradient(loop, loss).any()
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("scored", [[], ["odd"]])
 @pytest.mark.parametrize("stage", ["opd", "sft"])
@@ -363,17 +307,14 @@ def test_a_task_without_a_reward_is_trained_and_not_evaluated(
     train(config)
     assert (tmp_path / "run" / "adapter" / "README.md").is_file()
     assert bool(samples.updates(tmp_path / "run", samples.EVALUATION)) == bool(scored)
-    rows = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
-    taken = [row for row in rows if metrics.HEADLINE in row]
+    taken = [row for row in lines(tmp_path / "run") if metrics.HEADLINE in row]
     assert len(taken) == 2 * len(scored)
     for row in taken:
         assert {key.split("/")[1] for key in row if key.count("/") == 2} == set(scored)
         assert row[metrics.HEADLINE] == row["eval/odd/reward"]
 
 
-def test_micro_batches_change_neither_weights_nor_the_kl_of_a_task(
-    random_model: str, tmp_path: Path
-) -> None:
+def test_micro_batches_change_neither_weights_nor_the_kl_of_a_task(random_model, tmp_path) -> None:
     """Micro-batches of 3 hold unequal numbers of each task."""
     found, moved = {}, []
     for size in (3, 8):

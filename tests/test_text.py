@@ -18,9 +18,8 @@ TEXTS = fakes.PROMPTS[:5]
 
 
 def encoder(model: str, cache: Path | None = None, length: int = T5_LENGTH) -> TextEncoder:
-    settings = ModelConfig(
-        id=model, max_sequence_length=length, text_cache=str(cache) if cache else None
-    )
+    kept = str(cache) if cache else None
+    settings = ModelConfig(id=model, max_sequence_length=length, text_cache=kept)
     return TextEncoder(SD3(pipeline(model)), settings, "cpu")
 
 
@@ -64,9 +63,7 @@ def test_a_text_is_encoded_once_by_all_runs_and_whatever_its_batch(
     assert torch.equal(torch.cat(alone), first(TEXTS)["pooled"])
 
 
-def test_other_encoders_and_lengths_do_not_meet(
-    random_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_encoders_and_lengths_do_not_meet(random_model, tmp_path, monkeypatch) -> None:
     encoder(random_model, tmp_path)(TEXTS)
     all_tokens = encoder(random_model)(TEXTS)["embeds"].shape[1]
     shorter = encoder(random_model, tmp_path, length=8)
@@ -81,17 +78,14 @@ def test_other_encoders_and_lengths_do_not_meet(
     assert asked == TEXTS
 
 
-def test_a_file_that_is_damaged_is_written_again(
-    random_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_is_damaged_is_written_again(random_model, tmp_path, monkeypatch) -> None:
     texts = encoder(random_model, tmp_path)
     before = texts(TEXTS)
     files = sorted(tmp_path.rglob("*.safetensors"))
     assert len(files) == len(TEXTS)
     contents = [path.read_bytes() for path in files]
-    for path, damaged in zip(
-        files, (b"", b"no tensors", *(c[:-1] for c in contents)), strict=False
-    ):
+    damages = [b"", b"no tensors", *(content[:-1] for content in contents)]
+    for path, damaged in zip(files, damages, strict=False):
         path.write_bytes(damaged)
     asked = count(texts, monkeypatch)
     for _ in range(2):

@@ -26,9 +26,7 @@ SETTINGS = SamplingConfig(steps=2, guidance=2.0, seed=3, batch_size=2)
 @pytest.fixture
 def adapter(random_model: str, tmp_path: Path) -> tuple[Backbone, Path]:
     """A backbone of T5_LENGTH tokens, and an adapter that it wrote."""
-    backbone = fakes.backbone(random_model)
-    backbone.add_adapter("a", rank=2, alpha=4.0, targets=fakes.TARGETS)
-    fakes.shake(backbone, "a")
+    backbone = fakes.adapted(random_model, "a", rank=2, alpha=4.0)
     backbone.save_adapter("a", tmp_path / "adapter")
     return backbone, tmp_path / "adapter"
 
@@ -38,15 +36,10 @@ def drawn(pipe: Any, backbone: Backbone, **kw: Any) -> Tensor:
     noise = Noise((SETTINGS.seed,))
     start = [noise.draw(p, 0, backbone.latent_shape, 0)[0] for p in range(2)]
     return pipe(
-        fakes.PROMPTS[:2],
-        latents=torch.stack(start),
-        height=32,
-        width=32,
-        num_inference_steps=SETTINGS.steps,
-        guidance_scale=SETTINGS.guidance,
-        output_type="pt",
+        fakes.PROMPTS[:2], latents=torch.stack(start), height=32, width=32,
+        num_inference_steps=SETTINGS.steps, guidance_scale=SETTINGS.guidance, output_type="pt",
         **kw,
-    ).images
+    ).images  # fmt: skip
 
 
 def test_the_images_of_a_loaded_adapter_are_those_of_the_evaluation(

@@ -8,7 +8,6 @@ import fakes
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from flowalign.commands import train
 from flowalign.config import to_yaml
 
 EVALUATED = ["evaluation={every: 1, prompts: 2}", "tasks.0.validation=tiny/ocr_val"]
@@ -41,15 +40,13 @@ def test_weights_and_biases_gets_project_name_config_and_images(
     given = ["train.updates=1", "train.sample_every=1", "train.trackers=[wandb]", *EVALUATED]
     config = fakes.settings(random_model, tmp_path / "the_run", *given)
     (tmp_path / "config.yaml").write_text(to_yaml(config))
-    fakes.AcceleratorState._reset_state(reset_partial_state=True)
-    assert train.main(["--config", str(tmp_path / "config.yaml")]) == 0
+    given = ["--config", tmp_path / "config.yaml"]
+    assert fakes.command(*given) == 0
     (found,) = begun
     assert (found.project, found.name) == ("flowalign", "the_run")
     assert dict(found.config) == json.loads(config.model_dump_json())
     files = tmp_path / "the_run" / "wandb"
     pictures = {path.name.partition("_")[0] for path in files.rglob("*.png")}
     assert {"samples", "held", "before"} <= pictures
-    fakes.AcceleratorState._reset_state(reset_partial_state=True)
-    again = ["--config", str(tmp_path / "config.yaml"), "--resume", "train.updates=2"]
-    assert train.main(again) == 0
+    assert fakes.command(*given, "--resume", "train.updates=2") == 0
     assert begun[1].id == found.id

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import fakes
 import pytest
+from fakes import command
 
 import flowalign
-from flowalign.commands import train
 from flowalign.config import to_yaml
 from flowalign.training import preflight
 
@@ -23,25 +23,18 @@ def config_file(model: str, output: Path, *overrides: str, reward: str = "rednes
     return path
 
 
-def main(*argv: object) -> int:
-    fakes.AcceleratorState._reset_state(reset_partial_state=True)
-    return train.main([str(arg) for arg in argv])
-
-
 @pytest.mark.parametrize(
     ("override", "said"),
     [
         ("optimizer.lr=fast", "optimizer.lr: got the text 'fast'"),
         ("tasks.0.reward.name=fakes:greenness", "tasks.0.reward: .* no attribute 'greenness'"),
-        ("tasks.0.prompts=nowhere.txt", "tasks.0.prompts: no prompt set 'nowhere.txt'"),
-        ("optimizer.updates_per_rollout=2 rollout.prompts=3", "rollout.prompts: 3 prompts"),
     ],
 )
 def test_a_wrong_config_is_refused_before_the_model_is_looked_for(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], override: str, said: str
 ) -> None:
     path = config_file(str(tmp_path / "no_model"), tmp_path / "run")
-    assert main("--config", path, *override.split(" ")) == 2
+    assert command("--config", path, override) == 2
     message = capsys.readouterr().err
     assert re.search(said, message)
     assert "no_model" not in message
@@ -72,57 +65,47 @@ def test_keys_that_an_adapter_to_start_from_decides_are_named(
 
 
 @pytest.mark.slow
-def test_a_run_says_where_it_starts_and_what_it_ignores(
-    random_model: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_run_says_where_it_starts_and_what_it_ignores(random_model, tmp_path, caplog) -> None:
     init = fakes.teachers(random_model, tmp_path)["even"]
     path = config_file(random_model, tmp_path / "run", f"lora={{rank: 32, init: {init}}}")
     with caplog.at_level(logging.INFO, logger="flowalign"):
-        assert main("--config", path, "train.updates=1") == 0
+        assert command("--config", path, "train.updates=1") == 0
     said = {level: [r.getMessage() for r in caplog.records if r.levelname == level]
             for level in ("INFO", "WARNING")}  # fmt: skip
     assert any(init in text and "rank 2" in text for text in said["INFO"])
     assert any(text.startswith("lora.rank: ") for text in said["WARNING"])
 
 
-def test_a_model_that_is_not_there_is_one_line_and_no_traceback(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_model_that_is_not_there_is_one_line_and_no_traceback(tmp_path, capsys) -> None:
     path = config_file(str(tmp_path / "no_model"), tmp_path / "run")
-    assert main("--config", path) == 2
+    assert command("--config", path) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "no_model'" in line and "Give `tiny`" in line
 
 
 def test_a_run_leaves_an_adapter_that_loads_and_is_not_overwritten(
-    random_model: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    caplog: pytest.LogCaptureFixture,
+    random_model: str, tmp_path: Path, capsys, caplog
 ) -> None:
     path, output = config_file(random_model, tmp_path / "run"), tmp_path / "run"
-    assert main("--config", path, "--resume", "train.updates=1") == 0  # as job scripts say always
+    # --resume: as job scripts say always
+    assert command("--config", path, "--resume", "train.updates=1") == 0
     assert f"--resume: no checkpoint in {output}/checkpoints" in caplog.text
     pipe = flowalign.load(random_model, lora=output / "adapter")
     assert pipe.get_list_adapters() == {"transformer": ["default_0"]}
-    assert main("--config", path) == 2
+    assert command("--config", path) == 2
     assert "holds the checkpoints of a run. Continue it with --resume" in capsys.readouterr().err
-    assert main("--config", path, "--resume", "optimizer.lr=0.5") == 2
-    assert "--resume: optimizer differ" in capsys.readouterr().err
     caplog.clear()
-    assert main("--config", path, "--resume", "train.updates=2") == 0
+    assert command("--config", path, "--resume", "train.updates=2") == 0
     assert (output / "checkpoints" / "update_000002").is_dir()
     assert "--resume" not in caplog.text
 
 
-def test_interrupted_and_stopped_runs_say_so(
-    random_model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_interrupted_and_stopped_runs_say_so(random_model, tmp_path, capsys) -> None:
     option = "tasks.0.reward.options={call: 1}"
     path = config_file(random_model, tmp_path / "a" / "run", option, reward="Interrupting")
-    assert main("--config", path) == 130
+    assert command("--config", path) == 130
     assert "--resume" in capsys.readouterr().err
     option = "tasks.0.reward.options={rows: [0, 1, 2, 3, 4]}"
     path = config_file(random_model, tmp_path / "b" / "run", option, reward="Faulty")
-    assert main("--config", path) == 1
+    assert command("--config", path) == 1
     assert "stopped: the reward failed on 62%" in capsys.readouterr().err
