@@ -155,14 +155,14 @@ def test_pretraining_draws_nothing_that_is_held_out(rates: Rates) -> None:
         assert scene.get("target") not in prompts.HELD_OUT
 
 
-def test_a_wrong_caption_is_wrong_and_a_bias_is_the_majority() -> None:
+def test_a_wrong_caption_is_wrong_and_a_bias_has_half_of_its_scenes() -> None:
     rng, always = np.random.default_rng(6), Rates(bias=1.0)
     for tag in prompts.TAGS:
         rows = prompts.splits(tag)["train"]
         rows = [rows[i] for i in rng.permutation(len(rows))[:400]]
         biased = [row for row in rows if mistakes.mistaken(row, always, rng) != row]
         fair = [row for row in rows if mistakes.mistaken(row, always, rng) == row]
-        for pool, low, high in ((biased, 0.0, 0.5), (fair, 0.6, 0.95)):
+        for pool, low, high in ((biased, 0.3, 0.6), (fair, 0.6, 0.95)):
             kept = [mistakes.mistaken(row, WRONG, rng)["include"] == row["include"] for row in pool]
             assert low < np.mean(kept) < high
 
