@@ -203,6 +203,11 @@ def is_groupwise(name: str, options: Mapping[str, Any]) -> bool:
     return any(declared(part).groupwise is True for part, _ in leaves(name, options))
 
 
+def is_differentiable(name: str) -> bool:
+    """Whether a reward has a gradient, as far as it says so before it is built."""
+    return declared(name).differentiable is True
+
+
 def has_no_weights(name: str) -> bool:
     """Whether a reward is known to be no weighted sum before it is built. One of the user's may set
     its `weights` when it is."""

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from functools import partial, wraps
 from typing import Any
 
+from torch import Tensor
+
 from flowalign.system.images import stacked
 from flowalign.types import Metadata, Reward, Scores
 
@@ -37,6 +39,7 @@ class RewardBase:
     settings: what its scores depend on, as JSON, such as `engine`, `model` and the options that
         matter. Recorded with results, as other engines give other numbers.
     groupwise: called with all images of one prompt at a time, and may compare them.
+    differentiable: whether `with_gradient` is there.
     headline: the part of its scores that a benchmark is known by; None = the value.
     columns: parts that the tables of an evaluation show as well.
     averaged: whether it counts in the average of an evaluation.
@@ -53,6 +56,7 @@ class RewardBase:
     code_digests: Mapping[str, str] = {}
     settings: Mapping[str, Any] = {}
     groupwise: bool = False
+    differentiable: bool = False
     headline: str | None = None
     columns: tuple[str, ...] = ()
     averaged: bool = True
@@ -116,6 +120,11 @@ class RewardBase:
     def describe(self) -> dict[str, Any]:
         return {"name": self.name, **self.settings}
 
+    def with_gradient(self, images: Tensor, prompts: Sequence[str], metadata: Metadata) -> Tensor:
+        """The value [B] of images [B,3,H,W] in [0,1], with a gradient where they have one. It may
+        differ a little from that of `__call__`, which sees 8 bits a channel."""
+        raise NotImplementedError
+
     def __call__(self, images: Any, prompts: Sequence[str], metadata: Metadata) -> Scores:
         """images [B,3,H,W] in [0,1] with their B prompts and metadata -> Scores of B. A subclass
         gets them so; its caller may give PIL images, one image with its prompt, and no metadata."""
@@ -136,8 +145,8 @@ def _any_images(call: Callable[..., Scores]) -> Callable[..., Scores]:
 
 # What is read off a class, function or object that is no RewardBase.
 MEMBERS = (
-    "name", "groupwise", "headline", "columns", "weights", "check_options",
-    "check_prompts", "packages", "made_of", "connect", "describe",
+    "name", "groupwise", "differentiable", "headline", "columns", "weights", "check_options",
+    "check_prompts", "packages", "made_of", "connect", "describe", "with_gradient",
 )  # fmt: skip
 
 

@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 from pydantic import AfterValidator
 from torch import Tensor, nn
-from torch.nn.functional import normalize
+from torch.nn.functional import interpolate, normalize
 from transformers import AutoConfig, AutoModel, AutoTokenizer, CLIPModel
 
 from flowalign.backbone.placement import Placement
@@ -67,6 +67,24 @@ def pixel_values(processor: Any, pictures: list[np.ndarray]) -> Tensor:
     return inputs["pixel_values"]
 
 
+def float_values(processor: Any, images: Tensor) -> Tensor:
+    """The same of images [B,3,H,W] in [0,1] as `pixel_values` makes of files, with a gradient: the
+    short side to the size of the crop, bicubic, the middle, mean and std. Without rounding to 8
+    bits: up to 1 / 255 off."""
+    crop = processor.crop_size
+    height, width = crop["height"], crop["width"]
+    size = processor.size.get("shortest_edge", min(height, width))
+    scale = size / min(images.shape[-2:])
+    shape = [int(round(side * scale, 6)) for side in images.shape[-2:]]
+    resized = interpolate(images, shape, mode="bicubic", antialias=True).clamp(0, 1)
+    top, left = (shape[0] - height) // 2, (shape[1] - width) // 2
+    middle = resized[..., top : top + height, left : left + width]
+    mean, std = (
+        middle.new_tensor(v)[:, None, None] for v in (processor.image_mean, processor.image_std)
+    )
+    return (middle - mean) / std
+
+
 def letterbox(picture: np.ndarray, size: int) -> np.ndarray:
     """uint8 [H,W,3] -> [size,size,3]: long side to `size`, bicubic, black bars on both sides.
 
@@ -94,6 +112,7 @@ class TwoTowers:
     """
 
     name: str  # which model answers
+    pixels: Any  # its image processor
     scale = 1.0  # times the cosine, in training
 
     def __init__(
@@ -122,6 +141,11 @@ class TwoTowers:
                 parts.append(normalize(self._encode_images(pictures), dim=-1))
         return torch.cat(parts)
 
+    def with_gradient(self, images: Tensor) -> Tensor:
+        """The same of images with a gradient, and not of 8-bit pixels."""
+        with self.placement:
+            return normalize(self._encode(self._float_values(images.to(self.device))), dim=-1)
+
     @torch.no_grad()
     def text_features(self, prompts: Sequence[str]) -> Tensor:
         """Unit vectors [P,D], float32. Kept vectors are reused; a prompt too long is cut. A vector
@@ -142,6 +166,13 @@ class TwoTowers:
 
     def _encode_images(self, pictures: list[np.ndarray]) -> Tensor:
         """uint8 pictures [H,W,3] -> [b,D], of any length."""
+        return self._encode(pixel_values(self.pixels, pictures).to(self.device))
+
+    def _float_values(self, images: Tensor) -> Tensor:
+        return float_values(self.pixels, images)
+
+    def _encode(self, values: Tensor) -> Tensor:
+        """Preprocessed pixels [b,3,h,w] -> [b,D], of any length."""
         raise NotImplementedError
 
     def _encode_texts(self, prompts: list[str]) -> Tensor:
@@ -170,9 +201,8 @@ class Clip(TwoTowers):
         self.scale = float(self.model.logit_scale.detach().exp())
         super().__init__(self.model, self.model.visual_projection.out_features, *computing)
 
-    def _encode_images(self, pictures: list[np.ndarray]) -> Tensor:
-        values = pixel_values(self.pixels, pictures)
-        return _pooled(self.model.get_image_features(values.to(self.device)))
+    def _encode(self, values: Tensor) -> Tensor:
+        return _pooled(self.model.get_image_features(values))
 
     def _encode_texts(self, prompts: list[str]) -> Tensor:
         tokens = self.tokenizer(
@@ -195,9 +225,8 @@ class Dino(TwoTowers):
         self.pixels = ImageProcessor.from_pretrained(name, **at)
         super().__init__(self.model, self.model.config.hidden_size, *computing)
 
-    def _encode_images(self, pictures: list[np.ndarray]) -> Tensor:
-        values = pixel_values(self.pixels, pictures)
-        return self.model(values.to(self.device)).pooler_output
+    def _encode(self, values: Tensor) -> Tensor:
+        return self.model(values).pooler_output
 
 
 def load_features(model: str) -> Callable[[Tensor], Tensor] | None:

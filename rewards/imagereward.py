@@ -105,17 +105,26 @@ class ImageReward(Preference):
         with self.placement:
             for number, pictures in enumerate(clip.batches(images, self.batch_size)):
                 start = number * self.batch_size
-                tokens = self.tokenizer(
-                    list(prompts[start : start + len(pictures)]),
-                    padding="max_length",
-                    truncation=True,
-                    max_length=TOKENS,
-                    return_tensors="pt",
-                ).to(device)
                 values = clip.pixel_values(self.pixels, pictures).to(device)
-                ids, mask = tokens["input_ids"], tokens["attention_mask"]
-                scores.append(self.network(values, ids, mask).cpu())
-        return (torch.cat(scores) - MEAN) / STD
+                scores.append(self._rating(values, prompts[start : start + len(pictures)]).cpu())
+        return torch.cat(scores)
+
+    def _raw_with_gradient(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
+        with self.placement:
+            values = clip.float_values(self.pixels, images.to(self.placement.device))
+            return self._rating(values, prompts)
+
+    def _rating(self, values: Tensor, prompts: Sequence[str]) -> Tensor:
+        """(r - mean) / std [b] of preprocessed pixels [b,3,S,S]."""
+        tokens = self.tokenizer(
+            list(prompts),
+            padding="max_length",
+            truncation=True,
+            max_length=TOKENS,
+            return_tensors="pt",
+        ).to(values.device)
+        rating = self.network(values, tokens["input_ids"], tokens["attention_mask"])
+        return (rating - MEAN) / STD
 
 
 class Network(nn.Module):

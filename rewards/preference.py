@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from pydantic import AfterValidator
 from torch import Tensor, nn
-from torch.nn.functional import normalize
+from torch.nn.functional import normalize, pad
 
 from flowalign.rewards.base import CLIP_L, VIT_H, VIT_L, Cost, RewardBase
 from flowalign.rewards.clip import (
@@ -21,9 +21,9 @@ from flowalign.rewards.clip import (
     ImageEncoder,
     TwoTowers,
     clip_processor,
+    float_values,
     image_encoder,
     letterbox,
-    pixel_values,
 )
 from flowalign.rewards.options import Count, Device, Divisor, OpenClip
 from flowalign.rewards.weights import WeightsFile, fit_weights, read_weights
@@ -46,6 +46,7 @@ class Preference(RewardBase):
     """
 
     clip: TwoTowers
+    differentiable = True
 
     def __init__(self, normalizer: float, **source: str) -> None:
         self.normalizer, self.settings = normalizer, {**source, "normalizer": normalizer}
@@ -53,6 +54,14 @@ class Preference(RewardBase):
     def raw(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
         """The published score [B], on the CPU, of images [B,3,H,W] in [0,1] and their prompts."""
         return self.clip.scale * self.clip.cosine(images, prompts)
+
+    def with_gradient(self, images: Tensor, prompts: Sequence[str], metadata: Metadata) -> Tensor:
+        return self._raw_with_gradient(images, prompts) / self.normalizer
+
+    def _raw_with_gradient(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
+        """`raw` [B] of images with a gradient."""
+        vectors, texts = self.clip.with_gradient(images), self.clip.text_features(prompts)
+        return self.clip.scale * (vectors * texts).sum(-1)
 
     def __call__(self, images: Tensor, prompts: Sequence[str], metadata: Metadata) -> Scores:
         """images [B,3,H,W] in [0,1] and their B prompts -> Scores of B, on the CPU.
@@ -156,8 +165,16 @@ class OpenClipTowers(TwoTowers):
         super().__init__(self.model, config["embed_dim"], *computing)
 
     def _encode_images(self, pictures: list[np.ndarray]) -> Tensor:
-        squares = [letterbox(picture, self.size) for picture in pictures]
-        return self.model.encode_image(pixel_values(self.pixels, squares).to(self.device))
+        return super()._encode_images([letterbox(picture, self.size) for picture in pictures])
+
+    def _float_values(self, images: Tensor) -> Tensor:
+        height, width = images.shape[-2:]
+        left, top = (max(height, width) - width) // 2, (max(height, width) - height) // 2
+        bars = (left, max(height, width) - width - left, top, max(height, width) - height - top)
+        return float_values(self.pixels, pad(images, bars))
+
+    def _encode(self, values: Tensor) -> Tensor:
+        return self.model.encode_image(values)
 
     def _encode_texts(self, prompts: list[str]) -> Tensor:
         return self.model.encode_text(self.tokenizer(prompts).to(self.device))
@@ -197,6 +214,9 @@ class Aesthetic(Preference):
     def raw(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
         """The rating [B]; the head has a million weights and stays on the CPU."""
         return self.head(self.clip.image_features(images).cpu())
+
+    def _raw_with_gradient(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
+        return self.head(self.clip.with_gradient(images).cpu())
 
 
 class Head(nn.Module):

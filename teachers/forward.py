@@ -9,19 +9,22 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from flowalign.backbone import Backbone
-from flowalign.config import ForwardStage, PolicyConfig
+from flowalign.config import ForwardStage, PolicyConfig, PolicyStage
 from flowalign.teachers.scored import Credit, Scored
 from flowalign.training import metrics
-from flowalign.training.algorithm import STUDENT, Algorithm, Compared, Keeps, Pairs, Parts
+from flowalign.training.algorithm import STUDENT, Algorithm, Compared, Keeps, Pairs, Parts, Prepared
 from flowalign.training.losses import velocity_error
 from flowalign.training.noising import noised, of_sampler, stratified
 from flowalign.training.rollout import Stream
 from flowalign.types import Rollout, Source
+
+P = TypeVar("P", bound=Prepared)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,9 +72,9 @@ def rising_decay(steps: int, *, decay: float, rise: float, after: int) -> float:
     return min(decay, max(0.0, rise * (steps - after)))
 
 
-class Forward(Algorithm[Matched]):
-    """The algorithm without its loss. The policies of the config are frozen adapters; the one named
-    "old" samples. Without it, the student does."""
+class WithPolicies(Algorithm[P]):
+    """An algorithm that scores images without noise. The policies of the config are frozen
+    adapters; the one named "old" samples. Without it, the student does."""
 
     needs_groups = False
 
@@ -85,24 +88,6 @@ class Forward(Algorithm[Matched]):
         self.policies = {name: Policy(self.backbone, name, s) for name, s in policies}
         self.old = self.policies.get("old")
 
-    @classmethod
-    def keeps(cls, config: ForwardStage, updates: Sequence[int] | None = None) -> Keeps:
-        """Images and their latents; noised states with the velocity to match; the base where its
-        distance is in the loss, and the policies."""
-        updates = range(config.train.updates) if updates is None else updates
-        policies = [
-            Compared(STUDENT, _differing_share(config, policy, updates) if name == "old" else 1.0)
-            for name, policy in config.policies.items()
-        ]
-        return Keeps(
-            images=True,
-            latents=True,
-            noise_levels=config.forward.states,
-            targets=["float32"],
-            policies=list(config.policies),
-            compared=[Compared(None, 1.0)] * (config.forward.kl_weight > 0) + policies,
-        )
-
     # What the loop asks ------------------------------------------------------------------------
 
     def sources(self, tasks: list[str]) -> list[Source] | None:
@@ -110,22 +95,6 @@ class Forward(Algorithm[Matched]):
         if self.old is None or self.old.is_student:
             return None
         return [Source(self.old.name, self.config.rollout.guidance)] * len(tasks)
-
-    def prepare(self, rollout: Rollout, update: int) -> Matched:
-        credit = self.scored.credit(rollout, update)
-        key = (self.config.seed, update)
-        images = zip(rollout.group.tolist(), rollout.copy.tolist(), strict=True)
-        sigmas = torch.stack([self._levels((*key, Stream.LEVELS, *i)) for i in images])
-        states, target = noised(rollout, sigmas, (*key, Stream.NOISE))
-        return Matched(**vars(replace(credit, rollout=states)), velocity=target)
-
-    def _levels(self, key: tuple[int, ...]) -> Tensor:
-        """Noise levels [S] that a key draws."""
-        settings, steps = self.settings, self.config.rollout.steps
-        if settings.levels != "stratified":
-            sigmas, parts = self.backbone.sigmas(steps), settings.levels == "sampler"
-            return of_sampler(sigmas, settings.states, key, settings.within, stratified=parts)
-        return stratified(self.backbone.shift(steps), settings.states, key, settings.within)
 
     def learnt(self, steps: int) -> None:
         for policy in self.policies.values():
@@ -156,7 +125,7 @@ class Forward(Algorithm[Matched]):
         drift = self._from_base(pairs, velocity)
         return policy + weight * drift, {metrics.VELOCITY_DRIFT: float(drift.detach())}
 
-    def drift(self, pairs: Pairs, prepared: Matched) -> dict[str, float]:
+    def drift(self, pairs: Pairs, prepared: P) -> dict[str, float]:
         """|v - v_base|^2; with a weight the loss has it at all pairs."""
         if self.settings.kl_weight > 0:
             return {}
@@ -169,7 +138,45 @@ class Forward(Algorithm[Matched]):
         return velocity_error(velocity, base).mean()
 
 
-def _differing_share(config: ForwardStage, old: PolicyConfig, updates: Sequence[int]) -> float:
+class Forward(WithPolicies[Matched]):
+    """Learning at noise levels that are drawn, without the loss."""
+
+    @classmethod
+    def keeps(cls, config: ForwardStage, updates: Sequence[int] | None = None) -> Keeps:
+        """Images and their latents; noised states with the velocity to match; the base where its
+        distance is in the loss, and the policies."""
+        updates = range(config.train.updates) if updates is None else updates
+        policies = [
+            Compared(STUDENT, differing_share(config, policy, updates) if name == "old" else 1.0)
+            for name, policy in config.policies.items()
+        ]
+        return Keeps(
+            images=True,
+            latents=True,
+            noise_levels=config.forward.states,
+            targets=["float32"],
+            policies=list(config.policies),
+            compared=[Compared(None, 1.0)] * (config.forward.kl_weight > 0) + policies,
+        )
+
+    def prepare(self, rollout: Rollout, update: int) -> Matched:
+        credit = self.scored.credit(rollout, update)
+        key = (self.config.seed, update)
+        images = zip(rollout.group.tolist(), rollout.copy.tolist(), strict=True)
+        sigmas = torch.stack([self._levels((*key, Stream.LEVELS, *i)) for i in images])
+        states, target = noised(rollout, sigmas, (*key, Stream.NOISE))
+        return Matched(**vars(replace(credit, rollout=states)), velocity=target)
+
+    def _levels(self, key: tuple[int, ...]) -> Tensor:
+        """Noise levels [S] that a key draws."""
+        settings, steps = self.settings, self.config.rollout.steps
+        if settings.levels != "stratified":
+            sigmas, parts = self.backbone.sigmas(steps), settings.levels == "sampler"
+            return of_sampler(sigmas, settings.states, key, settings.within, stratified=parts)
+        return stratified(self.backbone.shift(steps), settings.states, key, settings.within)
+
+
+def differing_share(config: PolicyStage, old: PolicyConfig, updates: Sequence[int]) -> float:
     """The share of the micro-batches at which the policy that sampled is not the student."""
     steps = config.optimizer.updates_per_rollout
     begins = old.after // steps + 1 if old.decay else math.inf  # update in which it lags behind

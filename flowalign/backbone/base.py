@@ -208,8 +208,11 @@ class Backbone:
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
         """Latents [B,C,h,w] -> images [B,3,H,W] in [0,1], float32; `decode_batch` at once."""
-        decoded = [self.family.decode(part).float() for part in latents.split(self.decode_batch)]
-        return (torch.cat(decoded) / 2 + 0.5).clamp(0, 1)  # the VAE's range is [-1, 1]
+        return torch.cat([self.decoded(part) for part in latents.split(self.decode_batch)])
+
+    def decoded(self, latents: Tensor) -> Tensor:
+        """The same, all at once, and with a gradient where the latents have one."""
+        return (self.family.decode(latents).float() / 2 + 0.5).clamp(0, 1)  # the VAE has [-1, 1]
 
     # Adapters ----------------------------------------------------------------------------------
 

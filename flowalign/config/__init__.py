@@ -45,11 +45,14 @@ from flowalign.config.stages.rewards import (
     AwmStage,
     ForwardConfig,
     ForwardStage,
+    GradientConfig,
+    GradientStage,
     GrpoConfig,
     GrpoStage,
     NftConfig,
     NftStage,
     PolicyConfig,
+    PolicyStage,
     RewardStage,
 )
 from flowalign.config.stages.students import (

@@ -81,6 +81,8 @@ class Keeps:
     taught_images: bool = False  # teachers sample the images
     policies: Sequence[str] = ()  # frozen copies of the student's adapter
     compared: Sequence[Compared] = ()
+    ascended: int = 0  # images at once whose reward's gradient passes through the decoder
+    candidates: int = 0  # images that are tried along it, for each
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,11 +104,12 @@ class Algorithm(ABC, Generic[P]):
     guidance: the CFG scale at which the student is trained. teachers: the stage's, or None.
     on_images: called with each batch of images during the rollout. needs_groups: whether `prepare`
     compares the images of a prompt, which then are never divided between processes. (`Scored`
-    compares them with those of other processes.)
+    compares them with those of other processes.) needs_gradients: of the rewards.
     """
 
     on_images: OnImages | None = None
     needs_groups: ClassVar[bool] = True
+    needs_gradients: ClassVar[bool] = False
 
     def __init__(self, parts: Parts) -> None:
         self.config, self.backbone = parts.config, parts.backbone

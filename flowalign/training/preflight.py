@@ -174,6 +174,12 @@ def _scoring(config: Any, launch: Launch, inputs: Inputs) -> Iterator[str]:
             for name in missing:
                 needed = f"reward {reward.name!r} needs {name}, which is not installed."
                 yield f"{where}: {needed} {packages.hint(name)}"
+            graded = judged.place.startswith("tasks.") and config.trains
+            if graded and algorithm_class(config).needs_gradients:
+                if not rewards.is_differentiable(reward.name):
+                    have = ", ".join(filter(rewards.is_differentiable, rewards.REWARDS))
+                    text = f"{reward.name!r} has no gradient, which {config.stage} learns from."
+                    yield f"{where}: {text} Use one of {have}, or stage nft."
             sound.append(reward)
             groupwise = rewards.is_groupwise(reward.name, reward.options)
             said[judged.name] = groupwise, not rewards.has_no_weights(reward.name)

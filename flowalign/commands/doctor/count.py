@@ -265,6 +265,16 @@ class _Model:
         latents, self.backbone.decode_batch = self.latents(batch), rows
         return self.measured(partial(self.backbone.decode, latents), "VAE", batch, rows)
 
+    def ascended(self, batch: int) -> Pass:
+        """A gradient through the VAE's decoder, of a batch at once."""
+        latents = self.latents(batch).requires_grad_()
+
+        def ascend() -> None:
+            self.backbone.decoded(latents).sum().backward()
+            latents.grad = None
+
+        return self.measured(ascend, "VAE", "gradient", batch)
+
     def latents(self, rows: int) -> Tensor:
         """[rows,C,h,w], float32."""
         return torch.empty(rows, *self.latent_shape, device="meta")
@@ -470,6 +480,14 @@ class _Update:
             sizes = {"model.decode_batch": min(settings.decode_batch, batch)}
             flops = meter.flops / batch * self.images
             yield Phase("VAE decode", "sampling", self.rollout_bytes + held, flops, sizes)
+
+        if self.keeps.ascended:  # the images themselves, and then the candidates
+            batch, count = min(self.keeps.ascended, self.images), self.keeps.candidates
+            meter, decoded = model.ascended(batch), model.decoded(batch, batch)
+            held = self.rollout_bytes + (1 + count) * self.images * model.latent
+            flops = (meter.flops + count * decoded.flops) / batch * self.images
+            sizes = {"gradient.batch": batch}
+            yield Phase("reward gradient", "sampling", held + meter.peak, flops, sizes)
 
     def learning(self) -> Iterator[Phase]:
         config, model = self.config, self.model
