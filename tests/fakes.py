@@ -35,6 +35,7 @@ from flowalign import config
 from flowalign.backbone import Backbone
 from flowalign.backbone.sd3 import SD3
 from flowalign.commands import build, recipe, train
+from flowalign.rewards import RewardBase
 from flowalign.training.algorithm import STUDENT
 from flowalign.training.loop import Loop
 from flowalign.training.preflight import Launch
@@ -150,6 +151,18 @@ def first_of_pair(images: Tensor, prompts: Sequence[str], metadata: Rows) -> Sco
     value = redness(images, prompts, metadata).value
     mine = torch.tensor([p == prompts[0] for p in prompts], device=value.device)
     return Scores.of(torch.where(mine, value, 0.5))
+
+
+class Graded(RewardBase):
+    """Redness with a gradient."""
+
+    differentiable = True
+
+    def __call__(self, images: Tensor, prompts: Sequence[str], metadata: Rows) -> Scores:
+        return redness(images, prompts, metadata)
+
+    def with_gradient(self, images: Tensor, prompts: Sequence[str], metadata: Rows) -> Tensor:
+        return images[:, 0].mean((1, 2)) - images[:, 1:].mean((1, 2, 3))
 
 
 class Seeding:
@@ -346,6 +359,14 @@ def forward(
     raw = found.model_dump(mode="json", exclude={"grpo", "stage"})
     raw["rollout"] |= {"kind": "ode", "window": None}
     return config.parse({**raw, "stage": stage, stage: {"states": 3}}, overrides)
+
+
+def ascending(model: str, output: Path, *overrides: str) -> config.TrainingStage:
+    """The same run by the gradient of redness."""
+    raw = settings(model, output, reward="Graded").model_dump(mode="json", exclude={"grpo"})
+    raw["rollout"] |= {"kind": "ode", "window": None}
+    raw |= {"stage": "gradient", "gradient": {"batch": 3, "old": {"decay": 0.5, "rise": 0.25}}}
+    return config.parse(raw, overrides)
 
 
 savefig = Figure.savefig

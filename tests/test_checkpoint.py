@@ -122,6 +122,7 @@ TWICE = "optimizer.updates_per_rollout=2"
         pytest.param("nft", [*NFT, TWICE], id="nft with two steps"),
         pytest.param("awm", AWM, id="awm"),
         pytest.param("awm", [*AWM, TWICE], id="awm with two steps"),
+        pytest.param("gradient", FORWARD, id="gradient"),
     ],
 )
 def test_so_they_are_under_every_algorithm(random_model, tmp_path, stage: str, given: list[str]):
@@ -130,7 +131,9 @@ def test_so_they_are_under_every_algorithm(random_model, tmp_path, stage: str, g
         if stage == "grpo":
             return state(run(random_model, output, *words, *overrides, resume=resume))
         make = fakes.distillation if stage in ("opd", "sft") else fakes.forward
-        loop = fakes.wired(make(random_model, output, *words, *overrides, stage=stage))
+        kind = {} if stage == "gradient" else {"stage": stage}
+        make = fakes.ascending if stage == "gradient" else make
+        loop = fakes.wired(make(random_model, output, *words, *overrides, **kind))
         assert loop.resume() == resume
         loop.run()
         return state(loop)

@@ -22,7 +22,7 @@ from flowalign.teachers.merge import merge
 from flowalign.training.loop import Loop
 
 MODELS = [name for name in families.PIPELINES if name not in ("sd3", "schnell")]
-STAGES = ("grpo", "nft", "awm", "sft", "opd")
+STAGES = ("grpo", "nft", "awm", "gradient", "sft", "opd")
 LENGTH = 64  # tokens: the templates of FLUX.2 and Qwen-Image leave room for the prompts
 
 
@@ -47,6 +47,8 @@ def settings(model: str, output: Path, stage: str, updates: int) -> TrainingStag
         return fakes.settings(model, output, *shared)
     if stage in ("nft", "awm"):
         return fakes.forward(model, output, *shared, stage=stage)
+    if stage == "gradient":
+        return fakes.ascending(model, output, *shared)
     more = ["anchor={adapter: null, weight: 0.5}"] if stage == "opd" else []
     return fakes.distillation(model, output, *shared, *more, stage=stage)
 
