@@ -52,8 +52,8 @@ The drawings are Fluent Emoji (Microsoft, MIT) and Noto Emoji (Google, Apache-2.
 By `python scripts/tiny/pretrain.py` ({history}): flow matching on scenes drawn by
 `flowalign.backbone.tiny.scenes`, Muon on the 2-D weights of the blocks, AdamW elsewhere, EMA
 weights. First every caption was right. Then many were wrong, as those of real pretraining data are
-(`scripts/tiny/mistakes.py`): at random in one point, or by a bias that has half of the scenes of its
-prompts. So the model can draw what a prompt says, and often draws something else. {soup}The
+(`scripts/tiny/mistakes.py`): at random in one point, or by a bias that has half of the scenes of
+its prompts. So the model can draw what a prompt says, and often draws something else. {soup}The
 combinations and words of `flowalign/backbone/tiny/prompts/*_val` and `*_test` were in no caption.
 
 ## What it scores on held-out prompts
