@@ -24,17 +24,17 @@ from pathlib import Path
 LINKED = ("rewards", "teachers", "eval")
 # Lines a room may have. A change that needs more says so here.
 BUDGET = {
-    "backbone": 3221,
-    "commands": 4565,
-    "config": 2084,
+    "backbone": 3224,
+    "commands": 4584,
+    "config": 2163,
     "credit": 244,
     "eval": 2272,
     "flowalign": 64,
-    "rewards": 4237,
+    "rewards": 4309,
     "sde": 185,
     "system": 1126,
-    "teachers": 1046,
-    "training": 5103,
+    "teachers": 1267,
+    "training": 5111,
     "types": 260,
 }
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)

@@ -31,7 +31,7 @@ LEVELS = {
 BY_NAME = {
     "flowalign.eval.__main__": {"flowalign.commands.evaluate"},  # python -m flowalign.eval is it
     "flowalign.config.stages.rewards": {
-        f"flowalign.teachers.{name}" for name in ("grpo", "nft", "awm")
+        f"flowalign.teachers.{name}" for name in ("grpo", "nft", "awm", "gradient")
     },
     "flowalign.config.stages.students": {
         f"flowalign.training.student.{name}" for name in ("opd", "sft")

@@ -155,7 +155,8 @@ class Draft:
             raise ValueError("--options: they are of one --reward. Write those of others there.")
         family = family_folder(model)
         self.known, self.folder = family is not None, family or SD35
-        self.rewards = reward or (["ocr"] if self.like in TEACHERS else [])
+        usual = "pickscore" if self.like == "gradient" else "ocr"
+        self.rewards = reward or ([usual] if self.like in TEACHERS else [])
         self.options, self.prompts = assignments(options), prompts
         # every family has these two
         self.student, self.eval = self._shipped("student_flow_opd"), self._shipped("eval")

@@ -52,6 +52,7 @@ from flowalign.config.stages.rewards import (
     NftConfig,
     NftStage,
     PolicyConfig,
+    PolicyLearning,
     PolicyStage,
     RewardStage,
 )
