@@ -365,7 +365,10 @@ def ascending(model: str, output: Path, *overrides: str) -> config.TrainingStage
     """The same run by the gradient of redness."""
     raw = settings(model, output, reward="Graded").model_dump(mode="json", exclude={"grpo"})
     raw["rollout"] |= {"kind": "ode", "window": None}
-    raw |= {"stage": "gradient", "gradient": {"batch": 3, "old": {"decay": 0.5, "rise": 0.25}}}
+    raw |= {
+        "stage": "gradient",
+        "gradient": {"batch": 3, "tau": 1e3, "old": {"decay": 0.5, "rise": 0.25}},
+    }
     return config.parse(raw, overrides)
 
 

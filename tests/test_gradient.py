@@ -2,6 +2,7 @@
 
 import math
 from pathlib import Path
+from typing import Any
 
 import fakes
 import pytest
@@ -68,7 +69,7 @@ def test_the_best_candidate_pays_for_its_distance(
 @pytest.mark.parametrize("size", [64, 96])
 def test_a_reward_has_the_gradient_of_its_value(size: int) -> None:
     """By finite differences along it, and nearly the value of 8-bit pixels."""
-    reward = rewards.build("pickscore", model="tiny", normalizer=28)
+    reward: Any = rewards.build("pickscore", model="tiny", normalizer=28)
     images = torch.rand(2, 3, size, size, generator=torch.Generator().manual_seed(0)) * 0.8 + 0.1
     prompts, rows = ["a picture of two dogs", "a photo of a red cat"], [{}, {}]
     images.requires_grad_()
@@ -85,7 +86,7 @@ def test_a_reward_has_the_gradient_of_its_value(size: int) -> None:
 def test_images_follow_the_gradient_and_the_price_is_adapted(
     random_model: str, tmp_path: Path
 ) -> None:
-    loop = fakes.wired(fakes.ascending(random_model, tmp_path / "run"))
+    loop: Any = fakes.wired(fakes.ascending(random_model, tmp_path / "run", "gradient.tau=1"))
     prepared = loop.algorithm.prepare(rollout := loop.rollout(0), 0)
     assert [*rollout.steps] == [3] and rollout.states.shape[1] == 1  # .9 of 4 steps
     moved = prepared.weight == 1

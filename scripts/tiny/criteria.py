@@ -14,11 +14,12 @@ import argparse
 import json
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import parts
 import torch
-from diffusers import AutoencoderKL, StableDiffusion3Pipeline
+from diffusers import StableDiffusion3Pipeline
 
 from flowalign.backbone.tiny import PROMPTS, scenes
 from flowalign.backbone.tiny.detector import TinyDetector
@@ -89,7 +90,7 @@ def main() -> None:
 
 
 @torch.no_grad()
-def confusions(vae: AutoencoderKL, split: str) -> None:
+def confusions(vae: Any, split: str) -> None:
     """Print what the detector makes of scenes with known drawings, five of each prompt."""
     lines = (PROMPTS / f"geneval_{split}.jsonl").read_text().splitlines()
     rows = [json.loads(line) for line in lines]

@@ -56,8 +56,9 @@ def reword(args: argparse.Namespace) -> dict[Path, list[dict[str, Any]]]:
     rows = []
     for text, row, new in zip(batch.prompts, batch.metadata, said, strict=True):
         if isinstance(new, str):
-            others = row.get("wordings") if isinstance(row.get("wordings"), Mapping) else {}
-            rows.append({"prompt": text, **row, "wordings": {**others, args.name: new}})
+            others = row.get("wordings")
+            others = dict(others) if isinstance(others, Mapping) else {}
+            rows.append({"prompt": text, **row, "wordings": others | {args.name: new}})
     if lost := [new for new in said if isinstance(new, Exception)]:
         print(f"{len(lost)} of {len(said)} left out, as {lost[0]}", file=sys.stderr)
     if not rows:
