@@ -22,7 +22,6 @@ from flowalign.eval.table import (
     Results,
     Table,
     markdown,
-    matrix,
     metric_rows,
     of_cells,
     tables,
@@ -97,7 +96,7 @@ def document(config: EvalStage, results: Results, versions: Mapping[str, str]) -
     def listed(rows: Mapping[str, EvalRow]) -> list[dict[str, Any]]:
         return [plain(row) for row in rows.values()]
 
-    models, crossed = {}, matrix(results)
+    models, crossed = {}, results.crossed
     for model, judged in results.judged.items():
         scores, first = results.scores(model), next(iter(results.judged))
         models[model] = {

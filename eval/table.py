@@ -61,6 +61,11 @@ class Results:
     def columns(self) -> list[Benchmark]:
         return [b for b in self.benchmarks if self.own is None or b.name in self.own]
 
+    @cached_property
+    def crossed(self) -> Table | None:
+        """`matrix`; kept, as the tables and results.json have it."""
+        return matrix(self)
+
     def pictured(self, benchmark: Benchmark) -> list[int]:
         """The prompts of the report, whose images are at hand: those of all models alike."""
         return next(iter(self.judged.values()))[benchmark.name].pictured(benchmark.copies)
@@ -201,10 +206,11 @@ class Table:
     def shade(self, label: str, column: str) -> float:
         """Of a cell of `matrix`: its change to the first model, in percent of the column's largest;
         0 elsewhere."""
-        gaps = [abs(c[column].mean) for c in (self.changes or {}).values() if column in c]
-        if not (most := max(filter(math.isfinite, gaps), default=0.0)):
+        if not self.changes or column not in self.changes[label]:
             return 0.0
-        return 100 * self.changes[label][column].mean / most if self.changes else 0.0
+        gaps = {name: change[column].mean for name, change in self.changes.items()}
+        most = max((abs(gap) for gap in gaps.values() if math.isfinite(gap)), default=0.0)
+        return 100 * gaps[label] / most if most and math.isfinite(gaps[label]) else 0.0
 
     def trend(self, label: str, column: str) -> str:
         """ "better" or "worse" for a difference whose interval excludes 0, else ""."""
@@ -231,7 +237,7 @@ def tables(results: Results, compare: Mapping[str, Sequence[str]]) -> list[Table
     who = [f"{name}: {_judge(described)}" for name, described in about]
     who = [f"Judges. {'; '.join(who)}.", *notes(chain(*results.rows.values()))]
     result = [Table("Mean ± standard error.", main, decimals, notes=who)]
-    result += filter(None, [matrix(results)])
+    result += filter(None, [results.crossed])
     for caption, pairs in captions.items():
         rows = {f"{model} − {other}": results.difference(model, other) for model, other in pairs}
         if rows:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -18,13 +17,11 @@ from flowalign.backbone import Backbone
 from flowalign.config import ForwardStage, PolicyConfig, PolicyStage
 from flowalign.teachers.scored import Credit, Scored
 from flowalign.training import metrics
-from flowalign.training.algorithm import STUDENT, Algorithm, Compared, Keeps, Pairs, Parts, Prepared
+from flowalign.training.algorithm import STUDENT, Algorithm, Compared, Keeps, P, Pairs, Parts
 from flowalign.training.losses import velocity_error
 from flowalign.training.noising import noised, of_sampler, stratified
 from flowalign.training.rollout import Stream
 from flowalign.types import Rollout, Source
-
-P = TypeVar("P", bound=Prepared)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,6 +7,7 @@ images, so that models of few steps stay so. configs/tiny/teacher_preference_gra
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -94,12 +95,11 @@ class Gradient(WithPolicies[Moved]):
             chosen = choose(values, moves_of, kappa[rows], float(self.tau))
             index[rows] = chosen
             gain[rows] = values.gather(0, chosen[None])[0] - value[rows]
-        self._adapt(index > 0, valid, kappa, task)
         still = torch.zeros_like(moves[:1])
         shift = torch.cat([still, moves])[index, torch.arange(len(x))]
         weight = torch.where(index > 0, 1.0, self.settings.kept_weight)
         sigma = float(rollout.schedule.sigmas[self.config.trained_step])
-        measured = self._measured(index > 0, gain, valid)
+        measured = self._adapt(index > 0, gain, valid, kappa, task)
         return Moved(
             **vars(replace(credit, keep=valid, metrics={**credit.metrics, **measured})),
             shift=(shift / sigma).to(x),
@@ -145,31 +145,31 @@ class Gradient(WithPolicies[Moved]):
             value = value.index_put((torch.tensor(own, device=value.device),), found.to(value))
         return value
 
-    def _adapt(self, moved: Tensor, valid: Tensor, kappa: Tensor, task: Tensor) -> None:
+    def _adapt(
+        self, moved: Tensor, gain: Tensor, valid: Tensor, kappa: Tensor, task: Tensor
+    ) -> dict[str, float]:
         """After a rollout: tau, so that a share of the images moves that the config says; and the
-        floors, which follow the thresholds upward. The same on every process."""
+        floors, which follow the thresholds upward. The same on every process. Returns what is
+        logged."""
         means = Means()
-        means.add_sum("moved", float(moved.sum()), int(valid.sum()))
+        means.add_sum(metrics.MOVED_SHARE, float(moved.sum()), int(valid.sum()))
+        means.add_sum(metrics.MOVED_GAIN, float(gain[moved].sum()), int(moved.sum()))
         for number, name in enumerate(self.names):
             own = kappa[valid & (task == number)]
             means.add_sum(f"kappa/{name}", float(own.sum()), len(own))
         found, (low, high) = means.over_processes(), self.settings.moved
-        if found["moved"] > high:
+        if found[metrics.MOVED_SHARE] > high:
             self.tau /= FACTOR
-        elif found["moved"] < low:
+        elif found[metrics.MOVED_SHARE] < low:
             self.tau *= FACTOR
         for number, name in enumerate(self.names):
-            now, floor = found[f"kappa/{name}"], float(self.floor[number])
-            if now == now and floor == -torch.inf:  # its first rollout: from below
+            now, floor = found.pop(f"kappa/{name}"), float(self.floor[number])
+            if math.isfinite(now) and floor == -torch.inf:  # its first rollout: from below
                 self.floor[number] = now - abs(now) * self.settings.rise
             elif now > floor:
                 self.floor[number] += self.settings.rise * (now - floor)
 
-    def _measured(self, moved: Tensor, gain: Tensor, valid: Tensor) -> dict[str, float]:
-        means = Means()
-        means.add_sum(metrics.MOVED_SHARE, float(moved.sum()), int(valid.sum()))
-        means.add_sum(metrics.MOVED_GAIN, float(gain[moved].sum()), int(moved.sum()))
-        return {**means.over_processes(), metrics.TAU: float(self.tau)}
+        return {**found, metrics.TAU: float(self.tau)}
 
 
 def threshold(value: Tensor, group: Tensor, valid: Tensor, share: float) -> Tensor:

@@ -7,9 +7,8 @@ import fakes
 import pytest
 
 from flowalign.commands.evaluate import main
-from flowalign.eval.report import matrix
 from flowalign.eval.suite import Benchmark, Judged
-from flowalign.eval.table import Results, tables
+from flowalign.eval.table import Results, matrix, tables
 from flowalign.rewards import RewardBase
 from flowalign.types import PromptBatch
 

@@ -57,10 +57,9 @@ def _line(row: str | Mapping[str, Any]) -> bytes:
 
 def reword(args: argparse.Namespace) -> int:
     """Say prompts in other words, by a language model that speaks OpenAI's chat completions."""
-    files = rewording.reword(args)
-    write({file: b"".join(map(_line, rows)) for file, rows in files.items()}, args.force)
-    for file, rows in files.items():
-        print(f"{file}: {len(rows)} prompts; in other words they are {file}#{args.name}")
+    rows, file = rewording.reword(args), expanded(Path(args.out))
+    write({file: b"".join(map(_line, rows))}, args.force)
+    print(f"{file}: {len(rows)} prompts; in other words they are {file}#{args.name}")
     return 0
 
 

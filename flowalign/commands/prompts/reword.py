@@ -9,15 +9,12 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from flowalign.rewards.options import read_token
 from flowalign.rewards.vlm import complete
-from flowalign.system.files import expanded
 from flowalign.system.http import Client
-from flowalign.training.data import load_prompts
+from flowalign.training.data import load_prompts, wordings_of
 
 ASK = (
     "Say the following prompt for a text-to-image model in other words. Keep every object, number, "
@@ -39,8 +36,8 @@ def reworded(text: str, answer: str) -> str:
     return new
 
 
-def reword(args: argparse.Namespace) -> dict[Path, list[dict[str, Any]]]:
-    """{file to write: its rows}. Rows that could not be said in other words are left out, and
+def reword(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """The rows to write. Those that could not be said in other words are left out, and
     counted. Raises ValueError where none could, or `{prompt}` is missing in --ask."""
     if "{prompt}" not in args.ask:
         raise ValueError("--ask: it holds no {prompt}.")
@@ -56,11 +53,9 @@ def reword(args: argparse.Namespace) -> dict[Path, list[dict[str, Any]]]:
     rows = []
     for text, row, new in zip(batch.prompts, batch.metadata, said, strict=True):
         if isinstance(new, str):
-            others = row.get("wordings")
-            others = dict(others) if isinstance(others, Mapping) else {}
-            rows.append({"prompt": text, **row, "wordings": others | {args.name: new}})
+            rows.append({"prompt": text, **row, "wordings": wordings_of(row) | {args.name: new}})
     if lost := [new for new in said if isinstance(new, Exception)]:
         print(f"{len(lost)} of {len(said)} left out, as {lost[0]}", file=sys.stderr)
     if not rows:
         raise ValueError(f"no prompt could be said in other words: {lost[0]}")
-    return {expanded(Path(args.out)): rows}
+    return rows
