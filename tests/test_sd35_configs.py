@@ -166,7 +166,7 @@ def test_the_settings_are_those_of_their_authors(name: str) -> None:
 
 @pytest.mark.usefixtures("data")
 def test_the_default_student_is_the_one_that_the_study_found_best() -> None:
-    """docs/log.md: the plain velocity distance at one high-noise state."""
+    """docs/log/2026-11.md: the plain velocity distance at one high-noise state."""
     (student,) = stages(ROOT / "configs/sd35_medium/student_flow_opd.yaml").values()
     assert isinstance(student, OpdStage)
     default = OpdStage.model_fields["student"].default

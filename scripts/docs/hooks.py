@@ -17,12 +17,12 @@ NEEDS = re.compile(r"^<!-- needs: (.+?) -->$", re.MULTILINE)
 FLAG = re.compile(r'(<span class="w"> </span>|<code>)(--?[\w-]+)')
 FORMULA = re.compile(r'<(span|div) class="arithmatex">(.*?)</\1>', re.DOTALL)
 IMAGE = re.compile(r'(?<!">)<img [^>]*src="([^"]+)"[^>]*>')
-LINK = re.compile(r"(?<!!)\[([^\]]*)\]\(((?:\.\./)+[^)\s]+)\)")
+LINK = re.compile(r"(?<!!)\[([^\]]*)\]\(((?:(?:\.\./)+|log/)[^)\s]+)\)")
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    """Fill in the introduction; show what a block of commands needs; a link to a file outside docs/
-    becomes its name."""
+    """Fill in the introduction; show what a block of commands needs; a link to a file outside the
+    site becomes its name."""
     readme = Path(config.docs_dir).with_name("README.md").read_text(encoding="utf-8")
     introduction = readme.partition("\n## ")[0].replace("](docs/", "](")
     markdown = markdown.replace(INTRODUCTION, introduction)
@@ -30,7 +30,8 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
 
     def named(link: re.Match[str]) -> str:
         path = posixpath.normpath(posixpath.join(folder, link[2]))
-        return link[0] if path.startswith("docs/") else f"{link[1]} (`{path}`)"
+        inside = path.startswith("docs/") and not path.startswith("docs/log/")
+        return link[0] if inside else f"{link[1]} (`{path}`)"
 
     return NEEDS.sub(r"*Needs: \1.*\n", LINK.sub(named, markdown))
 
