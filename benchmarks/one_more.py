@@ -1,0 +1,110 @@
+"""One more task for a student of three: a teacher for it and ten rollouts of distillation, against
+NFT.
+
+    python benchmarks/one_more.py outputs/tiny/seed_{0,1,2}
+
+Every folder holds a run of benchmarks/seeds.yaml. The fourth task asks for Noto's style with bare
+prompts ("two dogs"), of which the base draws a third so. The student of the folder gets it in three
+ways, each with as many forward passes: a teacher by NFT, then distillation from all four teachers;
+NFT on the new task alone; NFT on all four tasks. Writes FOLDER/one_more/, which benchmarks/seeds.py
+makes one table of.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+import flowalign
+from flowalign.backbone.tiny import PROMPTS
+from flowalign.backbone.tiny.detector import TinyDetector
+from flowalign.config import read
+from flowalign.system.images import to_uint8
+from flowalign.types import Metadata, Scores
+
+CONFIGS = Path(__file__).parents[1] / "configs" / "tiny"
+TASKS = ("geneval", "ocr", "preference")
+LIMIT = 200  # test prompts of a task
+
+
+def noto(images: Tensor, prompts: Sequence[str], metadata: Metadata) -> Scores:
+    """The share of an image's drawings that are whole and in Noto's style."""
+    drawings = [TinyDetector().describe(to_uint8(image)) for image in images]
+    right = [[drawing.score > 0.5 and drawing.style == "noto" for drawing in d] for d in drawings]
+    return Scores.of([sum(some) / max(1, len(some)) for some in right])
+
+
+def write_prompts(folder: Path) -> dict[str, str]:
+    """The objects of GenEval's task in bare words, by split."""
+    folder.mkdir(parents=True, exist_ok=True)
+    files = {}
+    for split in ("train", "test"):
+        lines = (PROMPTS / f"geneval_{split}.jsonl").read_text().splitlines()
+        texts = [json.loads(line)["prompt"].removeprefix("a photo of ") for line in lines]
+        (file := folder / f"noto_{split}.txt").write_text("\n".join(texts) + "\n")
+        files[split] = str(file)
+    return files
+
+
+def recipe(run: Path, seed: int) -> dict[str, Any]:
+    """The config of all three ways, from the models of a seed."""
+    reward, files = {"name": "one_more:noto"}, write_prompts(run / "one_more" / "prompts")
+    task = {"name": "noto", "prompts": files["train"], "reward": reward}
+    old, judges = read(CONFIGS / "nft_mix.yaml")["tasks"], read(CONFIGS / "eval.yaml")["benchmarks"]
+    teachers = {name: str(run / f"teacher_{name}" / "adapter") for name in TASKS}
+    student = str(run / "student" / "adapter")
+    nft = {"use": str(CONFIGS / "nft_mix.yaml"), "lora": {"init": student}, "evaluation": None}
+    train = {"updates": 25, "checkpoint_every": 25, "sample_every": 25}
+    benchmarks = [*judges, {"name": "noto", "prompts": files["test"], "reward": reward}]
+    models = ("student", "teacher_noto", "nft_new", "nft_all", "distilled")
+    return {
+        "stage": "recipe",
+        "output": str(run / "one_more"),
+        "seed": seed,
+        "model": {"id": "tiny", "height": 96, "width": 96, "max_sequence_length": 14}
+        | {"compile": True},
+        "stages": {
+            "teacher_noto": nft
+            | {"lora": {"init": str(run / "guided" / "adapter")}, "tasks": [task]}
+            | {"train": train | {"updates": 20}},
+            "distilled": {
+                "use": str(CONFIGS / "student_flow_opd.yaml"),
+                "lora": {"init": student},
+                "teachers": {
+                    name: {"adapter": adapter, "guidance": 1.0}
+                    for name, adapter in (teachers | {"noto": "stage:teacher_noto"}).items()
+                },
+                "tasks": [*old, task],
+                "evaluation": None,
+                "train": train | {"updates": 10},
+            },
+            "nft_new": nft | {"tasks": [task], "train": train},
+            "nft_all": nft | {"tasks": [*old, task], "train": train},
+            "table": {
+                "use": str(CONFIGS / "eval.yaml"),
+                "benchmarks": [judge | {"limit": LIMIT} for judge in benchmarks],
+                "models": {"base": None, **{name: f"stage:{name}" for name in models[1:]}}
+                | {"student": student},
+                "compare": {"distilled": ["student", "nft_new", "nft_all"]},
+                "alarm": None,
+                "matrix": False,
+            },
+        },
+    }
+
+
+def main() -> None:
+    """Run the recipe of every seed; what is there already is not made again."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("runs", type=Path, nargs="+", help="outputs of benchmarks/seeds.yaml")
+    for seed, run in enumerate(parser.parse_args().runs):
+        flowalign.train(recipe(run, seed))
+
+
+if __name__ == "__main__":
+    main()
