@@ -65,19 +65,14 @@ def reworded(prompts: PromptBatch, wordings: str, where: str) -> PromptBatch:
     texts = []
     for wording in wordings.split("|"):
         for text, row in zip(prompts.prompts, prompts.metadata, strict=True):
-            found = wordings_of(row)
+            given = row.get("wordings")
+            found = given if isinstance(given, Mapping) else {}
             if not isinstance(found.get(wording), str) and "{prompt}" not in wording:
                 have = f"has the wordings {', '.join(found)}" if found else "has no `wordings`"
                 raise PromptError(f"{where}: {text[:80]!r} {have}. Or give a template: {{prompt}}.")
             texts.append(found.get(wording) or wording.replace("{prompt}", text))
     batch = prompts.select([*range(len(prompts))] * len(wordings.split("|")))
     return replace(batch, prompts=texts)
-
-
-def wordings_of(row: Mapping[str, Any]) -> dict[str, Any]:
-    """{name: prompt} of a row's metadata; {} where there is none."""
-    found = row.get("wordings")
-    return dict(found) if isinstance(found, Mapping) else {}
 
 
 def subset(prompts: PromptBatch, count: int) -> PromptBatch:

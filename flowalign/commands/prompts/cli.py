@@ -1,24 +1,21 @@
-"""`flowalign data generate | reword | fetch | list`."""
+"""`flowalign data generate | fetch | list`."""
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 from flowalign.commands.prompts import geneval, held_out, ocr
-from flowalign.commands.prompts import reword as rewording
 from flowalign.commands.prompts.fetch import about, write
 from flowalign.commands.prompts.fetch import fetch as fetch_set
 from flowalign.commands.prompts.held_out import digest
 from flowalign.rewards.ocr import target_of
 from flowalign.system.exit import refusing
 from flowalign.system.files import expanded
-from flowalign.training.data import load_prompts
 from flowalign.training.sources import GENERATED, SOURCES, validation_file
 
 
@@ -28,39 +25,23 @@ def generate(args: argparse.Namespace) -> int:
     count = usual if args.count is None else args.count
     if count < 1:
         raise ValueError(f"--count: got {count}; want 1 or more.")
-    excluded = [prompt for name in args.exclude for prompt in load_prompts(name, "").prompts]
     if args.kind == "ocr":  # a text is held out, in whatever scene
-        module, avoided, unique, noun = ocr, set(held_out.OCR), target_of, "texts"
-        excluded += [target_of(prompt) for prompt in excluded if prompt.count('"') >= 2]
+        module, test, unique, noun = ocr, held_out.OCR, target_of, "texts"
     else:
-        module, avoided, unique, noun = geneval, set(held_out.GENEVAL), itemgetter("prompt"), "ones"
-    avoided |= set(map(digest, excluded))
-    validation: list[Any] = module.validation(args.seed, avoided)
-    avoided |= set(map(digest, map(unique, validation)))
-    rows: list[Any] = module.generate(count, args.seed, avoided)
+        module, test, unique, noun = geneval, held_out.GENEVAL, itemgetter("prompt"), "ones"
+    validation: list[Any] = module.validation(args.seed)
+    aside = set(map(digest, map(unique, validation)))
+    rows: list[Any] = module.generate(count, args.seed, test | aside)
     path = expanded(Path(args.out or out))
     files = {path: rows, validation_file(path): validation}
     write({file: b"".join(map(_line, lines)) for file, lines in files.items()}, args.force)
     print(f"{len(rows)} prompts, {len(set(map(unique, rows)))} different {noun}")
-    tags = [row["tag"] for row in rows] if args.kind == "geneval" else []
-    for tag, number in Counter(tags).most_common():
-        different = len({row["prompt"] for row in rows if row["tag"] == tag})
-        repeated = "" if different == number else ": all there are, repeated evenly"
-        print(f"  {tag:12} {number:6}, {different} different{repeated}")
     print(f"{path}\n{validation_file(path)}: {len(validation)} others to validate with")
     return 0
 
 
 def _line(row: str | Mapping[str, Any]) -> bytes:
     return f"{row if isinstance(row, str) else json.dumps(row)}\n".encode()
-
-
-def reword(args: argparse.Namespace) -> int:
-    """Say prompts in other words, by a language model that speaks OpenAI's chat completions."""
-    rows, file = rewording.reword(args), expanded(Path(args.out))
-    write({file: b"".join(map(_line, rows))}, args.force)
-    print(f"{file}: {len(rows)} prompts; in other words they are {file}#{args.name}")
-    return 0
 
 
 def fetch(args: argparse.Namespace) -> int:
@@ -80,7 +61,7 @@ def show(args: argparse.Namespace) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("flowalign data", description=(__doc__ or "").strip())
-    commands = parser.add_subparsers(required=True, metavar="generate | reword | fetch | list")
+    commands = parser.add_subparsers(required=True, metavar="generate | fetch | list")
 
     def command(name: str, run: Callable[..., int]) -> argparse.ArgumentParser:
         made = commands.add_parser(name, help=run.__doc__, description=run.__doc__)
@@ -93,18 +74,6 @@ def _parser() -> argparse.ArgumentParser:
     made.add_argument("--seed", type=int, default=0)
     made.add_argument("--out", help="default: data/geneval_train.jsonl, data/ocr_train.txt; the "
                                     "validation set lies next to it, as x_val")  # fmt: skip
-    made.add_argument("--exclude", nargs="+", default=[], metavar="SET", help="more to keep out")
-    made.add_argument("--force", action="store_true", help="replace a file that differs")
-
-    made = command("reword", reword)
-    made.add_argument("file", help="a prompt set")
-    made.add_argument("--url", required=True, help="of the endpoint, such as http://host:8000/v1")
-    made.add_argument("--model", required=True, help="its name there")
-    made.add_argument("--name", default="reworded", help="of the wording (default: reworded)")
-    made.add_argument("--ask", default=rewording.ASK, help="what the model is told, with {prompt}")
-    made.add_argument("--token-env", metavar="NAME", help="environment variable with a token")
-    made.add_argument("--concurrency", type=int, default=8)
-    made.add_argument("--out", required=True, help="the .jsonl to write")
     made.add_argument("--force", action="store_true", help="replace a file that differs")
 
     made = command("fetch", fetch)
