@@ -32,11 +32,12 @@ PROGRAMS = {
     "train.py": "accelerate launch train.py",
 }
 REPORT = "report.md"  # of a merge: what was done, in its first line, and the error of each layer
-# Tokens of the Hub and of OpenAI, passwords in URLs, and keys that are named so and have a value.
+# Lines with tokens of the Hub and of OpenAI, passwords in URLs, and keys that are named so and have
+# a value.
 SECRET = re.compile(
-    r"\bhf_\w{20,}|\bsk-[\w-]{20,}|://[^/\s:@]+:[^/\s@]+@"
+    r"(?m)^.*(?:\bhf_\w{20,}|\bsk-[\w-]{20,}|://[^/\s:@]+:[^/\s@]+@"
     r"|(?i:\b\w*(?:api_key|apikey|token|password|secret)['\"]?\s*[:=]\s*"
-    r"(?!null\b|(?:''|\"\")(?![\w'\"]))\S+)"
+    r"(?!null\b|(?:''|\"\")(?![\w'\"]))\S+)).*"
 )
 
 log = logging.getLogger("flowalign")
@@ -81,23 +82,18 @@ def write_card(folder: Path, config: Stage, argv: Sequence[str]) -> None:
         rank=span(adapter.ranks),
         scale=span(adapter.scales),
         scores_title=title,
-        scores=_public(scores, folder),
-        origins=_public(origins(folder, config), folder),
-        command=_public(command, folder),
+        scores=scores,
+        origins=origins(folder, config),
+        command=command,
         overruled=config.inputs.get("lora.init"),
-        config=_public(block(to_yaml(config), "yaml"), folder),
+        config=block(to_yaml(config), "yaml"),
     )
+    # everyone may read it one day
+    page.text, count = SECRET.subn("(left out: something like a token or a password)", page.text)
+    if count:
+        text = "the model card leaves out what looks like a token or a password"
+        log.warning("%s: %s. Rewards can read theirs from the environment.", folder, text)
     page.save(folder / "adapter" / "README.md")
-
-
-def _public(text: str, folder: Path) -> str:
-    """A part of a card, which everyone may read one day; left out if it holds what looks like a
-    token or a password."""
-    if not SECRET.search(text):
-        return text
-    text = "the model card leaves out what holds something like a token or a password"
-    log.warning("%s: %s. Rewards can read theirs from the environment.", folder, text)
-    return "(left out: it holds something like a token or a password)"
 
 
 def score_table(rows: Sequence[Mapping[str, Any]], own: Mapping[str, Any]) -> str:
