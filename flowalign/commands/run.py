@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -141,5 +140,5 @@ def finish(config: TrainingStage) -> None:
     folder = Path(config.output)
     if warning := results.untrained(config):
         log.warning("%s", warning)
-    write_card(folder, config, sys.argv)
+    write_card(folder, config)
     page.write(folder, config)
