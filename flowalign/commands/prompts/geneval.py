@@ -118,10 +118,15 @@ def _thing(name: str, count: int = 1, **more: Any) -> dict[str, Any]:
     return {"class": name, "count": count, **more}
 
 
+def _objects(tag: str, *things: tuple[str, str]) -> Row:
+    """One of each of these things. things: (name, colour or "")."""
+    texts = [article(f"{color} {name}".strip()) for name, color in things]
+    include = [_thing(name, **({"color": color} if color else {})) for name, color in things]
+    return {"tag": tag, "include": include, "prompt": f"a photo of {' and '.join(texts)}"}
+
+
 def _two_object(a: int, b: int) -> Row:
-    names = [NAMES[a], NAMES[_other(a, b)]]
-    prompt = f"a photo of {article(names[0])} and {article(names[1])}"
-    return {"tag": "two_object", "include": [_thing(name) for name in names], "prompt": prompt}
+    return _objects("two_object", (NAMES[a], ""), (NAMES[_other(a, b)], ""))
 
 
 def _counting(number: int, a: int) -> Row:
@@ -136,9 +141,7 @@ def _counting(number: int, a: int) -> Row:
 
 
 def _colors(color: int, a: int) -> Row:
-    prompt = f"a photo of {article(COLORS[color])} {COLORED[a]}"
-    include = [_thing(COLORED[a], color=COLORS[color])]
-    return {"tag": "colors", "include": include, "prompt": prompt}
+    return _objects("colors", (COLORED[a], COLORS[color]))
 
 
 def _position(relation: int, a: int, b: int) -> Row:
@@ -151,13 +154,8 @@ def _position(relation: int, a: int, b: int) -> Row:
 
 
 def _color_attr(a: int, b: int, c: int, d: int) -> Row:
-    pairs = [(COLORS[c], COLORED[a]), (COLORS[_other(c, d)], COLORED[_other(a, b)])]
-    texts = [f"{article(color)} {name}" for color, name in pairs]
-    return {
-        "tag": "color_attr",
-        "include": [_thing(name, color=color) for color, name in pairs],
-        "prompt": f"a photo of {texts[0]} and {texts[1]}",
-    }
+    second = COLORED[_other(a, b)], COLORS[_other(c, d)]
+    return _objects("color_attr", (COLORED[a], COLORS[c]), second)
 
 
 _things, _hues = len(COLORED), len(COLORS)
