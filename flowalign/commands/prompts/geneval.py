@@ -121,7 +121,7 @@ def _thing(name: str, count: int = 1, **more: Any) -> dict[str, Any]:
 def _objects(tag: str, *things: tuple[str, str]) -> Row:
     """One of each of these things. things: (name, colour or "")."""
     texts = [article(f"{color} {name}".strip()) for name, color in things]
-    include = [_thing(name, **({"color": color} if color else {})) for name, color in things]
+    include = [_thing(name) | ({"color": color} if color else {}) for name, color in things]
     return {"tag": tag, "include": include, "prompt": f"a photo of {' and '.join(texts)}"}
 
 
