@@ -316,8 +316,7 @@ def test_the_table_of_a_recipe_is_of_test_prompts() -> None:
     [
         ([], "--stage"),
         (["--stage", "grpo", "--reward", "orc"], "ocr"),
-        (["--stage", "grpo", "--reward", "ocr", "--options", "engin=x"], "engin"),
-        (["--stage", "eval", "--options", "engine=x"], "--options"),
+        (["--stage", "grpo", "--reward", "product"], "rewards"),
         (["--stage", "grpo", "--teachers", "a=b"], "--teachers"),
         (["--stage", "opd", "--prompts", "a.txt"], "--prompts"),
         (["--stage", "recipe", "--teachers", "ocr=tiny/ocr", "blue=a/b"], "--reward"),
@@ -332,21 +331,14 @@ def test_what_gives_no_config_is_refused_and_nothing_is_written(
     assert list(Path().iterdir()) == []
 
 
-def test_a_reward_made_of_others_has_the_options_of_their_shipped_configs(capsys: Any) -> None:
-    """The tiny model's OCR engine is not tuned for pages, wherever it stands."""
-    (ocr,) = written("--stage", "grpo", "--reward", "ocr").tasks
+def test_the_next_command_trusts_a_reward_of_the_user_s(capsys: Any) -> None:
+    written("--stage", "grpo", "--reward", "ocr")
     assert "--trust" not in capsys.readouterr().out
     head = Path("own.yaml").read_text().partition("stage:")[0]
-    assert "measured" in head and "your prompts and rewards" not in head
-    parts = "rewards=[{name: ocr, options: {rule: cvtg2k}}, {name: gated, options: "
-    parts += "{reward: {name: ocr}, gate: {name: ocr}, threshold: 0.5}}, {name: 'brand:like'}]"
+    assert "measured with the prompts and rewards there" in without_marks(head)
     Path("brand.py").write_text("def like(images, prompts, metadata): ...")
-    config = written("--stage", "nft", "--reward", "product", "--options", parts)
-    assert "your prompts and rewards" in Path("own.yaml").read_text().partition("stage:")[0]
+    written("--stage", "nft", "--reward", "brand:like")
     assert "doctor --config own.yaml --trust" in capsys.readouterr().out
-    plain, gated, _ = config.tasks[0].reward.options["rewards"]
-    assert plain["options"] == ocr.reward.options | {"rule": "cvtg2k"}
-    assert gated["options"]["reward"] == gated["options"]["gate"] == ocr.reward.model_dump()
 
 
 def test_a_file_that_is_there_stays() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import socket
@@ -65,17 +64,6 @@ def test_errors_are_per_image():
         worst = ask(url, one("worst", "Touchy")).json()  # ends no server
         assert worst["results"] == [{}] and "SystemExit" in worst["errors"][0]["Touchy"]
         assert ask(url, one("fine", "Touchy")).status_code == 200
-
-
-def test_images_of_several_sizes_are_scored():
-    with served.serving(served.exact) as url:
-        small = json.loads(wire.encode_request("exact", IMAGES[:1, :, :4], ["a"], [{}]))
-        large = json.loads(BODY)
-        mixed = {"requests": small["requests"] * 2 + large["requests"]}
-        together, alone, others = (
-            ask(url, json.dumps(body).encode()).json()["results"] for body in (mixed, small, large)
-        )
-        assert together == alone * 2 + others
 
 
 def test_the_token_guards_all_but_health():

@@ -44,17 +44,16 @@ def body(*changes: dict, **turn: object) -> bytes:
 def test_pixels_prompts_and_metadata_arrive_as_they_were_sent():
     sent = wire.encode_request("r", to_float(PIXELS), PROMPTS, METADATA)
     images, *rows = wire.decode_request("r", sent, Limits())
-    assert torch.equal(torch.stack(images), PIXELS) and rows == [PROMPTS, METADATA]
+    assert torch.equal(images, PIXELS) and rows == [PROMPTS, METADATA]
 
 
 def test_what_unirl_sends_is_understood():
-    """Its other keys, JPEG, sizes that differ, and of a history the last turn."""
-    turns = [{"text": "x", "image_b64": "?"}, {"text": "b", "image_b64": file(9, 4, "JPEG")}]
+    """Its other keys, JPEG, and of a history the last turn."""
+    turns = [{"text": "x", "image_b64": "?"}, {"text": "b", "image_b64": file(3, 2, "JPEG")}]
     more = {"request_id": "1", "source_rank": 0, "idempotency_key": "z"}
     images, prompts, metadata = wire.decode_request("r", body(more, {"history": turns}), LIMITS)
-    assert [list(image.shape) for image in images] == [[3, 2, 3], [3, 4, 9]]
+    assert list(images.shape) == [2, 3, 2, 3]
     assert prompts == ["a", "b"] and metadata == [{}, {}]
-    assert wire.decode_request("r", b'{"protocol_version": "1", "requests": []}', LIMITS)[0] == []
 
 
 def test_what_is_malformed_is_refused():
@@ -76,6 +75,8 @@ def test_what_is_malformed_is_refused():
         (body(image_b64=file(form="TIFF")), "image_b64"),
         (body(image_b64=file(mode="RGBA")), "transparent"),
         (body(image_b64=file(11, 10)), "11x10"),
+        (body({}, {"history": [{"text": "b", "image_b64": file(9, 4)}]}), "another size"),
+        (b'{"requests": []}', "requests"),
         (body(*[{}] * 3, image_b64=file(10, 8)), "10x8"),  # together too large
         (b'{"requests": [{"history": [{"text": "\\ud800"}], "required_rewards": []}]}', "JSON"),
     ):

@@ -9,7 +9,6 @@ import json
 import logging
 import math
 import re
-import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,33 +18,28 @@ from huggingface_hub import ModelCard, ModelCardData
 from flowalign import __version__, rewards
 from flowalign.backbone.adapters import is_hub_id, read_lora
 from flowalign.config import Stage, TrainingStage, to_yaml
-from flowalign.system.escape import block, code, escaped, shown, table
+from flowalign.system.escape import block, code, escaped, table
 from flowalign.training import metrics
 from flowalign.training.preflight import span
 from flowalign.training.report import results
 
 # The models under Stability's community licence.
 STABILITY = [f"stable-diffusion-{size}" for size in ("3.5-medium", "3.5-large", "3-medium")]
-PROGRAMS = {
-    "flowalign": "flowalign",
-    "cli.py": "flowalign",  # python -m flowalign.commands.cli
-    "train.py": "accelerate launch train.py",
-}
 REPORT = "report.md"  # of a merge: what was done, in its first line, and the error of each layer
-# Tokens of the Hub and of OpenAI, passwords in URLs, and keys that are named so and have a value.
+# Lines with tokens of the Hub and of OpenAI, passwords in URLs, and keys that are named so and have
+# a value.
 SECRET = re.compile(
-    r"\bhf_\w{20,}|\bsk-[\w-]{20,}|://[^/\s:@]+:[^/\s@]+@"
+    r"(?m)^.*(?:\bhf_\w{20,}|\bsk-[\w-]{20,}|://[^/\s:@]+:[^/\s@]+@"
     r"|(?i:\b\w*(?:api_key|apikey|token|password|secret)['\"]?\s*[:=]\s*"
-    r"(?!null\b|(?:''|\"\")(?![\w'\"]))\S+)"
+    r"(?!null\b|(?:''|\"\")(?![\w'\"]))\S+)).*"
 )
 
 log = logging.getLogger("flowalign")
 
 
-def write_card(folder: Path, config: Stage, argv: Sequence[str]) -> None:
+def write_card(folder: Path, config: Stage) -> None:
     """Write folder/adapter/README.md for the run in a folder: its adapter, and the scores of its
-    log; a merge has none. argv: its command, program first; that of another program, such as a
-    notebook's kernel, is not told."""
+    log; a merge has none."""
     base, adapter = config.model.id, read_lora(folder / "adapter")
     title, scores = "Scores", "(none: a merge takes none)"
     if isinstance(config, TrainingStage):
@@ -56,10 +50,6 @@ def write_card(folder: Path, config: Stage, argv: Sequence[str]) -> None:
     fields: dict[str, Any] = licence(base)
     if is_hub_id(base):  # the Hub would link a folder's name to somebody else's model
         fields |= {"base_model": base, "base_model_relation": "adapter"}
-    program = PROGRAMS.get(Path(argv[0]).name)
-    command = f"{program} {shlex.join(argv[1:])}" if program else ""
-    # a line break in it would end its block
-    command = command if command.isprintable() else shown(command, 2000)
     page = ModelCard.from_template(
         ModelCardData(
             **fields,
@@ -75,29 +65,24 @@ def write_card(folder: Path, config: Stage, argv: Sequence[str]) -> None:
         base_code=code(base),
         base_text=json.dumps(base, ensure_ascii=False),
         stage=config.stage,
+        program=config.command,
         tasks=", ".join(escaped(task.name) for task in getattr(config, "tasks", ())),
         source_text=json.dumps(str(folder / "adapter"), ensure_ascii=False),
         lora=adapter,
         rank=span(adapter.ranks),
         scale=span(adapter.scales),
         scores_title=title,
-        scores=_public(scores, folder),
-        origins=_public(origins(folder, config), folder),
-        command=_public(command, folder),
+        scores=scores,
+        origins=origins(folder, config),
         overruled=config.inputs.get("lora.init"),
-        config=_public(block(to_yaml(config), "yaml"), folder),
+        config=block(to_yaml(config), "yaml"),
     )
+    # everyone may read it one day
+    page.text, count = SECRET.subn("(left out: something like a token or a password)", page.text)
+    if count:
+        text = "the model card leaves out what looks like a token or a password"
+        log.warning("%s: %s. Rewards can read theirs from the environment.", folder, text)
     page.save(folder / "adapter" / "README.md")
-
-
-def _public(text: str, folder: Path) -> str:
-    """A part of a card, which everyone may read one day; left out if it holds what looks like a
-    token or a password."""
-    if not SECRET.search(text):
-        return text
-    text = "the model card leaves out what holds something like a token or a password"
-    log.warning("%s: %s. Rewards can read theirs from the environment.", folder, text)
-    return "(left out: it holds something like a token or a password)"
 
 
 def score_table(rows: Sequence[Mapping[str, Any]], own: Mapping[str, Any]) -> str:

@@ -24,7 +24,6 @@ from flowalign.config import (
     RewardStage,
     Section,
     Stage,
-    assignments,
     label_of,
     parse,
     read,
@@ -66,9 +65,6 @@ def parser() -> argparse.ArgumentParser:
         help="what scores the images, such as ocr, geneval or my_rewards:redness; one per task "
         f"(grpo, nft, awm, opd, sft; {NONE} = a task of opd or sft without one), teacher (recipe: "
         "trained in it where no --teachers are given) or benchmark (eval)")  # fmt: skip
-    add("--options", metavar="key=value", **many,
-        help="of a single --reward; of `product` such as "
-        "'rewards=[{name: ocr}, {name: my_rewards:brand}]'")  # fmt: skip
     add("--teachers", "--loras", metavar="[NAME=]ADAPTER", **many,
         help="adapters (folders, files or Hub ids) to learn from, merge or evaluate, each a task "
         "of its name, by default that of the folder or file")  # fmt: skip
@@ -98,7 +94,7 @@ def main(argv: Sequence[str]) -> int:
         part.write_text(f"{text}\n", encoding="utf-8")
     print("\n".join([str(out), *notes]))
     fits = "" if draft.model == "tiny" else " --gpu 4090 --hours 24"  # whatever the user has
-    if reward_registry.own_code([draft.reward(name) for name in draft.rewards if name != NONE]):
+    if any(map(reward_registry.own_code, draft.rewards)):
         fits += " --trust"  # without it, the doctor does not run the user's code
     print(f"next: flowalign doctor --config {out}{fits}\nthen: {config.command} --config {out}")
     return 0
@@ -139,9 +135,15 @@ class Draft:
     options that no config could be written from."""
 
     def __init__(
-        self, stage: str, model: str, out: Path, *, reward: Sequence[str] = (),
-        options: Sequence[str] = (), teachers: Sequence[str] = (), prompts: Sequence[str] = (),
-    ) -> None:  # fmt: skip
+        self,
+        stage: str,
+        model: str,
+        out: Path,
+        *,
+        reward: Sequence[str] = (),
+        teachers: Sequence[str] = (),
+        prompts: Sequence[str] = (),
+    ) -> None:
         self.stage, self.model, self.out = stage, model, out
         # the stage of flowalign that is most like it, where it is a plugin's
         bases = {name: STAGES[name].__bases__[0] for name in ("nft", "grpo", "opd")}
@@ -151,21 +153,20 @@ class Draft:
             if given and self.like not in USED[option]:
                 text = f"not for the stage {stage}; it is for {', '.join(USED[option])}."
                 raise ValueError(f"--{option}: {text}")
-        if options and len(set(reward)) != 1:
-            raise ValueError("--options: they are of one --reward. Write those of others there.")
         family = family_folder(model)
         self.known, self.folder = family is not None, family or SD35
         usual = "pickscore" if self.like == "gradient" else "ocr"
         self.rewards = reward or ([usual] if self.like in TEACHERS else [])
-        self.options, self.prompts = assignments(options), prompts
+        self.prompts = prompts
         # every family has these two
         self.student, self.eval = self._shipped("student_flow_opd"), self._shipped("eval")
         # the family's tasks, and those of SD35 that it has not, each by its name and its reward
         tasks = [] if model == "tiny" else read(SD35 / "student_flow_opd.yaml")["tasks"]
         tasks += self.student["tasks"]
         self.tasks = {key: task for task in tasks for key in (task["name"], task["reward"]["name"])}
-        self.adapters, self.taught = named_sources(teachers), not teachers
-        if stage == "recipe" and not teachers:  # it trains them itself
+        self.adapters = named_sources(teachers)
+        self.taught = stage == "recipe" and not teachers and bool(reward)  # by the recipe itself
+        if self.taught:
             names = named_sources([f"{_short(name)}=" for name in reward])
             self.adapters = {name: f"stage:teacher_{name}" for name in names}
 
@@ -193,9 +194,8 @@ class Draft:
 
     def notes(self, data: Mapping[str, Any]) -> Iterator[str]:
         if label := label_of(self.folder / "eval.yaml"):
-            own = self.prompts or {*self.rewards} - {*self.tasks, NONE}
-            there = ", but not with your prompts and rewards" if own else ""
-            yield f"settings as in configs/{self.folder.name}: {label}{there} ({LABELS[label]})."
+            text = f"{label} with the prompts and rewards there ({LABELS[label]})"
+            yield f"settings as in configs/{self.folder.name}: {text}."
         if not self.known:
             text = "is not known here, so the values are those of Stable Diffusion 3.5"
             yield f"the family of {self.model} {text}. Check model, guidance and steps."
@@ -231,7 +231,7 @@ class Draft:
         own = self.like == "sft" and (self.folder / "sft.yaml").is_file()
         data = self._shipped("sft") if own else dict(self.student)
         like = dict(next(iter(data["teachers"].values())))
-        # tuned for those teachers, and such as a recipe trains
+        # tuned for the shipped teachers, and such as a recipe trains
         if not self.taught and like.get("guidance") != data["rollout"]["guidance"]:
             like.pop("guidance", None)
         given = {name: like | {"adapter": adapter} for name, adapter in self.adapters.items()}
@@ -269,11 +269,11 @@ class Draft:
                 f"{len(adapters)} teachers, in their order; it scores the images of the table."
             )
         models, stages, table = {"base": None, **adapters}, dict[str, Any](), dict[str, Any]()
-        if self.taught and self.rewards:
-            for name, task in zip(adapters, student["tasks"], strict=True):
+        if self.taught:
+            for task in student["tasks"]:  # each has the name of its teacher
                 off = {} if "validation" in task else {"evaluation": None}
                 data = self._teacher("nft", task["reward"]["name"])
-                stages[f"teacher_{name}"] = data | {"stage": "nft", "tasks": [task], **off}
+                stages[f"teacher_{task['name']}"] = data | {"stage": "nft", "tasks": [task], **off}
             if scale := self._cfg_scale():
                 models = {"base": None, "base_cfg": None, **adapters}
                 table = {"guidance": {"base_cfg": scale}, "compare": {"student": ["base_cfg"]}}
@@ -300,14 +300,14 @@ class Draft:
         """The usual scale of a base with classifier-free guidance; None for others."""
         usual = 3.0 if self.model == "tiny" else self.eval["sampling"]["guidance"]
         steps, scale = card_of(self.model) or (FEW + 1, usual)
-        bases = (ModelConfig(id=name) for name in (self.model, self.eval["model"]["id"]))
-        spec = next(filter(None, map(known, bases)), None)
+        shipped = self.eval["model"]["id"]
+        spec = known(ModelConfig(id=self.model)) or known(ModelConfig(id=shipped))
         return scale if spec and spec.family.guidance == "cfg" and steps > FEW else None
 
     def _evaluation(self) -> dict[str, Any]:
         files = _one_each("--prompts", self.prompts, len(self.rewards))
         rows = [
-            self._benchmark(_short(name), self.reward(name), file)
+            self._benchmark(_short(name), self._reward(name), file)
             for name, file in zip(self.rewards, files, strict=True)
         ]
         data = self._table({"base": None, **self.adapters}, rows or self.eval["benchmarks"])
@@ -339,30 +339,18 @@ class Draft:
         general = {key: self.tasks["preference"][key] for key in ("prompts", "validation")}
         task = {**self.tasks.get(reward or name, general), "name": name}
         if reward not in ("", NONE):
-            task["reward"] = self.reward(reward)
+            task["reward"] = self._reward(reward)
         if prompts:
             validation = validation_file(Path(prompts))
             task |= {"prompts": prompts, "validation": validation.is_file() and str(validation)}
         return {key: value for key, value in task.items() if value}
 
-    def reward(self, name: str) -> dict[str, Any]:
+    def _reward(self, name: str) -> dict[str, Any]:
         """A reward with the options that the shipped configs give it. Raises ValueError for one
         that does not exist or wants other options."""
-        reward = self._filled({"name": name, "options": self.options})
-        reward_registry.check(name, reward.get("options", {}))
-        return reward
-
-    def _filled(self, value: Any) -> Any:
-        """A reward, and all that it is made of, with the options of the shipped configs where it
-        has none of its own; what is no reward as it is."""
-        if isinstance(value, list):
-            return list(map(self._filled, value))
-        if not isinstance(value, Mapping) or "name" not in value:
-            return value
-        shipped = self.tasks.get(str(value["name"]), {}).get("reward", {}).get("options", {})
-        options = {**shipped, **(value.get("options") or {})}
-        options = {key: self._filled(option) for key, option in options.items()}
-        return {**value, "options": options} if options else {"name": value["name"]}
+        options = self.tasks.get(name, {}).get("reward", {}).get("options", {})
+        reward_registry.check(name, options)
+        return {"name": name} | ({"options": options} if options else {})
 
 
 def _without_sampling(data: Any) -> Any:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -128,7 +127,7 @@ def merged(stage: MergeStage) -> merging.MergeReport:
         report = merging.merge(stage.adapters, folder / "adapter", model=stage.model.id, **settings)
         (folder / REPORT).write_text(f"{report}\n")
         (folder / "config.yaml").write_text(to_yaml(stage))
-        write_card(folder, stage, sys.argv)
+        write_card(folder, stage)
     return report
 
 

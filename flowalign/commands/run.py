@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,7 +22,7 @@ from flowalign.system import files
 from flowalign.system.signals import Clock
 from flowalign.training import preflight
 from flowalign.training.algorithm import TrainingError
-from flowalign.training.preflight import Launch, against_card, check_world, overruled, span
+from flowalign.training.preflight import Launch, against_card, check_world, span
 from flowalign.training.report import page, results
 from flowalign.training.report.progress import OnMetrics
 from flowalign.training.run import lock, processes
@@ -89,9 +88,8 @@ def train(
     folder, main = Path(config.output), processes.state().is_main_process
     if main and config.lora.init:
         adapter = inputs.adapter(config.lora.init)
-        log.info("the student starts from %s, rank %s", config.lora.init, span(adapter.ranks))
-        for text in overruled(config.lora, inputs):
-            log.warning("%s. Leave it out, or start without lora.init.", text)
+        text = "the student starts from %s: its rank (%s), scale and layers, not those of `lora`"
+        log.info(text, config.lora.init, span(adapter.ranks))
     for _, text in against_card(config) if main else ():
         log.warning("a finding of preflight: %s", text)
     unscored = [task.name for task in config.tasks if not task.evaluated]
@@ -142,5 +140,5 @@ def finish(config: TrainingStage) -> None:
     folder = Path(config.output)
     if warning := results.untrained(config):
         log.warning("%s", warning)
-    write_card(folder, config, sys.argv)
+    write_card(folder, config)
     page.write(folder, config)

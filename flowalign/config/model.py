@@ -67,4 +67,4 @@ class LoraConfig(Section):
     model's family."""
     init: Location | None = Field(default=None, examples=["runs/teacher_ocr/adapter"])
     """Adapter folder to start from; null = a fresh adapter (B = 0). It brings its own rank, scale
-    and layers: rank, alpha and targets are ignored, with a warning if they were set."""
+    and layers: rank, alpha and targets are ignored."""

@@ -23,7 +23,7 @@ from flowalign.backbone.attention import unavailable
 from flowalign.backbone.lora import misfit
 from flowalign.backbone.structure import cut_prompts, known, mismatches, read_family
 from flowalign.backbone.tiny.scenes import rendered
-from flowalign.config import ConfigError, LoraConfig, ModelConfig, Stage, TrainingStage, load
+from flowalign.config import ConfigError, ModelConfig, Stage, TrainingStage, load
 from flowalign.config.loading import card_of
 from flowalign.system import packages
 from flowalign.system.images import IMAGES, image_files
@@ -383,22 +383,6 @@ def against_card(config: TrainingStage) -> Iterator[tuple[str, str]]:
     }
     for key, value in far.items():
         yield level, f"card: {key} = {value:g}; {name} has {steps} steps at guidance {guidance:g}."
-
-
-def overruled(lora: LoraConfig, inputs: Inputs) -> list[str]:
-    """The keys of `lora` that are set and have no effect, as the adapter of lora.init decides them;
-    one text each."""
-    if lora.init is None:
-        return []
-    adapter, texts = inputs.adapter(lora.init), []
-    for key, has in (("rank", adapter.ranks), ("alpha", adapter.alphas)):
-        if key in lora.model_fields_set and set(has.values()) != {getattr(lora, key)}:
-            texts.append(f"lora.{key}: ignored, lora.init has {span(has)}")
-    # as peft matches a layer's name: the whole, or its end after a dot
-    named = [{t for t in lora.targets or () if f".{n}".endswith(f".{t}")} for n in adapter.ranks]
-    if lora.targets and not (all(named) and set(lora.targets) == set().union(*named)):
-        texts.append(f"lora.targets: ignored, lora.init has other layers, {len(named)}")
-    return texts
 
 
 def span(values: Mapping[str, float]) -> str:

@@ -15,13 +15,12 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from flowalign.config import assignments
 from flowalign.rewards import as_reward, build_on, check, describe
 from flowalign.rewards.options import read_token
-from flowalign.rewards.scoring import Worker, assemble, score
+from flowalign.rewards.scoring import Worker, score
 from flowalign.rewards.service import wire
 from flowalign.rewards.service.wire import Limits
 from flowalign.system.exit import refusing
@@ -83,7 +82,6 @@ class _Routes:
                 rows = await run_in_threadpool(self._decode, body)
             del body  # not kept in memory while the request waits
             future = asyncio.wrap_future(self.worker.submit(partial(self._score, *rows)))
-            del rows
             scores = await asyncio.wait_for(future, self.limits.seconds)
         except asyncio.TimeoutError:  # before Python 3.11 not the built-in TimeoutError
             raise HTTPException(504, f"not done within {self.limits.seconds:g} s.") from None
@@ -101,25 +99,14 @@ class _Routes:
                 raise HTTPException(413, f"the body is too large; at most {limit} bytes fit.")
         return body
 
-    def _decode(self, body: bytearray) -> tuple[list[Tensor], list[str], Metadata]:
+    def _decode(self, body: bytearray) -> tuple[Tensor, list[str], Metadata]:
         try:
             return wire.decode_request(self.reward.name, body, self.limits)
         except ValueError as error:
             raise HTTPException(422, str(error)) from error
 
-    def _score(
-        self, images: Sequence[Tensor], prompts: Sequence[str], metadata: Metadata
-    ) -> Scores:
-        """The scores of images that may have several sizes."""
-        sizes: dict[Any, list[int]] = {}
-        for row, image in enumerate(images):
-            sizes.setdefault(image.shape, []).append(row)
-        pieces = []
-        for rows in sizes.values():
-            pixels = to_float(torch.stack([images[row] for row in rows]))
-            asked = [prompts[row] for row in rows], [metadata[row] for row in rows]
-            pieces.append((rows, score(self.reward, pixels, *asked)))
-        return assemble(len(images), pieces)
+    def _score(self, images: Tensor, prompts: Sequence[str], metadata: Metadata) -> Scores:
+        return score(self.reward, to_float(images), prompts, metadata)
 
 
 def server(application: FastAPI) -> uvicorn.Server:

@@ -1,8 +1,8 @@
 """UniRL's reward protocol, `POST /score`: pure functions between tensors and JSON.
 
 A request is {"requests": [{"history": [{"text": prompt, "image_b64": file}], "required_rewards":
-[name], "metadata": {} or null}]}, one per image: a PNG, JPEG or WebP file in base64. The last turn
-of a history counts. Other keys are ignored.
+[name], "metadata": {} or null}]}, one per image: a PNG, JPEG or WebP file in base64, all of one
+size. The last turn of a history counts. Other keys are ignored.
 
 An answer is {"results": [{name: {name: value, part: number}}], "errors": [{name: reason}]}, one of
 each per request. An invalid image has an error and no result. Our servers add "notes": [{name:
@@ -36,7 +36,7 @@ _VALUES = 2**17  # of the JSON: each takes up to a hundred bytes of memory
 _REASON = 500  # characters of a reason that are sent
 FLOAT32 = torch.finfo(torch.float32).max
 
-Name = Annotated[str, Field(pattern=r"^[^\p{C}]{1,100}$")]  # no control characters
+Name = Annotated[str, Field(pattern=r"^(?: |[^\p{C}\p{Z}]){1,100}$")]  # printable, on one line
 
 
 class Turn(BaseModel):
@@ -51,7 +51,7 @@ class Request(BaseModel):
 
 
 class Asked(BaseModel):
-    requests: list[Request]
+    requests: list[Request] = Field(min_length=1)
 
 
 class Answered(BaseModel):
@@ -106,8 +106,8 @@ def encode_request(
 
 def decode_request(
     reward: str, body: bytes | bytearray, limits: Limits
-) -> tuple[list[Tensor], list[str], list[dict[str, Any]]]:
-    """The body of a request for this reward -> uint8 images [3,H,W], prompts, metadata.
+) -> tuple[Tensor, list[str], list[dict[str, Any]]]:
+    """The body of a request for this reward -> uint8 images [B,3,H,W], prompts, metadata.
 
     Raises ValueError, and nothing else.
     """
@@ -128,8 +128,12 @@ def decode_request(
             reason = shown(f"{type(error).__name__}: {error}")
             raise ValueError(f"`image_b64` of request {row}: {reason}") from error
         left -= images[-1].numel()
+        if images[-1].shape != images[0].shape:
+            raise ValueError(
+                f"request {row} has an image of another size; send one size at a time."
+            )
     prompts = [request.history[-1].text for request in requests]
-    return images, prompts, [request.metadata or {} for request in requests]
+    return torch.stack(images), prompts, [request.metadata or {} for request in requests]
 
 
 def _decode_image(file: str, most: int) -> Tensor:

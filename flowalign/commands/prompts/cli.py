@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from operator import itemgetter
 from pathlib import Path
@@ -18,7 +17,6 @@ from flowalign.commands.prompts.held_out import digest
 from flowalign.rewards.ocr import target_of
 from flowalign.system.exit import refusing
 from flowalign.system.files import expanded
-from flowalign.training.data import load_prompts
 from flowalign.training.sources import GENERATED, SOURCES, validation_file
 
 
@@ -28,25 +26,17 @@ def generate(args: argparse.Namespace) -> int:
     count = usual if args.count is None else args.count
     if count < 1:
         raise ValueError(f"--count: got {count}; want 1 or more.")
-    excluded = [prompt for name in args.exclude for prompt in load_prompts(name, "").prompts]
     if args.kind == "ocr":  # a text is held out, in whatever scene
-        module, avoided, unique, noun = ocr, set(held_out.OCR), target_of, "texts"
-        excluded += [target_of(prompt) for prompt in excluded if prompt.count('"') >= 2]
+        module, test, unique, noun = ocr, held_out.OCR, target_of, "texts"
     else:
-        module, avoided, unique, noun = geneval, set(held_out.GENEVAL), itemgetter("prompt"), "ones"
-    avoided |= set(map(digest, excluded))
-    validation: list[Any] = module.validation(args.seed, avoided)
-    avoided |= set(map(digest, map(unique, validation)))
-    rows: list[Any] = module.generate(count, args.seed, avoided)
+        module, test, unique, noun = geneval, held_out.GENEVAL, itemgetter("prompt"), "ones"
+    validation: list[Any] = module.validation(args.seed)
+    aside = set(map(digest, map(unique, validation)))
+    rows: list[Any] = module.generate(count, args.seed, test | aside)
     path = expanded(Path(args.out or out))
     files = {path: rows, validation_file(path): validation}
     write({file: b"".join(map(_line, lines)) for file, lines in files.items()}, args.force)
     print(f"{len(rows)} prompts, {len(set(map(unique, rows)))} different {noun}")
-    tags = [row["tag"] for row in rows] if args.kind == "geneval" else []
-    for tag, number in Counter(tags).most_common():
-        different = len({row["prompt"] for row in rows if row["tag"] == tag})
-        repeated = "" if different == number else ": all there are, repeated evenly"
-        print(f"  {tag:12} {number:6}, {different} different{repeated}")
     print(f"{path}\n{validation_file(path)}: {len(validation)} others to validate with")
     return 0
 
@@ -93,7 +83,6 @@ def _parser() -> argparse.ArgumentParser:
     made.add_argument("--seed", type=int, default=0)
     made.add_argument("--out", help="default: data/geneval_train.jsonl, data/ocr_train.txt; the "
                                     "validation set lies next to it, as x_val")  # fmt: skip
-    made.add_argument("--exclude", nargs="+", default=[], metavar="SET", help="more to keep out")
     made.add_argument("--force", action="store_true", help="replace a file that differs")
 
     made = command("reword", reword)

@@ -66,29 +66,16 @@ def generate(count: int, seed: int, held_out: Collection[str] = GENEVAL) -> list
 
     A longer set begins with a shorter one, and every 17 of them hold the mix.
     held_out: digests of prompts that must not appear, whichever object comes first in them.
-    Raises ValueError where a tag has no prompt that is not held out.
     """
     streams = {tag: _stream(tag, seed, held_out) for tag in MIX}
-    return [next(streams[tag])[0] for tag in islice(_slots(seed), count)]
+    return [next(streams[tag]) for tag in islice(_slots(seed), count)]
 
 
-def validation(seed: int, held_out: Collection[str] = GENEVAL) -> list[Row]:
-    """The rows of a validation set, as many of each tag, none twice: a function of the seed.
-
-    A training set must hold them out. Raises ValueError where a tag has too few that are not.
-    """
-    streams = {tag: _stream(tag, f"{seed}/validation", held_out) for tag in MIX}
-    rows = []
-    for _ in range(VALIDATION):
-        for tag, stream in streams.items():
-            row, different = next(stream)
-            if different:
-                raise ValueError(
-                    f"the tag {tag} has {different} prompts that are not held out, and a "
-                    f"validation set takes {VALIDATION}. Exclude fewer."
-                )
-            rows.append(row)
-    return rows
+def validation(seed: int) -> list[Row]:
+    """The rows of a validation set, as many of each tag, none twice: a function of the seed. A
+    training set must hold them out."""
+    streams = [_stream(tag, f"{seed}/validation", GENEVAL) for tag in MIX]
+    return [next(stream) for _ in range(VALIDATION) for stream in streams]
 
 
 def _slots(seed: int) -> Iterator[str]:  # the tags of the rows: the mix once every 17 rows
@@ -99,21 +86,18 @@ def _slots(seed: int) -> Iterator[str]:  # the tags of the rows: the mix once ev
         yield from slots
 
 
-def _stream(tag: str, seed: int | str, held_out: Collection[str]) -> Iterator[tuple[Row, int]]:
-    """(row, 0) for every prompt that is not held out; then again and again (row, their number)."""
+def _stream(tag: str, seed: int | str, held_out: Collection[str]) -> Iterator[Row]:
+    """A row for every prompt that is not held out, each once before one comes again. Endless."""
     rule, usable = TAGS[tag], []
     rng = random.Random(f"{seed}/geneval/{tag}")
     for number in _shuffled(prod(rule.sizes), rng):
         row = rule.row(number)
         if not any(digest(prompt) in held_out for prompt in same_picture(row["prompt"])):
             usable.append(number)
-            yield row, 0
-    if not usable:
-        raise ValueError(f"every prompt of the tag {tag} is held out. Exclude fewer.")
+            yield row
     while True:
         rng.shuffle(usable)
-        for number in usable:
-            yield rule.row(number), len(usable)
+        yield from map(rule.row, usable)
 
 
 def _shuffled(size: int, rng: random.Random) -> Iterator[int]:
@@ -134,10 +118,15 @@ def _thing(name: str, count: int = 1, **more: Any) -> dict[str, Any]:
     return {"class": name, "count": count, **more}
 
 
+def _objects(tag: str, *things: tuple[str, str]) -> Row:
+    """One of each of these things. things: (name, colour or "")."""
+    texts = [article(f"{color} {name}".strip()) for name, color in things]
+    include = [_thing(name) | ({"color": color} if color else {}) for name, color in things]
+    return {"tag": tag, "include": include, "prompt": f"a photo of {' and '.join(texts)}"}
+
+
 def _two_object(a: int, b: int) -> Row:
-    names = [NAMES[a], NAMES[_other(a, b)]]
-    prompt = f"a photo of {article(names[0])} and {article(names[1])}"
-    return {"tag": "two_object", "include": [_thing(name) for name in names], "prompt": prompt}
+    return _objects("two_object", (NAMES[a], ""), (NAMES[_other(a, b)], ""))
 
 
 def _counting(number: int, a: int) -> Row:
@@ -152,9 +141,7 @@ def _counting(number: int, a: int) -> Row:
 
 
 def _colors(color: int, a: int) -> Row:
-    prompt = f"a photo of {article(COLORS[color])} {COLORED[a]}"
-    include = [_thing(COLORED[a], color=COLORS[color])]
-    return {"tag": "colors", "include": include, "prompt": prompt}
+    return _objects("colors", (COLORED[a], COLORS[color]))
 
 
 def _position(relation: int, a: int, b: int) -> Row:
@@ -167,13 +154,8 @@ def _position(relation: int, a: int, b: int) -> Row:
 
 
 def _color_attr(a: int, b: int, c: int, d: int) -> Row:
-    pairs = [(COLORS[c], COLORED[a]), (COLORS[_other(c, d)], COLORED[_other(a, b)])]
-    texts = [f"{article(color)} {name}" for color, name in pairs]
-    return {
-        "tag": "color_attr",
-        "include": [_thing(name, color=color) for color, name in pairs],
-        "prompt": f"a photo of {texts[0]} and {texts[1]}",
-    }
+    second = COLORED[_other(a, b)], COLORS[_other(c, d)]
+    return _objects("color_attr", (COLORED[a], COLORS[c]), second)
 
 
 _things, _hues = len(COLORED), len(COLORS)

@@ -25,7 +25,6 @@ LENGTHS = {
 """Characters of a target text -> how many of the 1,018 public test prompts have that length."""
 CAPITALS = 0.02  # share of the public texts that are in capitals
 VALIDATION = 256  # prompts of a validation set
-PATIENCE = 200_000  # texts drawn in search of one length, before giving up
 WAITING = 100  # texts of one length that are kept for later, at most
 FORMS = (
     '{style} {carrier} {where}, {how} "{text}" {lettering}, {light}.',
@@ -65,25 +64,22 @@ WORDS["year"] = [str(n) for n in range(1880, 2090)]
 def generate(count: int, seed: int, held_out: Collection[str] = OCR) -> list[str]:
     """`count` different prompts, a function of the seed; a longer list begins with a shorter one.
 
-    held_out: digests of target texts and of prompts that must not appear.
-    Raises ValueError if too few texts of some length are left.
+    held_out: digests of target texts that must not appear.
     """
     # a text as seed gives the same numbers on every machine
     return _draw(count, random.Random(f"{seed}/ocr"), held_out)
 
 
-def validation(seed: int, held_out: Collection[str] = OCR) -> list[str]:
+def validation(seed: int) -> list[str]:
     """The prompts of a validation set, by the seed. Hold their target texts out of the training."""
-    return _draw(VALIDATION, random.Random(f"{seed}/ocr/validation"), held_out)
+    return _draw(VALIDATION, random.Random(f"{seed}/ocr/validation"), OCR)
 
 
 def _draw(count: int, rng: random.Random, held_out: Collection[str]) -> list[str]:
     prompts: dict[str, None] = {}  # a set in the order of insertion
     texts = _texts(rng, held_out)
     while len(prompts) < count:
-        prompt = _prompt(rng, *next(texts))
-        if digest(prompt) not in held_out:
-            prompts[prompt] = None
+        prompts[_prompt(rng, *next(texts))] = None
     return list(prompts)
 
 
@@ -93,9 +89,7 @@ def _texts(rng: random.Random, held_out: Collection[str]) -> Iterator[tuple[str,
     kinds = list(TEXTS)
     while True:
         (length,) = rng.choices(list(LENGTHS), weights=list(LENGTHS.values()))
-        for _ in range(PATIENCE):
-            if waiting[length]:
-                break
+        while not waiting[length]:
             kind = rng.choice(kinds)
             pattern = rng.choice(TEXTS[kind])
             text = re.sub(r"\{(\w+)\}", lambda name: rng.choice(WORDS[name[1]]), pattern)
@@ -105,8 +99,6 @@ def _texts(rng: random.Random, held_out: Collection[str]) -> Iterator[tuple[str,
             usable = len(text) in LENGTHS and len(set(words)) == len(words)  # no word twice
             if usable and len(waiting[len(text)]) < WAITING and digest(text) not in held_out:
                 waiting[len(text)].append((kind, text))
-        else:
-            raise ValueError(f"no text of {length} characters is left. Hold out fewer.")
         yield waiting[length].popleft()
 
 

@@ -25,19 +25,11 @@ from flowalign.system.files import read_lines, replacing
 from flowalign.training import metrics
 from flowalign.training.report import pictures, results, samples
 from flowalign.training.report.drift.compare import Check
-from flowalign.training.report.progress import WARNINGS
+from flowalign.training.report.progress import WARNINGS, figures
 from flowalign.training.run.resume import LOG
 
 PAGE = "report.html"
 NEWEST = 20  # warnings that are shown
-FACTS = (  # of the newest update that has them: metric, label, format
-    (metrics.REWARD, "reward", "{:.3f}"),
-    (metrics.DISTILL, "distance to the teachers", "{:.3g}"),
-    (metrics.KL, "KL to the base", "{:.2e}"),
-    (metrics.VELOCITY_DRIFT, "velocity drift from the base", "{:.2e}"),
-    (metrics.INVALID_SHARE, "images without a score", "{:.1%}"),
-    (metrics.IMAGES_PER_SECOND, "images per second", "{:.2g}"),
-)
 
 
 class NoRun(ValueError):
@@ -156,9 +148,7 @@ def _facts(
     for which, row in found.items():
         if row:
             facts.append((which, f"{metrics.headline(row)} at update {row[metrics.UPDATE]}"))
-    return facts + [
-        (label, style.format(curves[name][-1][1])) for name, label, style in FACTS if name in curves
-    ]
+    return facts + figures({name: points[-1][1] for name, points in curves.items()})
 
 
 def _pictures(run: Path) -> list[tuple[str, str]]:

@@ -20,16 +20,25 @@ LONGEST = 4000  # characters of a warning
 CLOCK = "%Y-%m-%d %H:%M:%S"  # of every line of a log
 OnMetrics = Callable[[dict[str, float]], object]
 FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
-SHOWN = {
-    metrics.LOSS: "loss {:.3g}",  # where it is all there is
-    metrics.REWARD: "reward {:.3f}",
-    metrics.DISTILL: "distance {:.4f}",
-    metrics.KL: "KL {:.2e}",
-    metrics.VELOCITY_DRIFT: "velocity drift {:.2e}",
-    metrics.CLIP_FRACTION: "clip {:.0%}",
-    metrics.IMAGES_PER_SECOND: "{:.1f} images/s",
-    metrics.LOST: "held-out scores are missing",
+FIGURES = {  # of an update, for people: {metric: (label, format)}
+    metrics.LOSS: ("loss", "{:.3g}"),  # where it is all there is
+    metrics.REWARD: ("reward", "{:.3f}"),
+    metrics.DISTILL: ("distance to the teachers", "{:.4f}"),
+    metrics.KL: ("KL to the base", "{:.2e}"),
+    metrics.VELOCITY_DRIFT: ("velocity drift", "{:.2e}"),
+    metrics.CLIP_FRACTION: ("clipped", "{:.0%}"),
+    metrics.INVALID_SHARE: ("without a score", "{:.1%}"),
+    metrics.IMAGES_PER_SECOND: ("images/s", "{:.2g}"),
 }
+
+
+def figures(values: Mapping[str, float]) -> list[tuple[str, str]]:
+    """(label, number) of each of FIGURES that an update has."""
+    names = [name for name in FIGURES if name in values]
+    if len({metrics.LOSS, metrics.REWARD, metrics.DISTILL}.intersection(names)) > 1:
+        names.remove(metrics.LOSS)  # a policy's is about 0 whatever it learns
+    labelled = ((values[name], *FIGURES[name]) for name in names)
+    return [(label, style.format(value)) for value, label, style in labelled]
 
 
 class Progress:
@@ -54,25 +63,24 @@ class Progress:
         if not self.main:
             return
         self.done = update
-        shown = {key: text for key, text in SHOWN.items() if key in values}
-        if len(shown.keys() & {metrics.LOSS, metrics.REWARD, metrics.DISTILL}) > 1:
-            del shown[metrics.LOSS]  # a policy's is about 0 whatever it learns
-        line = "  ".join(text.format(values[key]) for key, text in shown.items())
+        line = "  ".join(map(" ".join, figures(values)))
         if metrics.HEADLINE in values:
             line = metrics.headline(values)
-        elif metrics.LOST not in values:
+        elif metrics.LOST in values:
+            line = "held-out scores are missing"
+        else:
             began, first = self.first = self.first or (time.monotonic(), update)
             # the first update, which compiles and fills caches, counts until there is a second
             spent = sum(values.get(name, 0.0) for name in metrics.SECONDS)
             self.seconds = (
                 (time.monotonic() - began) / (update - first) if update > first else spent
             )
-        figures = [f"update {update}/{self.total}", line]
+        parts = [f"update {update}/{self.total}", line]
         if self.seconds is not None:
             left = duration(self.seconds * (self.total - update))
-            figures += [f"{self.seconds:.3g} s/update", f"ETA {left}"]
+            parts += [f"{self.seconds:.3g} s/update", f"ETA {left}"]
         # not through rich: FORCE_COLOR would put colours into a log
-        print(time.strftime(CLOCK), "  ".join(filter(None, figures)), file=sys.stderr, flush=True)
+        print(time.strftime(CLOCK), "  ".join(filter(None, parts)), file=sys.stderr, flush=True)
         if self.on_update:
             self.on_update({metrics.UPDATE: update, **values})
 

@@ -13,23 +13,10 @@ from flowalign.config import RecipeStage, Stage, TrainingStage, read
 from flowalign.system.files import read_lines
 from flowalign.training import metrics
 from flowalign.training.run.checkpoint import ADAPTER, SCORES
-from flowalign.training.run.resume import LOG, checkpoints
+from flowalign.training.run.resume import LOG
 
-FILES = {  # below the folder of a run, in the order in which they are of use
-    "report": "report.html",
-    "grid": "grid.png",
-    "table": "table.md",
-    "numbers": "results.json",
-    "adapter": "adapter",
-    "checkpoint": "checkpoints",
-    "metrics": "metrics.jsonl",
-    "curves": "metrics.png",
-    "samples": "samples",
-    "merge": "report.md",
-    "images": "images",
-    "config": "config.yaml",
-}
-PARTS = ("report", "grid", "adapter")  # what is named of a stage of a recipe
+# What is named below the folder of a run, and of each stage of a recipe.
+FILES = {"report": "report.html", "grid": "grid.png", "table": "table.md", "adapter": ADAPTER}
 
 
 @dataclass(frozen=True)
@@ -89,11 +76,10 @@ def summary(config: Stage) -> str:
     """Which adapter was kept, where the results of a stage are, one line each, and what comes next.
     Only what is there."""
     folder = Path(config.output)
-    adapters, paths = {"kept": kept(folder)}, _paths(folder)
+    adapters, paths = {"kept": kept(folder)}, {"folder": folder} | _paths(folder)
     for name in config.stages if isinstance(config, RecipeStage) else ():
-        stage = _paths(folder / name)
         adapters[f"{name}: kept"] = kept(folder / name)
-        paths |= {f"{name}: {kind}": stage[kind] for kind in PARTS if kind in stage}
+        paths |= {f"{name}: {what}": path for what, path in _paths(folder / name).items()}
     lines = [f"\n{what}: {which}" for what, which in adapters.items() if which]
     return "".join([*lines, "\n" * bool(lines), _text(paths)])
 
@@ -104,10 +90,7 @@ def merged(adapter: str | Path) -> str:
 
 
 def _paths(folder: Path) -> dict[str, Path]:
-    paths = {what: folder / name for what, name in FILES.items()}
-    if newest := checkpoints(folder)[-1:]:
-        paths["checkpoint"] = newest[0]
-    return {what: path for what, path in paths.items() if path.exists()}
+    return {what: folder / name for what, name in FILES.items() if (folder / name).exists()}
 
 
 def _text(paths: Mapping[str, Path]) -> str:
