@@ -1,7 +1,6 @@
 """The entry point: what it refuses before it loads a model, and what it says."""
 
 import json
-import logging
 import re
 from pathlib import Path
 
@@ -64,18 +63,6 @@ def test_keys_that_an_adapter_to_start_from_decides_are_named(
     assert [text.split(":")[0] for text in texts] == ignored
 
 
-@pytest.mark.slow
-def test_a_run_says_where_it_starts_and_what_it_ignores(random_model, tmp_path, caplog) -> None:
-    init = fakes.teachers(random_model, tmp_path)["even"]
-    path = config_file(random_model, tmp_path / "run", f"lora={{rank: 32, init: {init}}}")
-    with caplog.at_level(logging.INFO, logger="flowalign"):
-        assert command("--config", path, "train.updates=1") == 0
-    said = {level: [r.getMessage() for r in caplog.records if r.levelname == level]
-            for level in ("INFO", "WARNING")}  # fmt: skip
-    assert any(init in text and "rank 2" in text for text in said["INFO"])
-    assert any(text.startswith("lora.rank: ") for text in said["WARNING"])
-
-
 def test_a_model_that_is_not_there_is_one_line_and_no_traceback(tmp_path, capsys) -> None:
     path = config_file(str(tmp_path / "no_model"), tmp_path / "run")
     assert command("--config", path) == 2
@@ -98,14 +85,3 @@ def test_a_run_leaves_an_adapter_that_loads_and_is_not_overwritten(
     assert command("--config", path, "--resume", "train.updates=2") == 0
     assert (output / "checkpoints" / "update_000002").is_dir()
     assert "--resume" not in caplog.text
-
-
-def test_interrupted_and_stopped_runs_say_so(random_model, tmp_path, capsys) -> None:
-    option = "tasks.0.reward.options={call: 1}"
-    path = config_file(random_model, tmp_path / "a" / "run", option, reward="Interrupting")
-    assert command("--config", path) == 130
-    assert "--resume" in capsys.readouterr().err
-    option = "tasks.0.reward.options={rows: [0, 1, 2, 3, 4]}"
-    path = config_file(random_model, tmp_path / "b" / "run", option, reward="Faulty")
-    assert command("--config", path) == 1
-    assert "stopped: the reward failed on 62%" in capsys.readouterr().err
