@@ -73,7 +73,7 @@ def test_gradient_accumulation_changes_nothing(random_model: str, tmp_path: Path
     whole = updated(random_model, tmp_path / "whole", *LINEAR, "optimizer.micro_batch=24")
     before = fakes.wired(fakes.settings(random_model, tmp_path / "before"), moved=True)
     assert (weights(whole) - weights(before)).abs().max() > 1e-3
-    for micro in (1, 5, 16):
+    for micro in (1, 5):
         size = f"optimizer.micro_batch={micro}"
         parts = updated(random_model, tmp_path / str(micro), *LINEAR, size)
         assert_close(weights(parts), weights(whole), rtol=0, atol=1e-5)
