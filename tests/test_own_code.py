@@ -33,7 +33,6 @@ def grpo(folder: Path, reward: dict[str, Any]) -> Path:
 
 
 COMPOSED = {
-    "plain": {"name": "{module}:red"},
     "in a sum": {"name": "weighted", "options": {"rewards": [{"name": "{module}:red"}]}},
     "a detector": {"name": "geneval", "options": {"detector": "{module}:red"}},
 }
