@@ -85,5 +85,5 @@ locked --upgrade --no-deps --target $venv/open_clip open-clip-torch ftfy wcwidth
     "torchvision==$(torch_is "f'0.{int(v.split(chr(46))[1]) + 15}.*'")"
 # pip compiles what it installs, and uv does not: what all commands import is compiled once
 env -u PYTHONDONTWRITEBYTECODE PYTHONPATH="$PWD:$PWD/tests" $venv/bin/python -W ignore -c \
-    'import fakes, flowalign.eval.evaluation, flowalign.commands.cli, hypothesis, pytest, fastapi, uvicorn' 2>/dev/null || :
+    'import fakes, flowalign.eval.evaluation, flowalign.commands.cli, pytest, fastapi, uvicorn' 2>/dev/null || :
 echo "$want" >$stamp

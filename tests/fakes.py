@@ -16,7 +16,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -421,11 +420,9 @@ def command(*argv: object) -> int:
 
 @dataclass
 class FinishedRun:
-    """A GRPO run of two tasks and two updates, as `flowalign train` leaves it. output: what the
-    command printed."""
+    """A GRPO run of two tasks and two updates, as `flowalign train` leaves it."""
 
     folder: Path
-    output: str
 
     @property
     def rows(self) -> list[dict[str, Any]]:
@@ -447,10 +444,9 @@ def finish_run(model: str, folder: Path) -> FinishedRun:
     ]  # fmt: skip
     path = folder.parent / "config.yaml"
     path.write_text(config.to_yaml(config.parse(raw, given)))
-    drawn = mock.patch.object(Figure, "savefig", savefig)
-    with drawn, redirect_stdout(io.StringIO()) as output:
+    with mock.patch.object(Figure, "savefig", savefig):
         assert command("--config", path) == 0
-    return FinishedRun(folder, output.getvalue())
+    return FinishedRun(folder)
 
 
 # Processes ---------------------------------------------------------------------------------------

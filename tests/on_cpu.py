@@ -33,10 +33,7 @@ def run(argv: list[str]) -> None:
 if __name__ == "__main__":
     from flowalign.training.run import processes
 
-    if "--honest" in sys.argv:
-        sys.argv.remove("--honest")
-    else:
-        pretend()
+    pretend()
     for then, argv in itertools.groupby(sys.argv[1:], lambda arg: arg == "--then"):
         if not then:
             run(list(argv))

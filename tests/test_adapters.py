@@ -224,13 +224,10 @@ HALVES = {f"{LAYER}.lora_A.weight": torch.ones(2, 32), f"{LAYER}.lora_B.weight":
 def test_files_that_are_no_lora_of_this_model_are_refused(backbone: Backbone, tmp_path: Path):
     cases = [
         ({"text_encoder.q_proj.lora_A.weight": torch.ones(2, 8)}, "text_encoder.q_proj"),
-        (HALVES | {"lora_unet_x.lora_down.weight": torch.ones(2, 8)}, "lora_unet_x"),
-        ({f"{LAYER}.lora_embedding_A": torch.ones(2, 8)}, "lora_embedding_A"),
         ({**HALVES, f"{LAYER}.lora_B.weight": torch.ones(32, 3)}, r"\[2, 32\] and \[32, 3\]"),
         ({**HALVES, f"{LAYER}.lora_A.weight": torch.ones(2, 8)}, "to_q"),
         ({}, "no weights"),
         ({key: value[:0] if "_A" in key else value[:, :0] for key, value in HALVES.items()}, "q"),
-        (HALVES | {k.partition(".")[2]: v.clone() for k, v in HALVES.items()}, "two updates"),
         ({k.replace("to_q", "to_\x1b[2J"): v for k, v in HALVES.items()}, r"to_.x1b"),
     ]
     for weights, seen in cases:

@@ -9,8 +9,6 @@ from accelerate.state import AcceleratorState
 
 from flowalign.commands import cli, recipe
 from flowalign.config import ConfigError, TrainingStage, load, parse
-from flowalign.training.preflight import Launch, check_world
-from flowalign.training.report.pictures import read_metrics
 
 
 @pytest.fixture
@@ -52,23 +50,6 @@ def test_it_trains_and_resumes_to_the_same_bits(random_model: str, tmp_path: Pat
     assert weights[0] == weights[1]
     assert "toy" in (tmp_path / "run" / "adapter" / "README.md").read_text()
     assert "4 of 4" in (tmp_path / "run" / "report.html").read_text()
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("installed")
-def test_two_processes_have_the_gradients_of_one(random_model, tmp_path, monkeypatch) -> None:
-    """It takes the best of a group, which it sees whole on any number of processes."""
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"))
-    same = ["rollout.prompts=4", "rollout.copies=3", "train.updates=2", "train.checkpoint_every=2"]
-    one, two = (run(random_model, tmp_path / name, *same) for name in ("one", "two"))
-    assert cli.main(["train", "--config", str(one)]) == 0
-    done = fakes.launch(fakes.ROOT / "train.py", "--config", two)
-    assert done.returncode == 0, done.stderr[-4000:]
-    norms = [read_metrics(tmp_path / n / "metrics.jsonl")["grad_norm"] for n in ("one", "two")]
-    assert len(norms[0]) == 2 and norms[1] == [(u, pytest.approx(v, rel=1e-5)) for u, v in norms[0]]
-    odd = parse(json.loads(one.read_text()), ["rollout.prompts=3"], stage=TrainingStage)
-    with pytest.raises(ConfigError, match="rollout.prompts=4"):
-        check_world(odd, Launch(2))
 
 
 @pytest.mark.usefixtures("installed")

@@ -15,7 +15,6 @@ from flowalign.eval.compare import (
     differences,
     load_results,
 )
-from flowalign.eval.stats import NO_ERROR
 from flowalign.eval.store import Store, StoreError
 from flowalign.system.manifest import write_manifest
 
@@ -46,15 +45,6 @@ def test_the_difference_is_that_of_the_library_paired():
     assert row.low == pytest.approx(0.1) and row.high == pytest.approx(0.1)
 
 
-def test_one_prompt_gives_no_error_and_what_is_not_known_is_said(tmp_path: Path, capsys):
-    for name, value in (("a", 0.1), ("b", 0.2)):
-        (tmp_path / name).write_text(json.dumps(document([value], guidance=None)))
-    assert main(["compare", str(tmp_path / "a"), str(tmp_path / "b")]) == 0
-    printed = capsys.readouterr().out
-    assert "| ocr | reward | +0.1000 | – | 1 |" in printed and NO_ERROR in printed
-    assert "not compared: guidance, max_sequence_length" in printed
-
-
 def changed(change: Any) -> list[str]:
     second = document(BETTER)
     change(second)
@@ -65,15 +55,12 @@ def changed(change: Any) -> list[str]:
     ("change", "said"),
     [
         (lambda d: d["benchmarks"]["ocr"].update(engine="paddleocr 3.7"), "ocr: engine is 'rapid"),
-        (lambda d: d["benchmarks"]["ocr"].update(rule="strict"), "ocr: rule is None and 'strict'"),
         (lambda d: d["models"]["base"]["settings"].update(guidance=4.5), "guidance: 1.0 and 4.5"),
-        (lambda d: d["models"]["base"]["settings"].update(seed=8), "seed: 7 and 8"),
         (
             lambda d: d["models"]["base"]["settings"].update(steps=None),
             "steps: 10 and None. If another program's images were sampled so: models.base.steps=10",
         ),
         (lambda d: images(d)[2].update(prompt="x"), "ocr: other prompts"),
-        (lambda d: images(d).pop(0), "ocr: other prompts (6 and 5 images)"),
         (lambda d: images(d).clear(), "ocr: other prompts (6 and 0 images)"),
         (lambda d: d["benchmarks"].update(x=d["benchmarks"].pop("ocr")), "no benchmark in common"),
     ],
@@ -115,7 +102,7 @@ def test_a_row_of_wrong_types_is_refused(row: Any, tmp_path: Path, capsys):
     assert "flowalign eval compare: " in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("content", ["[]", "[" * 100_000, "9" * 5000, "{", '{"version": 2}'])
+@pytest.mark.parametrize("content", ["[" * 100_000, "{", '{"version": 2}'])
 def test_a_record_that_is_no_record_is_refused(content: str, tmp_path: Path):
     (tmp_path / "settings.json").write_text(content)
     with pytest.raises(StoreError):

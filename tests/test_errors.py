@@ -169,7 +169,6 @@ MIXED = {"a": ("x", True), "b": ("x", False), "c": ("y", False)}, {n: prompts(n)
 AGAIN = {"a": ("a", False), "b": ("b", True)}, {n: prompts("x") for n in "ab"}  # other images
 WORLDS = {
     "one image a prompt": World(*ONE),
-    "four images a prompt": World(*ONE, copies=4),
     "paired": World(*ONE, models=2, copies=4),
     "a prompt listed twice": World({"x": ("x", False)}, {"x": prompts("x", 2)}),
     "tags": World(*TAGGED, copies=2),
@@ -180,11 +179,7 @@ WORLDS = {
     "judges and tasks": World(*MIXED, common=0.8),
     "other images of the same prompts": World(*AGAIN),
     "seeds": World(*ONE, seeds=4, seed=0.06),
-    "seeds, two images a prompt": World(*ONE, seeds=4, copies=2, both=0.3, image=0.05),
     "seeds, a prompt listed twice": World({"x": ("x", False)}, {"x": prompts("x", 2)}, seeds=4),
-    "seeds, tags": World(*TAGGED, seeds=4, own=0.06),
-    "seeds, tasks": World(*TASKS, seeds=4, seed=0.06),
-    "seeds, tasks, paired": World(*TASKS, models=2, seeds=3, seed=0.06),
     "seeds, judges of the same images": World(*JUDGES, seeds=4, common=0.8, copies=2),
     "seeds, judges and tasks, paired": World(
         *MIXED, models=2, seeds=4, seed=0.05, own=0.05, common=0.8

@@ -247,7 +247,7 @@ def config(tmp_path: Path, random_model: str) -> Path:
 
 
 @pytest.mark.usefixtures("drawn")
-def test_the_command_writes_results_table_and_grid(config: Path, capsys):
+def test_the_command_writes_results_table_and_grid(config: Path) -> None:
     assert main(["--config", str(config)]) == 0
     folder = config.parent / "out"
     results = json.loads((folder / "results.json").read_text())
@@ -265,12 +265,8 @@ def test_the_command_writes_results_table_and_grid(config: Path, capsys):
     assert models["base"]["fidelity"] is None
     table = (folder / "table.md").read_text()
     assert "| base − fresh | +0.00000 (n 1 of 2) |" in table and table.count(NO_ERROR) == 2
-    assert "Judges. red: Faulty." in table and "average" not in table.partition("\nEvery")[0]
-    printed, _, places = capsys.readouterr().out.partition("\nResults:\n")
-    assert table.startswith(printed.strip()) and "grid.png" in places
     assert (folder / "grid.png").stat().st_size > 1000
-    page = (folder / "report.html").read_text()
-    assert "base − fresh" in page and "Drift from the base" in page
+    assert "base − fresh" in (folder / "report.html").read_text()
     shown = sorted(str(path.relative_to(folder)) for path in folder.glob("images/**/*.png"))
     assert shown == [f"images/{m}/red/0000{i}_0.png" for m in ("base", "fresh") for i in (0, 1)]
 
@@ -283,15 +279,6 @@ def test_a_model_is_sampled_at_its_own_guidance(config: Path):
     assert first != second
     table = (config.parent / "out" / "table.md").read_text()
     assert f"guidance {models['fresh']['settings']['guidance']:g}, 3 for base" in table
-
-
-@pytest.mark.parametrize(("keep", "kept"), [("false", 1), ("true", 2)])
-def test_images_are_kept_as_far_as_the_report_shows_them_or_all(config: Path, keep: str, kept: int):
-    overrides = ["report.images=1", f"keep_images={keep}", "models={base: null}"]
-    assert main(["--config", str(config), *overrides]) == 0
-    folder = config.parent / "out"
-    assert len(list(folder.glob("images/base/red/*.png"))) == kept
-    assert (folder / "report.html").read_text().count("data:image/webp;base64,") == 1
 
 
 @pytest.fixture
@@ -322,7 +309,6 @@ def test_fidelity_is_a_column_and_it_is_paired(config: Path, fidelity: list[str]
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        ("reference=nowhere", "reference: 'nowhere': no such folder"),
         ("reference=adapter", "reference: 'adapter': the folder holds no"),
         ("reference=tiny", "reference: 'tiny' needs prompts of the tiny"),
         ("reference=clean", "reference: 2 images are too few for a distance"),

@@ -18,11 +18,6 @@ def test_it_lists_what_there_is_and_what_must_be_fetched(tmp_path, monkeypatch, 
     assert main(["list", "--model", "stabilityai/stable-diffusion-3.5-medium"]) == 0
     published = capsys.readouterr().out
     assert "flowalign data fetch geneval" in published
-    (preference,) = [line for line in published.splitlines() if line.startswith("| preference")]
-    assert "3.9 GB" in preference  # PickScore's weights
-    (geneval2,) = [line for line in published.splitlines() if line.startswith("| geneval2")]
-    assert "18 GB" in geneval2
-    assert "CC BY-NC 4.0" in geneval2 and "Apache-2.0" in geneval2  # its prompts; its judge
     assert main(["list", "--model", str(tmp_path)]) == 0
     assert "is not known" in capsys.readouterr().err
 
@@ -76,8 +71,7 @@ def test_processes_that_do_not_know_of_each_other_are_refused(tmp_path, capsys, 
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("words", ["", "--config a --out b", "--config a --lora b",
-                                   "--config a --limit 0", "--out a --variant b"])  # fmt: skip
+@pytest.mark.parametrize("words", ["", "--config a --out b", "--out a --variant b"])
 def test_flags_that_would_not_count_are_refused(words: str, capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit) as ended:
         main(words.split())

@@ -22,7 +22,7 @@ from flowalign.teachers.merge import merge
 from flowalign.training.loop import Loop
 
 MODELS = [name for name in families.PIPELINES if name not in ("sd3", "schnell")]
-STAGES = ("grpo", "nft", "awm", "gradient", "sft", "opd")
+STAGES = ("nft", "gradient", "opd")  # add noise to images, decode with a gradient, sample with it
 LENGTH = 64  # tokens: the templates of FLUX.2 and Qwen-Image leave room for the prompts
 
 
@@ -43,9 +43,7 @@ def settings(model: str, output: Path, stage: str, updates: int) -> TrainingStag
     """So many updates of a stage; images of 64 x 32 pixels."""
     shared = [f"train.updates={updates}", "train.checkpoint_every=1", "optimizer.schedule=constant",
               "model.height=64", f"model.max_sequence_length={LENGTH}"]  # fmt: skip
-    if stage == "grpo":
-        return fakes.settings(model, output, *shared)
-    if stage in ("nft", "awm"):
+    if stage == "nft":
         return fakes.forward(model, output, *shared, stage=stage)
     if stage == "gradient":
         return fakes.ascending(model, output, *shared)

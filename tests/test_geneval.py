@@ -1,11 +1,14 @@
 """GenEval's decision and the reward server's scores agree with what the peers' code answers."""
 
 import json
+from itertools import product
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 import pytest
 
+from flowalign.rewards.geneval import GenEval
 from flowalign.rewards.geneval_judge import judge, partial_credit, select, summarize
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -97,3 +100,35 @@ def test_summary_is_the_official_one():
         assert summary["overall"] == pytest.approx(fmean(summary["tasks"].values())), name
     with pytest.raises(ValueError, match="no images"):
         summarize([])
+
+
+DOG, CUP = {"class": "dog", "count": 1}, {"class": "cup", "count": 1}
+WRONG = [
+    {"include": [{**DOG, "position": ["left of", 0]}]},  # its own clause
+    {"include": [CUP, {**DOG, "position": ["left of", -2]}]},
+    {"include": [CUP, {**DOG, "position": ["beside", 0]}]},
+    {"include": [{**DOG, "color": None}]},
+    {"include": [{**DOG, "count": "1"}]},
+    {"include": [{**DOG, "class": ["dog"]}]},
+    {"include": []},
+    {"target": "HI"},
+    {"include": [DOG], "exclude": [{"class": "dog"}]},
+]
+
+
+@pytest.mark.parametrize("metadata", WRONG)
+def test_wrong_metadata_is_refused(metadata: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="number 2 of 2: prompt 'b'.*(in|ex)clude"):
+        GenEval.check_prompts(["a", "b"], [{"include": [DOG]}, metadata])
+
+
+def test_what_the_check_accepts_can_be_judged_whatever_was_detected() -> None:
+    extras = ({}, {"color": "red"}, {"position": ["left of", 0]}, {"count": 3})
+    boxes = [[], [[0, 0, 9, 9, 0.9]], [[9, 9, 0, 0, 1.0], [0, 0, 0, 0, 0]]]
+    for extra, exclude, dogs, cups in product(extras, ([], [CUP]), boxes, boxes):
+        metadata = {"include": [CUP, DOG | extra], "exclude": exclude}
+        GenEval.check_prompts(["a"], [metadata])
+        found = metadata, {"dog": dogs, "cup": cups}, lambda name, index: "blue"
+        judge(*found, max_overlap=0.5)
+        for variant in ("bounded", "published"):
+            partial_credit(*found, max_overlap=0.5, variant=variant)

@@ -155,6 +155,7 @@ def test_load_and_merge_take_ids(online: fake_hub.Hub, random_model: str, tmp_pa
         flowalign.load("no/model", lora="me/none")  # before the model is looked for
 
 
+@pytest.mark.slow
 def test_a_lora_is_converted_for_the_revision_of_the_model(
     online: fake_hub.Hub, random_model: str, tmp_path: Path
 ) -> None:

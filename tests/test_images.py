@@ -143,7 +143,6 @@ DOGS, CAT = paths(0) + paths(2), paths(1)
 BAD = {
     "no source": (lambda folder: folder / "no", "no such folder"),
     "an empty folder": (lambda folder: folder.mkdir() or folder, "holds no images"),
-    "a line without images": (in_file("images.jsonl", '{"prompt": "a", "x": 1}'), "'prompt', 'x'"),
     "a file that is not there": (
         in_file("images.jsonl", table((WORDS[0], DOGS), (WORDS[1], ["x.png", "y.png"]))), "x.png"
     ),
@@ -160,7 +159,6 @@ BAD = {
     "an image without a prompt": (no_prompt, "0.png has no prompt beside it, in 0.txt"),
     "a number that is missing": (in_folder(lambda f: (f / "00001").rename(f / "00007")), "gaps"),
     "no metadata": (in_folder(lambda f: (f / "00001/metadata.jsonl").unlink()), "metadata.jsonl"),
-    "no samples": (in_folder(lambda f: shutil.rmtree(f / "00001/samples")), "holds nothing"),
     "a JPEG that is cut off": (in_folder(as_jpeg), "00001.png is no image"),
     "mixed sizes": (
         in_folder(lambda f: picture(f / "00001/samples/00001.png", 0, (16, 32))), "32x16"

@@ -97,15 +97,3 @@ def test_an_output_that_is_a_file_or_cannot_be_written_is_refused(
     given = [*command(kind, random_model, tmp_path / "run"), f"output={tmp_path / output}"]
     assert "output" in refused(kind, given, capsys)
     assert (tmp_path / "file").read_text() == "mine"
-
-
-@pytest.mark.slow
-def test_it_is_refused_before_the_libraries_are_imported(random_model: str, tmp_path: Path) -> None:
-    given = command("train", random_model, tmp_path / "run")
-    code = "import sys; from flowalign.commands.train import main; status = main(sys.argv[1:])\n"
-    code += "assert 'diffusers' not in sys.modules; sys.exit(status)"
-    done = subprocess.run(
-        [sys.executable, "-c", code, *given, "output=/proc/run"],
-        env=os.environ | {"PYTHONPATH": str(fakes.ROOT)}, capture_output=True, text=True,
-    )  # fmt: skip
-    assert done.returncode == 2 and "Traceback" not in done.stderr

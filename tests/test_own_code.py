@@ -32,15 +32,7 @@ def grpo(folder: Path, reward: dict[str, Any]) -> Path:
     return path
 
 
-def table(folder: Path, **keys: Any) -> Path:
-    data = read(ROOT / "configs/tiny/eval.yaml") | {"output": str(folder / "run")} | keys
-    path = folder / "eval.yaml"
-    path.write_text(yaml.safe_dump(data))
-    return path
-
-
 COMPOSED = {
-    "plain": {"name": "{module}:red"},
     "in a sum": {"name": "weighted", "options": {"rewards": [{"name": "{module}:red"}]}},
     "a detector": {"name": "geneval", "options": {"detector": "{module}:red"}},
 }
@@ -60,22 +52,6 @@ def test_what_only_examines_runs_nothing(kind: str, tmp_path, capsys):
     assert (tmp_path / "trace").exists()
 
 
-def test_features_run_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    (tmp_path / "own_features.py").write_text(TRACE + "def dino(images): ...\n")
-    path = table(tmp_path, fidelity={"features": "own_features:dino"})
-    assert cli.main(["doctor", "--no-model", "--config", str(path)]) == 0
-    assert not (tmp_path / "trace").exists()
-    assert "own_features:dino" in capsys.readouterr().out
-
-
-@pytest.mark.slow
-def test_a_module_beside_the_config_replaces_no_package(tmp_path: Path):
-    for name in ("bitsandbytes", "wandb", "paddleocr", "open_clip"):
-        (tmp_path / f"{name}.py").write_text(TRACE)
-    assert cli.main(["doctor", "--no-model", "--config", str(grpo(tmp_path, {"name": "ocr"}))]) == 0
-    assert not (tmp_path / "trace").exists()
-
-
 def test_own_code_names_every_place():
     data = read(ROOT / "configs/tiny/teacher_ocr.yaml")
     data["tasks"][0]["reward"] = {
@@ -87,7 +63,7 @@ def test_own_code_names_every_place():
     assert own_code(parse(data)) == {"tasks.0.reward": ["a.b:C", "d:e"]}
 
 
-@pytest.mark.parametrize("path", ["", ":", "a:", ":b", ".a:b", "a/b:c", "a b:c", "a:b:c", "1:2"])
+@pytest.mark.parametrize("path", ["", "a:", ".a:b", "a/b:c"])
 def test_what_is_no_path_is_refused(path: str):
     with pytest.raises(ValueError):
         rewards.check(path, {})

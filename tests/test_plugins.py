@@ -33,17 +33,6 @@ def flowalign(environment: dict[str, str], *arguments: str) -> subprocess.Comple
 
 
 @pytest.mark.slow
-def test_the_doctor_finds_the_plugin_by_its_entry_point(installed: dict[str, str]) -> None:
-    done = flowalign(installed, "doctor", "--reward", "sharpness", "scale=20", "--count", "4")
-    assert done.returncode == 0, done.stderr
-    assert "scenes with its prompt" in done.stdout
-    done = flowalign(installed, "doctor", "--reward", "sharpness", "scale=-1")
-    assert done.returncode == 2 and "a number above 0" in done.stderr
-    done = flowalign(installed, "doctor", "--reward", "sharpnes")
-    assert done.returncode == 2 and "did you mean 'sharpness'" in done.stderr
-
-
-@pytest.mark.slow
 def test_a_run_trains_with_the_plugin(installed: dict[str, str], random_model: str, tmp_path: Path):
     config = fakes.settings(random_model, tmp_path / "run", "train.updates=1")
     raw = config.model_dump(mode="json")

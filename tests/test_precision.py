@@ -11,11 +11,9 @@ from torch.testing import assert_close
 
 from flowalign.backbone import Backbone
 from flowalign.backbone.lora import CastingLinear
-from flowalign.commands import sample
-from flowalign.config import EvalStage, SamplingConfig, load
+from flowalign.config import EvalStage, load
 from flowalign.eval.evaluation import load_adapters
 from flowalign.training.algorithm import STUDENT
-from flowalign.training.rollout import generate
 from flowalign.training.run import processes
 
 
@@ -73,21 +71,6 @@ def test_a_half_precision_base_is_under_no_autocast(random_model: str, tmp_path:
     assert kinds == {(torch.bfloat16, torch.bfloat16)}
     assert {p.dtype for p in loop.parameters} == {torch.float32}
     assert all(row["grad_norm"] > 0 and row["ratio_error"] == 0 for row in fakes.lines(loop))
-
-
-@pytest.mark.slow
-def test_sample_draws_what_an_evaluation_scores(random_model, tmp_path, monkeypatch) -> None:
-    backbone = fakes.adapted(random_model, dtype="bfloat16")
-    backbone.save_adapter(STUDENT, tmp_path / "lora")
-    drawn: list[Tensor] = []
-    monkeypatch.setattr(sample, "grid", lambda path, images, captions: drawn.append(images))
-    given = ["--model", random_model, "--lora", str(tmp_path / "lora"), "--size", "32"]
-    given += ["--steps", "3", "--guidance", "2", "--seed", "7", "--dtype", "bfloat16"]
-    assert sample.main([*fakes.PROMPTS[:2], *given]) == 0
-    expected = generate(
-        backbone, fakes.batch(2), SamplingConfig(steps=3, guidance=2.0, seed=7, batch_size=8)
-    )
-    assert torch.equal(drawn[0], expected) and expected.std() > 1e-3
 
 
 def test_labels_of_a_frozen_teacher_are_the_velocities_it_was_trained_with(random_model, tmp_path):

@@ -1,45 +1,17 @@
-"""What commands say at their end: every path is there, and the next command is one that runs."""
+"""Which adapter a run kept is said by the run, by its card and by an evaluation of it."""
 
 from __future__ import annotations
 
 import json
-import shlex
 from pathlib import Path
 
 import fakes
 import pytest
 
-from flowalign.commands import cli, sample
+from flowalign.commands import cli
 from flowalign.config import to_yaml
 from flowalign.eval import report
 from flowalign.training.report.progress import WARNINGS
-
-
-def places(text: str) -> dict[str, Path]:
-    """{what: path} of the results that a command named; checks that they exist, and the rest."""
-    listed, steps = text.partition("\nResults:\n")[2].split("Next:\n")
-    named = [line.split("  ", 2)[1:] for line in listed.splitlines() if line]
-    found = {what.strip(): Path(path.strip()) for what, path in named}
-    assert found and [path for path in found.values() if not path.exists()] == []
-    for step in filter(None, map(str.strip, steps.splitlines())):
-        if step.startswith("open "):
-            page = step.removeprefix("open ").removesuffix(" in a browser")
-            assert Path(page) in found.values()
-            continue
-        words = shlex.split(step)
-        if words[:2] == ["hf", "upload"]:
-            assert Path(words[3]) in found.values()
-        else:
-            assert words[:2] == ["flowalign", "sample"]
-            assert Path(sample.parser().parse_args(words[2:]).lora) in found.values()
-    return found
-
-
-@pytest.mark.slow
-def test_a_run_names_what_it_left(finished_run: fakes.FinishedRun) -> None:
-    found = places(finished_run.output)
-    for what, name in {"folder": "", "report": "report.html", "adapter": "adapter"}.items():
-        assert found[what] == finished_run.folder / name
 
 
 @pytest.mark.slow

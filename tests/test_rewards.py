@@ -97,9 +97,7 @@ def test_what_is_unknown_is_refused_with_a_suggestion(stranger):
         ("nowhere.at.all:Thing", {}, "'nowhere'"),
         ("stranger:Brightnes", {}, "Brightnes"),
         ("stranger:Brightness", {"scal": 1}, "'scale'"),
-        ("geneval", {"detektor": "tiny"}, "'detector'"),
         ("geneval", {"detector": "tinny"}, "'tinny'"),
-        ("geneval", {"reward": "lenient"}, "`reward`.*'bounded'"),
     ):
         with pytest.raises(ValueError, match=said):
             check(name, options)
@@ -122,17 +120,8 @@ class Annotated:
         raise AssertionError("built")
 
 
-class Ghostly:
-    """A stranger's reward with an annotation that only a type checker can resolve."""
-
-    def __init__(self, count: int = 1, ghost: "Ghost" = None):  # noqa: F821 # pyright: ignore
-        raise AssertionError("built")
-
-
 def test_annotations_of_what_yaml_holds_are_checked_and_others_left_to_the_reward(registry):
     register("strict")(Annotated)
-    register("ghostly")(Ghostly)
-    check("ghostly", {"count": "two", "ghost": 3})
     check("strict", {"json": "a/file", "pair": [1, 2], "scale": 2, "sizes": [3]})
     check("strict", {"count": 2, "scale": None, "mode": "b"})  # builds nothing
     wrong = {"count": True, "scale": "2", "sizes": "12", "mode": "c"}
@@ -143,20 +132,14 @@ def test_annotations_of_what_yaml_holds_are_checked_and_others_left_to_the_rewar
 
 
 WRONG = {
-    "aesthetic": [{"head": "nowhere.pth"}, {"head": "."}, {"head": None}],
-    "clipscore": [
-        {"batch_size": True}, {"offload": "yes"}, {"device": "gpu"},
-        {"model": "no such model"}, {"model": 3}, {"model": "owner/name@rev/folder"},
-    ],
+    "aesthetic": [{"head": "nowhere.pth"}, {"head": None}],
+    "clipscore": [{"batch_size": True}, {"device": "gpu"}, {"model": "no such model"}],
     "geneval": [{"reward": "lenient"}, {"detector_optoins": {}}],
     "hpsv2": [{"weights": "nowhere.pt"}, {"architecture": ""}],
     "imagereward": [{"weights": "ImageReward.pt"}, {"tokenizer": "no such folder"}],
     "ocr": [{"rule": "lenient"}, {"workers": 0}, {"limit_typ": "max"}],
-    "pickscore": [
-        {"normalizer": 0}, {"normalizer": float("nan")}, {"normalizer": "26"}, {"batch_size": 0},
-        {"model": "./nowhere/at_all"}, {"normaliser": 2},
-    ],
-}  # fmt: skip
+    "pickscore": [{"normalizer": 0}, {"normalizer": float("nan")}, {"model": "./nowhere/at_all"}],
+}
 
 
 @pytest.mark.parametrize("name", WRONG)

@@ -42,12 +42,7 @@ def test_new_words_stand_beside_the_old_and_rows_without_them_are_left_out(
     [("a board", [], "KITE"), ("fine", ["--ask", "say it"], "--ask")],
 )
 def test_what_loses_the_quoted_text_or_the_prompt_is_refused(
-    tmp_path: Path,
-    serve,
-    answer: str,
-    more: list[str],
-    key: str,
-    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path, serve, answer: str, more: list[str], key: str, capsys
 ) -> None:
     file, out = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
     file.write_text(json.dumps(ROWS[1]))

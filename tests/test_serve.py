@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import socket
-import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import httpx
 import pytest
@@ -168,20 +165,3 @@ def test_the_command_serves_until_it_is_told_to_end():
         assert process.wait(10) == 128 + signal.SIGTERM
         assert process.stdout
         process.stdout.close()
-
-
-@pytest.mark.slow
-def test_serving_imports_nothing_that_an_old_environment_lacks():
-    """Nor a file that holds a reward to be served there. pydantic comes with fastapi."""
-    code = (
-        "import sys, flowalign.commands.cli, flowalign.rewards.service.server; "
-        "import served_rewards; "
-        "print([m for m in ('diffusers', 'transformers', 'peft', 'accelerate', 'httpx', "
-        "'rapidfuzz', 'cv2') if m in sys.modules])"
-    )
-    root = Path(__file__).parent.parent
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(root), str(root / "scripts")])}
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env=environment
-    )
-    assert done.stdout.strip() == "[]", done.stderr

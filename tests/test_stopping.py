@@ -1,7 +1,6 @@
 """Signals and the clock: a run that is asked to end leaves a checkpoint, and goes on to the same
 numbers."""
 
-import json
 import os
 import signal
 import subprocess
@@ -204,19 +203,3 @@ def test_a_signal_to_one_process_ends_all_where_they_meet(random_model: str, tmp
     saved = assert_saved(tmp_path, said.partition("Root Cause")[0], "SIGTERM")
     assert len(list(saved.glob("rng_*.json"))) == 2
     assert said.count("wrote checkpoint") == 1
-
-
-@pytest.mark.slow
-def test_an_evaluation_keeps_its_rows(random_model: str, tmp_path: Path) -> None:
-    reward = {"name": "test_stopping:Called", "options": {"folder": str(tmp_path)}}
-    one = {"steps": 2, "guidance": 1.0, "batch_size": 1}
-    mark = {"reward": reward}
-    path = fakes.evaluation(random_model, tmp_path, fakes.PROMPTS, mark, sampling=one)
-    process = started("-m", "flowalign.eval", "--config", path)
-    wait_for(tmp_path, process, 1)
-    process.send_signal(signal.SIGTERM)
-    _, said = process.communicate(timeout=60)
-    assert process.returncode == 143 and "Traceback" not in said
-    (rows,) = (tmp_path / "out").rglob("rows.0.jsonl")
-    lines = rows.read_text().splitlines()
-    assert [json.loads(line)["index"] for line in lines if line][:2] == [0, 1]

@@ -1,7 +1,6 @@
 """The tiny world: what is drawn is judged right, what is broken wrong; splits do not overlap."""
 
 import json
-from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -11,7 +10,6 @@ import numpy as np
 import prompts
 import pytest
 import stream
-import styles
 import torch
 from mistakes import RIGHT, WRONG, Rates
 from torch import Tensor
@@ -19,7 +17,7 @@ from torch import Tensor
 from flowalign.backbone.tiny import PROMPTS
 from flowalign.backbone.tiny.detector import TinyDetector
 from flowalign.backbone.tiny.drawings import CLASSES, COLORS, STYLES
-from flowalign.backbone.tiny.scenes import LETTERS, RELATIONS, rendered
+from flowalign.backbone.tiny.scenes import LETTERS, rendered
 from flowalign.eval.geneval import judge
 from flowalign.rewards import build
 from flowalign.system.images import to_uint8
@@ -43,6 +41,7 @@ def drawn(tags: list[str], count: int, seed: int) -> list[tuple[dict[str, Any], 
     return list(zip(rows, rendered(rows, seed), strict=True))
 
 
+@pytest.mark.slow
 def test_every_drawing_is_told_in_every_style_and_colour() -> None:
     rows = [
         {"include": [{"class": c, "count": 1} | ({"color": color} if color else {})], "style": s}
@@ -55,28 +54,14 @@ def test_every_drawing_is_told_in_every_style_and_colour() -> None:
         assert found.color == clause.get("color", found.color)
 
 
-def noisy(image: Tensor) -> Tensor:
-    soft = cv2.GaussianBlur(image.permute(1, 2, 0).numpy(), (0, 0), 0.8)
-    noise = 0.03 * torch.randn(image.shape, generator=torch.Generator().manual_seed(0))
-    return (torch.from_numpy(soft).permute(2, 0, 1) + noise).clamp(0, 1)
-
-
-@pytest.mark.parametrize("seen", [torch.clone, noisy])
-def test_what_is_drawn_is_judged_correct(seen: Callable[[Tensor], Tensor]) -> None:
-    found = [correct(seen(image), row) for row, image in drawn(list(prompts.TAGS), 200, seed=0)]
+def test_what_is_drawn_is_judged_correct() -> None:
+    found = [correct(image, row) for row, image in drawn(list(prompts.TAGS), 200, seed=0)]
     assert sum(found) >= 198
 
 
 def blurred(image: Tensor) -> Tensor:
     soft = cv2.GaussianBlur(image.permute(1, 2, 0).numpy(), (0, 0), 7)
     return torch.from_numpy(soft).permute(2, 0, 1)
-
-
-def striped(image: Tensor) -> Tensor:
-    """Every second pair of rows gets the background's colour."""
-    image = image.clone()
-    image[:, (torch.arange(96) // 2) % 2 == 0] = image[:, :1, :1].clone()
-    return image
 
 
 def halved(image: Tensor) -> Tensor:
@@ -87,7 +72,7 @@ def halved(image: Tensor) -> Tensor:
     return image
 
 
-@pytest.mark.parametrize("breaking", [blurred, striped, halved])
+@pytest.mark.parametrize("breaking", [blurred, halved])
 def test_drawings_that_are_none_any_more_are_rejected(breaking: Callable[[Tensor], Tensor]):
     found = [correct(breaking(image), row) for row, image in drawn(list(prompts.TAGS), 80, seed=1)]
     assert sum(found) <= 4
@@ -133,7 +118,7 @@ def test_no_held_out_combination_or_word_is_trained_on() -> None:
     assert official == asked["official"] | (official & simple)
     assert not set(prompts.TEST_WORDS) & set(prompts.VALIDATION_WORDS)
     rng = np.random.default_rng(0)
-    assert not prompts.HELD_OUT & {prompts.random_word(rng) for _ in range(20_000)}
+    assert not prompts.HELD_OUT & {prompts.random_word(rng) for _ in range(5_000)}
     assert set("".join(prompts.HELD_OUT)) <= set(LETTERS)
 
 
@@ -167,14 +152,6 @@ def test_a_wrong_caption_is_wrong_and_a_bias_has_half_of_its_scenes() -> None:
             assert low < np.mean(kept) < high
 
 
-@pytest.mark.parametrize("name", styles.STYLES)
-def test_a_style_is_seen_and_keeps_the_size(name: str) -> None:
-    rows = [row for row, _ in drawn(["two_object"], 4, seed=7)]
-    image, plain = styles.STYLES[name].draw(rows, 7), rendered(rows, 7)
-    assert image.shape == plain.shape and 0 <= image.min() and image.max() <= 1
-    assert (image - plain).abs().mean() > 0.005
-
-
 def shipped(name: str) -> list[dict[str, Any]]:
     text = (PROMPTS / f"{name}.jsonl").read_text()
     return [json.loads(line) for line in text.splitlines()]
@@ -188,13 +165,6 @@ def test_the_shipped_prompts_are_those_that_the_module_writes(split: str) -> Non
             assert len({row["prompt"] for row in rows}) == len(rows) == prompts.SIZES[split]
 
 
-@pytest.mark.parametrize("split", ["val", "test"])
-def test_the_first_held_out_prompts_hold_the_tags_in_equal_shares(split: str) -> None:
-    tags = [row["tag"] for row in shipped(f"geneval_{split}")]
-    for count in (8, 40, 96):
-        assert Counter(tags[:count]) == dict.fromkeys(prompts.TAGS, count // 4)
-
-
 def test_a_test_prompt_has_every_wording_and_its_task_has_one_of_them() -> None:
     for task in ("geneval", "ocr", "preference"):
         for row in shipped(f"{task}_test"):
@@ -202,13 +172,6 @@ def test_a_test_prompt_has_every_wording_and_its_task_has_one_of_them() -> None:
             assert len(set(row["wordings"].values())) == len(prompts.WORDINGS)
         trained = [row["prompt"] for row in shipped(f"{task}_train")]
         assert not any(text.startswith("here is") for text in trained)
-
-
-def test_relations_are_drawn_as_the_judge_reads_them() -> None:
-    for relation in RELATIONS:
-        pool = [r for r in prompts.every("position") if relation in r["text"]][:8]
-        for row, image in zip(pool, rendered(pool, 9), strict=True):
-            assert correct(image, row)
 
 
 @pytest.mark.slow

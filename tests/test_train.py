@@ -70,14 +70,3 @@ def test_a_run_leaves_an_adapter_that_loads_and_is_not_overwritten(
     assert command("--config", path, "--resume", "train.updates=2") == 0
     assert (output / "checkpoints" / "update_000002").is_dir()
     assert "--resume" not in caplog.text
-
-
-def test_interrupted_and_stopped_runs_say_so(random_model, tmp_path, capsys) -> None:
-    option = "tasks.0.reward.options={call: 1}"
-    path = config_file(random_model, tmp_path / "a" / "run", option, reward="Interrupting")
-    assert command("--config", path) == 130
-    assert "--resume" in capsys.readouterr().err
-    option = "tasks.0.reward.options={rows: [0, 1, 2, 3, 4]}"
-    path = config_file(random_model, tmp_path / "b" / "run", option, reward="Faulty")
-    assert command("--config", path) == 1
-    assert "stopped: the reward failed on 62%" in capsys.readouterr().err

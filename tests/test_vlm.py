@@ -185,11 +185,9 @@ def test_wrong_options_are_refused_without_a_network(monkeypatch):
         ({"url": "http://me:pw@host"}, "token_env"),
         ({"template": "qwenv"}, "'qwenvl'"),
         (text, "`pattern`"),
-        ({**text, "pattern": "("}, "`pattern`"),
         ({**text, "pattern": "Score"}, "`pattern`"),
         ({**text, "pattern": "(1)", "scale": 0}, "`scale`"),
         ({"scale": 10}, "`scale`"),
-        ({"timeout": 0}, "`timeout`"),
     ):
         with pytest.raises(ValueError) as caught:
             check("vlm", {"url": "http://127.0.0.1:9/v1", "model": "m", **options})

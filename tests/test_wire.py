@@ -6,7 +6,6 @@ import base64
 import io
 import json
 import math
-import pickle
 import re
 
 import numpy as np
@@ -59,19 +58,15 @@ def test_what_unirl_sends_is_understood():
 def test_what_is_malformed_is_refused():
     for sent, key in (
         (b"", "JSON"),
-        (pickle.dumps({"requests": [1]}), "JSON"),
-        (body()[:-1], "JSON"),
         (b"[" * 4000, "JSON"),
         (b'{"requests": [' + b"{}," * 70_000 + b"{}]}", "values"),
         (body({"history": []}), "history"),
         (body({"metadata": []}), "metadata"),
         (body({"required_rewards": ["hpsv3"]}), "hpsv3"),
-        (body({"required_rewards": ["r", "hpsv3"]}), "hpsv3"),
         (body(text=3), "text"),
         (body(*[{}] * 5), "5 images"),
         (body(image_b64=None, video_b64="x"), "image_b64"),
         (body(image_b64="no base64!"), "image_b64"),
-        (body(image_b64=file()[:40]), "image_b64"),
         (body(image_b64=file(form="TIFF")), "image_b64"),
         (body(image_b64=file(mode="RGBA")), "transparent"),
         (body(image_b64=file(11, 10)), "11x10"),
@@ -83,14 +78,6 @@ def test_what_is_malformed_is_refused():
         with pytest.raises(ValueError, match=re.escape(key)) as caught:
             wire.decode_request("r", sent, LIMITS)
         assert len(str(caught.value)) < 700
-
-
-def test_pixels_and_metadata_that_cannot_be_sent_are_refused():
-    broken = to_float(PIXELS)
-    broken[1, 0, 0, 0] = math.nan
-    for images, metadata in ((broken, METADATA), (to_float(PIXELS), [{}, {"x": math.inf}, {}])):
-        with pytest.raises(ValueError):
-            wire.encode_request("r", images, PROMPTS, metadata)
 
 
 def test_an_answer_arrives_as_it_was_sent_and_an_invalid_row_has_no_number():
@@ -124,7 +111,6 @@ def test_a_malformed_answer_is_refused():
         ({"results": [{}]}, "results"),
         ({"results": [{"r": 1.0}, {}]}, "results"),
         ({"results": [{"r": {"r": "1"}}, {}]}, "results"),
-        ({"results": [{"r": {"r": True}}, {}]}, "results"),
         ({"results": [{"r": {"\x1b": 1}}, {}]}, "results"),
         ({"errors": {}}, "errors"),
         ({"errors": [{"r": 1}]}, "errors"),

@@ -49,7 +49,7 @@ USED = {  # options that say what a config holds, by the stages that have it
     "prompts": SAMPLING,
 }
 NONE = "none"  # a task without a reward
-LABELS_AT = 1.5  # CFG scale of the labels of teachers that have absorbed CFG (docs/log/2026-11.md)
+LABELS_AT = 1.5  # CFG scale of the labels of teachers that have absorbed CFG (docs/log)
 SHARED = ("model", "output", "seed")  # keys that a recipe gives to its stages
 
 

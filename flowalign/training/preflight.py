@@ -324,7 +324,7 @@ def unexamined(stages: Mapping[str, Stage]) -> list[str]:
 
 def scale_problems(stages: Mapping[str, Any]) -> Iterator[str]:
     """Adapters that are used at a guidance scale more than a factor of two from the one that they
-    were trained at: guidance counts once (docs/log/2026-11.md). stages: by name, as they run. Nothing
+    were trained at: guidance counts once (docs/log). stages: by name, as they run. Nothing
     is said of an adapter whose training is not known from them, or from the folder of its run."""
     made: dict[Path, Any] = {}
     for name, stage in stages.items():

@@ -19,7 +19,7 @@ class MergeStage(Job):
     """A merge of adapters of one base; see flowalign.teachers.merge.
 
     The default is the sum, which overshoots where the updates are long: of the tiny world's three
-    teachers it scores .42, and the average .85 (docs/log/2026-11.md).
+    teachers it scores .42, and the average .85 (docs/log).
     """
 
     merges = True

@@ -48,7 +48,7 @@ class GrpoStage(RewardStage):
 
     The log-probs are means over pixels, so that a ratio moves by 1e-4 where that of a language
     model moves by .2: a clip range of .2 never clips. On all rewards it ended .026 ± .008 below
-    Flow-OPD on the tiny world of shapes (docs/log/2026-11.md).
+    Flow-OPD on the tiny world of shapes (docs/log).
     """
 
     algorithm = "flowalign.teachers.grpo:Grpo"
@@ -163,7 +163,7 @@ class NftStage(ForwardStage):
     """DiffusionNFT on the rewards of one or more tasks.
 
     Start it from a LoRA that holds the base's guidance (`guided.yaml`), and sample without CFG:
-    it alone takes the base of shapes from .57 to .73 for 40,000 forward passes (docs/log/2026-11.md).
+    it alone takes the base of shapes from .57 to .73 for 40,000 forward passes (docs/log).
     Images whose group has one score teach nothing, and are left out.
     """
 

@@ -70,7 +70,7 @@ class StudentConfig(Section):
     weighting: Literal["kl", "published", "mean", "velocity"] = "velocity"
     """w(sigma) of the distance w |v - v_teacher|^2; see flowalign.training.losses.step_weights. The
     defaults here and of states did best in the first tiny world; in the second, random states are
-    as good or better (docs/log/2026-11.md). The paper has kl and all states."""
+    as good or better (docs/log). The paper has kl and all states."""
     states: StatesConfig = StatesConfig(select="high_noise")
     guidance: NotNegative | None = Field(default=None, examples=[1.0])
     """CFG scale of the student in the loss; null = rollout.guidance."""
@@ -101,7 +101,7 @@ class OpdStage(DistillationStage):
     """A student by on-policy distillation from routed teachers.
 
     Start it from the average of the teachers: after 20 rollouts on the tiny world it has .855 from
-    there, and .826 from nothing (docs/log/2026-11.md). Guidance counts once: labels at a CFG scale above
+    there, and .826 from nothing (docs/log). Guidance counts once: labels at a CFG scale above
     1 are for a student that is sampled at 1. One state of a trajectory costs a third of three, and
     is .016 ± .009 below them. A prompt has one teacher: where an image needs two, merge these.
     """
