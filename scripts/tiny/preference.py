@@ -18,15 +18,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import muon
 import numpy as np
 import parts
 import pretrain
 import prompts
-import stream
 import torch
 from diffusers import AutoencoderKL
-from mistakes import BLURRED, CLEAN, FADED, SPOTTED, wrong_objects, wrong_sign
+from mistakes import BLURRED, CLEAN, FADED, SPOTTED, TAG_SHARES, wrong_objects, wrong_sign
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -165,7 +163,7 @@ class Drawer:
     def __init__(self, vae: Path) -> None:
         self.codec, self.painter = Codec(vae), pretrain.Painter(torch.device("cpu"))
         self.spell = pretrain.speller()
-        self.splits = {tag: prompts.splits(tag) for tag in stream.TAG_SHARES}
+        self.splits = {tag: prompts.splits(tag) for tag in TAG_SHARES}
 
     def row(self, split: str, rng: np.random.Generator) -> dict[str, Any]:
         """A scene of a split."""
@@ -209,7 +207,7 @@ class Drawer:
                 layers.append(scenes.compose(drawn, again))
                 grounds.append(scenes.ground(again))
                 effects.append(effect)
-        batch = stream.Scenes(
+        batch = pretrain.Scenes(
             torch.from_numpy(np.stack(layers)), torch.from_numpy(np.stack(grounds)),
             torch.tensor(effects), torch.tensor([self.spell(text) for text in texts]),
         )  # fmt: skip
@@ -308,7 +306,7 @@ class Run:
         self.first = args.contrastive // (2 * BATCH)
         self.last = self.first + args.scenes // BATCH
         blocks = [p for n, p in self.model.named_parameters() if p.ndim == 2 and ".layers." in n]
-        self.optimizers = muon.beside_adamw(blocks, self.model, args.lr)
+        self.optimizers = pretrain.optimizers(self.model, blocks, args.lr)
         if (folder / "state").exists():
             state = torch.load(folder / "state", weights_only=True)
             self.model.load_state_dict(state["model"])
