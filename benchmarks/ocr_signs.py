@@ -1,7 +1,7 @@
 """How well and how fast each installed OCR engine reads rendered signs.
 
     python benchmarks/ocr_signs.py --count 200
-    python benchmarks/ocr_signs.py --count 200 --engines paddleocr --sheet signs.png
+    python benchmarks/ocr_signs.py --count 200 --engines paddleocr
 
 Draws signs of 512 px: one to four words, as many letters in all as the texts of the public OCR
 prompts (up to 29, 17 in the mean), in several fonts, on boards of several colours, slightly
@@ -136,13 +136,6 @@ def row(engine: Engine, signs: list[Sign], images: torch.Tensor) -> str:
     return f"| {engine.name} | " + " | ".join(cells) + " |"
 
 
-def sheet(path: Path, signs: list[Sign], columns: int = 6) -> None:
-    """The first signs side by side, to look at."""
-    rows = [signs[i : i + columns] for i in range(0, min(len(signs), columns * 4), columns)]
-    tiles = [np.hstack([sign.pixels for sign in some]) for some in rows if len(some) == columns]
-    Image.fromarray(np.vstack(tiles)).resize((columns * 256, len(tiles) * 256)).save(path)
-
-
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--count", type=int, default=200, help="signs")
@@ -150,11 +143,8 @@ if __name__ == "__main__":
     parser.add_argument(
         "--engines", nargs="+", default=["rapidocr"], choices=["rapidocr", "paddleocr"]
     )
-    parser.add_argument("--sheet", type=Path, help="write some of the pictures here as a PNG")
     asked = parser.parse_args()
     signs = [sign(asked.seed + number) for number in range(asked.count)]
-    if asked.sheet:
-        sheet(asked.sheet, signs)
     images = torch.stack([torch.from_numpy(s.pixels).permute(2, 0, 1) for s in signs]) / 255
     cv2.setNumThreads(1)
     mean = sum(len(sign.text) for sign in signs) / len(signs)
