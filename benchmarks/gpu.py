@@ -28,6 +28,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import TimeoutError as TooLong  # Python 3.10: not the built-in one
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
@@ -352,7 +353,7 @@ class Worker:
             pool = self.pool or self._start(case, min(STARTING, seconds + 30))
             limit = max(1.0, min(case.limit, seconds - (time.monotonic() - began)))
             answer = pool.submit(attempt, self.setup, replace(case, limit=limit)).result(limit)
-        except TimeoutError:
+        except TooLong:
             answer = "too long", {"note": f"stopped after {limit:.0f} s"}
         except BrokenProcessPool:
             answer = "failed", {"note": "its process ended"}
