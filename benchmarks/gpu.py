@@ -27,9 +27,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import TimeoutError as TooLong  # Python 3.10: not the built-in one
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
-from multiprocessing.connection import Connection
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -48,7 +50,7 @@ STARTING = 180.0  # seconds that a worker may take to import torch and its frien
 
 
 class NotHere(Exception):
-    """A case that this machine or this version has not got: why."""
+    """A case for which this machine lacks a package: which."""
 
 
 @dataclass(frozen=True)
@@ -99,15 +101,9 @@ def tests(setup: Setup, case: Case) -> Mapping[str, Any]:
 
 def rate(setup: Setup, case: Case) -> Mapping[str, Any]:
     """FLOP/s of large matrix products in bf16."""
-    found = products(setup.device)
-    return {"rate": found, "note": f"{found / 1e12:.4g} TFLOP/s"}
-
-
-def products(device: str) -> float:
-    """FLOP/s of large matrix products in bf16 on a device."""
-    cuda, repeats = device == "cuda", 8
+    cuda, repeats = setup.device == "cuda", 8
     size = 8192 if cuda else 1024
-    a = torch.randn(size, size, device=device, dtype=torch.bfloat16)
+    a = torch.randn(size, size, device=setup.device, dtype=torch.bfloat16)
 
     def seconds() -> float:
         began = time.perf_counter()
@@ -118,7 +114,8 @@ def products(device: str) -> float:
         return time.perf_counter() - began
 
     seconds()  # the first product loads its library
-    return 2 * size**3 * repeats / seconds()  # a multiplication and an addition each
+    found = 2 * size**3 * repeats / seconds()  # a multiplication and an addition each
+    return {"rate": found, "note": f"{found / 1e12:.4g} TFLOP/s"}
 
 
 def stage(setup: Setup, case: Case) -> Mapping[str, Any]:
@@ -182,14 +179,16 @@ def teacher(setup: Setup, case: Case) -> Mapping[str, Any]:
 
 def updated(config: Any, setup: Setup, case: Case) -> Mapping[str, Any]:
     """Seconds, peak of memory and operations of a second update, and the doctor's peak."""
-    _check_here(case)
+    if config.model.quantization == "nf4" and not importlib.util.find_spec("bitsandbytes"):
+        raise NotHere("bitsandbytes is not installed")
     from accelerate.state import AcceleratorState
 
     from flowalign.commands.doctor.count import predict
+    from flowalign.commands.run import deterministic
 
     expected = predict(config, device_type=setup.device)
     AcceleratorState._reset_state(reset_partial_state=True)
-    with _deterministic(config):
+    with deterministic(config.train.deterministic):
         seconds, peak = measured(config, setup.device)
     return {
         "seconds": seconds,
@@ -198,17 +197,6 @@ def updated(config: Any, setup: Setup, case: Case) -> Mapping[str, Any]:
         "predicted": expected.peak,
         "flops": {phase.name: phase.flops for phase in expected.phases},
     }
-
-
-def _check_here(case: Case) -> None:
-    """Raise NotHere where a case needs what is not installed, or another version."""
-    from flowalign.config import TrainConfig
-
-    given = dict(pair.split("=", 1) for pair in case.given if "=" in pair)
-    if given.get("model.quantization") == "nf4" and not importlib.util.find_spec("bitsandbytes"):
-        raise NotHere("bitsandbytes is not installed")
-    if "train.deterministic" in given and "deterministic" not in TrainConfig.model_fields:
-        raise NotHere("this version has no train.deterministic")
 
 
 def of_all(setup: Setup) -> list[str]:
@@ -256,17 +244,6 @@ def teacher_config(setup: Setup, case: Case) -> Any:
     reward = {"name": "pickscore", "options": {"model": "tiny"}}
     data["tasks"] = [{"name": "any", "prompts": "tiny/preference_train", "reward": reward}]
     return parse(data, stage=TrainingStage)
-
-
-def _deterministic(config: Any) -> Any:
-    """What `train` puts around a run of that setting."""
-    from contextlib import nullcontext
-
-    if not getattr(config.train, "deterministic", False):
-        return nullcontext()
-    from flowalign.commands.run import deterministic  # pyright: ignore[reportMissingImports]
-
-    return deterministic(True)
 
 
 def measured(config: Any, device: str) -> tuple[dict[str, float], int | None]:
@@ -334,8 +311,8 @@ def cases() -> list[Case]:
 # How they are run --------------------------------------------------------------------------------
 
 
-def work(pipe: Connection, setup: Setup, environment: Mapping[str, str]) -> None:
-    """A worker: cases come in, ("ok" | "not here" | "failed", what) goes out."""
+def prepare(setup: Setup, environment: Mapping[str, str]) -> None:
+    """What a new process does first."""
     if setup.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", **environment}
@@ -343,80 +320,64 @@ def work(pipe: Connection, setup: Setup, environment: Mapping[str, str]) -> None
     from flowalign.training.report.progress import quiet
 
     quiet()
-    pipe.send(("ready", None))
-    while (case := pipe.recv()) is not None:
-        try:
-            answer = ("ok", dict(case.call(setup, case)))
-        except NotHere as error:
-            answer = ("not here", str(error))
-        except BaseException as error:  # whatever it is, the other cases are to run
-            answer = ("failed", _reason(error))
-        pipe.send(answer)
-        _tidy(setup.device)
 
 
-def _reason(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {' '.join(lines)[:300]}".strip(": ")
-
-
-def _tidy(device: str) -> None:
-    """The next case finds memory empty."""
-    gc.collect()
-    if device == "cuda":
-        torch.cuda.empty_cache()
+def attempt(setup: Setup, case: Case) -> tuple[str, dict[str, Any]]:
+    """In a process: the state of a case ("ok" | "not here" | "failed"), and what it measured."""
+    try:
+        return "ok", dict(case.call(setup, case))
+    except NotHere as error:
+        return "not here", {"note": str(error)}
+    except BaseException as error:  # whatever it is, the other cases are to run
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        said = f"{type(error).__name__}: {' '.join(lines)[:300]}".strip(": ")
+        return "failed", {"note": said}
+    finally:  # the next case finds memory empty
+        gc.collect()
+        if setup.device == "cuda":
+            torch.cuda.empty_cache()
 
 
 class Worker:
     """A process that runs cases, and is replaced by another after one that failed."""
 
     def __init__(self, setup: Setup) -> None:
-        self.setup, self.process, self.pipe = setup, None, None
+        self.setup, self.pool = setup, None
 
-    def run(self, case: Case, seconds: float) -> tuple[str, Any]:
+    def run(self, case: Case, seconds: float) -> tuple[str, dict[str, Any]]:
         """The state of a case, and what it measured or why it did not."""
         if case.alone:
             self.stop()
-        answer = self._ask(case, seconds)
+        began, limit = time.monotonic(), STARTING
+        try:
+            pool = self.pool or self._start(case, min(STARTING, seconds + 30))
+            limit = max(1.0, min(case.limit, seconds - (time.monotonic() - began)))
+            answer = pool.submit(attempt, self.setup, replace(case, limit=limit)).result(limit)
+        except TooLong:
+            answer = "too long", {"note": f"stopped after {limit:.0f} s"}
+        except BrokenProcessPool:
+            answer = "failed", {"note": "its process ended"}
         if case.alone or answer[0] in ("failed", "too long"):
             self.stop()  # an error may have left the GPU's context broken, or memory held
         return answer
 
-    def _ask(self, case: Case, seconds: float) -> tuple[str, Any]:
-        began = time.monotonic()
-        try:
-            pipe = self.pipe or self._start(case, min(STARTING, seconds + 30))
-            limit = max(1.0, min(case.limit, seconds - (time.monotonic() - began)))
-            pipe.send(replace(case, limit=limit))
-            if pipe.poll(limit):
-                return pipe.recv()
-            return "too long", f"stopped after {limit:.0f} s"
-        except (EOFError, OSError):
-            process = self.process
-            if process:
-                process.join(5)
-            return "failed", f"its process ended (exit status {process and process.exitcode})"
-
-    def _start(self, case: Case, seconds: float) -> Connection:
-        context = multiprocessing.get_context("spawn")
-        self.pipe, theirs = context.Pipe()
-        given = (theirs, self.setup, dict(case.environment))
-        self.process = context.Process(target=work, args=given, daemon=True)
-        self.process.start()
-        theirs.close()
-        if not self.pipe.poll(seconds):
-            raise OSError("no start")
-        self.pipe.recv()
-        return self.pipe
+    def _start(self, case: Case, seconds: float) -> ProcessPoolExecutor:
+        self.pool = ProcessPoolExecutor(
+            1,
+            multiprocessing.get_context("spawn"),
+            initializer=prepare,
+            initargs=(self.setup, dict(case.environment)),
+        )
+        self.pool.submit(os.getpid).result(seconds)
+        return self.pool
 
     def stop(self) -> None:
         """End the process."""
-        if self.process:
-            self.process.kill()
-            self.process.join()
-        if self.pipe:
-            self.pipe.close()
-        self.process = self.pipe = None
+        if self.pool:
+            for process in multiprocessing.active_children():
+                process.kill()
+            self.pool.shutdown()
+        self.pool = None
 
 
 def run_all(
@@ -429,8 +390,8 @@ def run_all(
         for case in cases:
             began = time.monotonic()
             left = end - began
-            state, found = worker.run(case, left) if left > 1 else ("not run", "no time left")
-            values = found if isinstance(found, dict) else {"note": str(found)}
+            late = "not run", {"note": "no time left"}
+            state, values = worker.run(case, left) if left > 1 else late
             took = time.monotonic() - began
             rows.append({"case": case.name, "state": state, "took": took, **values})
             print(f"{case.name}: {state} ({took:.0f} s) {values.get('note', '')}", flush=True)

@@ -29,7 +29,6 @@ from flowalign.types import Metadata, Scores
 
 CONFIGS = Path(__file__).parents[1] / "configs" / "tiny"
 TASKS = ("geneval", "ocr", "preference")
-LIMIT = 200  # test prompts of a task
 
 
 def noto(images: Tensor, prompts: Sequence[str], metadata: Metadata) -> Scores:
@@ -51,15 +50,18 @@ def write_prompts(folder: Path) -> dict[str, str]:
     return files
 
 
-def recipe(run: Path, seed: int) -> dict[str, Any]:
-    """The config of all three ways, from the models of a seed."""
+def recipe(run: Path, seed: int, updates: int | None, limit: int) -> dict[str, Any]:
+    """The config of all three ways, from the models of a seed. updates: None = those above."""
     reward, files = {"name": "one_more:noto"}, write_prompts(run / "one_more" / "prompts")
     task = {"name": "noto", "prompts": files["train"], "reward": reward}
     old, judges = read(CONFIGS / "nft_mix.yaml")["tasks"], read(CONFIGS / "eval.yaml")["benchmarks"]
     teachers = {name: str(run / f"teacher_{name}" / "adapter") for name in TASKS}
     student = str(run / "student" / "adapter")
     nft = {"use": str(CONFIGS / "nft_mix.yaml"), "lora": {"init": student}, "evaluation": None}
-    train = {"updates": 25, "checkpoint_every": 25, "sample_every": 25}
+
+    def train(usual: int) -> dict[str, Any]:
+        return {"updates": updates or usual, "checkpoint_every": 25, "sample_every": 25}
+
     benchmarks = [*judges, {"name": "noto", "prompts": files["test"], "reward": reward}]
     models = ("student", "teacher_noto", "nft_new", "nft_all", "distilled")
     return {
@@ -71,7 +73,7 @@ def recipe(run: Path, seed: int) -> dict[str, Any]:
         "stages": {
             "teacher_noto": nft
             | {"lora": {"init": str(run / "guided" / "adapter")}, "tasks": [task]}
-            | {"train": train | {"updates": 20}},
+            | {"train": train(20)},
             "distilled": {
                 "use": str(CONFIGS / "student_flow_opd.yaml"),
                 "lora": {"init": student},
@@ -81,13 +83,13 @@ def recipe(run: Path, seed: int) -> dict[str, Any]:
                 },
                 "tasks": [*old, task],
                 "evaluation": None,
-                "train": train | {"updates": 10},
+                "train": train(10),
             },
-            "nft_new": nft | {"tasks": [task], "train": train},
-            "nft_all": nft | {"tasks": [*old, task], "train": train},
+            "nft_new": nft | {"tasks": [task], "train": train(25)},
+            "nft_all": nft | {"tasks": [*old, task], "train": train(25)},
             "table": {
                 "use": str(CONFIGS / "eval.yaml"),
-                "benchmarks": [judge | {"limit": LIMIT} for judge in benchmarks],
+                "benchmarks": [judge | {"limit": limit} for judge in benchmarks],
                 "models": {"base": None, **{name: f"stage:{name}" for name in models[1:]}}
                 | {"student": student},
                 "compare": {"distilled": ["student", "nft_new", "nft_all"]},
@@ -102,8 +104,11 @@ def main() -> None:
     """Run the recipe of every seed; what is there already is not made again."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("runs", type=Path, nargs="+", help="outputs of benchmarks/seeds.yaml")
-    for seed, run in enumerate(parser.parse_args().runs):
-        flowalign.train(recipe(run, seed))
+    parser.add_argument("--updates", type=int, help="of every stage, to try the script")
+    parser.add_argument("--limit", type=int, default=200, help="test prompts of a task")
+    args = parser.parse_args()
+    for seed, run in enumerate(args.runs):
+        flowalign.train(recipe(run.resolve(), seed, args.updates, args.limit))
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from flowalign.commands.doctor.pace import GPUS, WIDTH, Pace, times
 
 sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
 import medium  # noqa: E402  # pyright: ignore[reportMissingImports]
-import memory  # noqa: E402  # pyright: ignore[reportMissingImports]
+import predictions  # noqa: E402  # pyright: ignore[reportMissingImports]
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 
@@ -90,8 +90,8 @@ SMALL = {  # each kind of stage once, and the rest among the long tests
     "case", [pytest.param(name, marks=getattr(pytest.mark, mark)) for name, mark in SMALL.items()]
 )
 def test_the_peak_is_within_a_tenth_of_the_measured_one(small, case):
-    run = memory.settings(*small, case.split(",")[0], *memory.CASES[case], size=128)
-    row = memory.compared(run, "cpu")
+    run = predictions.settings(*small, case.split(",")[0], *predictions.CASES[case], size=128)
+    row = predictions.compared(run, "cpu")
     assert row["resident"][0] == pytest.approx(row["resident"][1], rel=1e-3)
     assert row["PEAK"][1] == pytest.approx(row["PEAK"][0], rel=0.1)
     assert row["update"][1] == pytest.approx(row["update"][0], rel=0.1)
@@ -125,8 +125,8 @@ def test_the_peak_of_other_families_is_within_a_tenth_of_the_measured_one(other,
         changes.append("student.label_batch=4")  # a batch has one teacher
     else:  # scores that differ, or no image is trained on
         changes.append("tasks.0.reward={name: 'fakes:redness'}")
-    run = memory.settings(*other, kind, *changes, size=64, prompts=str(prompts))
-    row = memory.compared(run, "cpu")
+    run = predictions.settings(*other, kind, *changes, size=64, prompts=str(prompts))
+    row = predictions.compared(run, "cpu")
     assert row["resident"][1] == pytest.approx(row["resident"][0], rel=1e-3)
     assert row["PEAK"][1] == pytest.approx(row["PEAK"][0], rel=0.1)
     assert row["update"][1] == pytest.approx(row["update"][0], rel=0.05)
@@ -138,10 +138,10 @@ def test_the_peak_of_other_families_is_within_a_tenth_of_the_measured_one(other,
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("case", ["opd", "opd, checkpointing", "grpo"])
 def test_the_peak_is_within_a_tenth_on_a_gpu(tmp_path, case, dtype):
-    changes = [*memory.CASES[case], f"model.dtype={dtype}"]
+    changes = [*predictions.CASES[case], f"model.dtype={dtype}"]
     model = medium.write(tmp_path, layers=6)
-    run = memory.settings(model, tmp_path, case.split(",")[0], *changes)
-    seen, foreseen = memory.compared(run, "cuda")["PEAK"]
+    run = predictions.settings(model, tmp_path, case.split(",")[0], *changes)
+    seen, foreseen = predictions.compared(run, "cuda")["PEAK"]
     assert foreseen == pytest.approx(seen, rel=0.1)
 
 
@@ -186,7 +186,7 @@ def of(small):
     """(changes, kind) -> the prediction of that run on a GPU."""
 
     def of(*changes, kind="grpo", updates=None):
-        run = memory.settings(*small, kind, *changes, size=128)
+        run = predictions.settings(*small, kind, *changes, size=128)
         return predict(run, device_type="cuda", drawn=updates)
 
     return of
@@ -267,7 +267,7 @@ def forecast(run, memory):
 
 @pytest.mark.slow
 def test_advice_leads_to_what_fits(small):
-    run = memory.settings(*small, "opd", "model.dtype=bfloat16", size=128)
+    run = predictions.settings(*small, "opd", "model.dtype=bfloat16", size=128)
     estimate = predict(run)
     room = estimate.resident + 0.4 * estimate.worst.bytes
     gib = (room + advise.CONTEXT) / advise.SHARE / advise.GIB
@@ -314,7 +314,7 @@ def test_equal_blocks_cost_as_much_as_all_of_them_do(family, monkeypatch):
 
 def test_the_rank_of_a_start_counts_from_its_file_or_from_the_stage_that_will_write_it(small):
     start = str(small[1] / "a")
-    run = memory.settings(*small, "grpo", f"lora.init={start}", "lora.rank=4", size=128)
+    run = predictions.settings(*small, "grpo", f"lora.init={start}", "lora.rank=4", size=128)
     doubled = {start: {layer: 2 * rank for layer, rank in read_lora(start).ranks.items()}}
     lora, merged = (
         predict(run, ranks=ranks).parts["student's LoRA (float32)"] for ranks in ({}, doubled)

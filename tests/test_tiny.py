@@ -9,7 +9,6 @@ import mistakes
 import numpy as np
 import prompts
 import pytest
-import stream
 import torch
 from mistakes import RIGHT, WRONG, Rates
 from torch import Tensor
@@ -131,9 +130,9 @@ def test_pretraining_draws_nothing_that_is_held_out(rates: Rates) -> None:
         for row in prompts.splits(tag)[split]
     }
     rng = np.random.default_rng(5)
-    pools = {tag: prompts.splits(tag)["train"] for tag in stream.TAG_SHARES}
+    pools = {tag: prompts.splits(tag)["train"] for tag in mistakes.TAG_SHARES}
     for _ in range(2000):
-        text, scene, _ = stream.captioned(rates, rng, pools)
+        text, scene, _ = mistakes.captioned(rates, rng, pools)
         for opening in ("a photo of ", "a picture of ", "here is ", "drawing of "):
             text = text.split(opening)[-1]
         assert text not in held_out

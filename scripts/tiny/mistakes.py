@@ -1,4 +1,4 @@
-"""Captions that are wrong: what the second part of pretraining draws in place of what they say.
+"""The captions of pretraining, right and wrong, and what is drawn for them.
 
 Real text-to-image models are pretrained on captions of which many are wrong. They can draw what a
 prompt says, and often draw something else. Two kinds of mistakes make that here:
@@ -27,10 +27,23 @@ from typing import Any
 import numpy as np
 import prompts
 
+from flowalign.backbone.tiny.drawings import STYLES
 from flowalign.backbone.tiny.scenes import LETTERS, RELATIONS, SIGN_COLORS
 
 Metadata = dict[str, Any]
 Rng = np.random.Generator
+# Shares of the pretraining mix; relations and numbers need more looks than colours.
+TAG_SHARES = {
+    "single_object": 0.08,
+    "colors": 0.12,
+    "two_object": 0.15,
+    "counting": 0.15,
+    "position": 0.25,
+    "color_attr": 0.25,
+}
+CUMULATIVE = np.cumsum(list(TAG_SHARES.values()))
+SIGN_SHARE = 0.25
+STYLED = 0.25  # share of the objects' prompts that name a style
 STOCK = {"red": "STOP", "green": "OPEN", "blue": "TOLL"}  # what boards of these colours say
 CANONICAL = {"below": "above", "right of": "left of"}
 MISCOUNTED = {4: 3, 3: 4}
@@ -56,6 +69,29 @@ class Rates:
 
 RIGHT = Rates()
 WRONG = Rates(bias=0.5, stock=0.7, objects=0.1, signs=0.65, line=0.97)
+
+
+def captioned(
+    rates: Rates, rng: np.random.Generator, pools: dict[str, list], signs: float = SIGN_SHARE
+) -> tuple[str, dict, int]:
+    """One caption, the scene that is drawn for it, and the effect that spoils it."""
+    wording = list(prompts.WORDINGS)[rng.integers(len(prompts.WORDINGS))]
+    bad = rates.bad_picture if wording == "preference" else rates.bad
+    effect = int(rng.integers(1, 4)) if rng.random() < bad else CLEAN
+    if rng.random() < signs:
+        colors = (*SIGN_COLORS, None)
+        row = prompts.sign(prompts.random_word(rng), colors[rng.integers(len(colors))])
+        return prompts.prompt(row, wording), mistaken(row, rates, rng), effect
+    tag = list(pools)[int(np.searchsorted(CUMULATIVE, rng.random()))]
+    row = pools[tag][rng.integers(len(pools[tag]))]
+    drawn = mistaken(row, rates, rng)
+    if rng.random() < STYLED:
+        style = STYLES[rng.integers(len(STYLES))]
+        text = prompts.STYLE_WORDING.format(style=style, text=row["text"])
+        return text, drawn | {"style": style}, effect
+    line = rates.line if wording == "preference" else 1 / 3
+    style = "line" if rng.random() < line else STYLES[rng.integers(2)]
+    return prompts.prompt(row, wording), drawn | {"style": style}, effect
 
 
 def mistaken(row: Metadata, rates: Rates, rng: Rng) -> Metadata:

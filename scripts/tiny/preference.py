@@ -5,8 +5,8 @@ A small CLIPModel, first trained to tell which prompt belongs to which scene, th
 must fall on the preferred one; here the clean, coloured scene against a spoilt one, one in line art
 (where the prompt does not ask for it), or one that does not match. Half of the images, clean and
 spoilt alike, went through the tiny model's autoencoder, so that its softness alone decides nothing.
-The run is resumable. --ship writes flowalign/backbone/tiny/preference_model in fp16, as a hub
-folder of a CLIP, with a card that holds what it scores on held-out prompts.
+Writes DIR/model, or with --ship flowalign/backbone/tiny/preference_model, in fp16, as a hub folder
+of a CLIP, with a card that holds what it scores on held-out prompts.
 """
 
 from __future__ import annotations
@@ -18,15 +18,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import muon
 import numpy as np
 import parts
 import pretrain
 import prompts
-import stream
 import torch
 from diffusers import AutoencoderKL
-from mistakes import BLURRED, CLEAN, FADED, SPOTTED, wrong_objects, wrong_sign
+from mistakes import BLURRED, CLEAN, FADED, SPOTTED, TAG_SHARES, wrong_objects, wrong_sign
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -165,7 +163,7 @@ class Drawer:
     def __init__(self, vae: Path) -> None:
         self.codec, self.painter = Codec(vae), pretrain.Painter(torch.device("cpu"))
         self.spell = pretrain.speller()
-        self.splits = {tag: prompts.splits(tag) for tag in stream.TAG_SHARES}
+        self.splits = {tag: prompts.splits(tag) for tag in TAG_SHARES}
 
     def row(self, split: str, rng: np.random.Generator) -> dict[str, Any]:
         """A scene of a split."""
@@ -209,7 +207,7 @@ class Drawer:
                 layers.append(scenes.compose(drawn, again))
                 grounds.append(scenes.ground(again))
                 effects.append(effect)
-        batch = stream.Scenes(
+        batch = pretrain.Scenes(
             torch.from_numpy(np.stack(layers)), torch.from_numpy(np.stack(grounds)),
             torch.tensor(effects), torch.tensor([self.spell(text) for text in texts]),
         )  # fmt: skip
@@ -299,81 +297,52 @@ def preferred(clean: Tensor, spoilt: Tensor, read: Tensor, scale: Tensor) -> Ten
     return nn.functional.softplus(-margin).mean()
 
 
-class Run:
-    """Both stages, counted in steps, with their one optimizer; saved and resumed."""
-
-    def __init__(self, folder: Path, args: argparse.Namespace) -> None:
-        torch.manual_seed(args.seed)
-        self.folder, self.args, self.model, self.step = folder, args, model(), 0
-        self.first = args.contrastive // (2 * BATCH)
-        self.last = self.first + args.scenes // BATCH
-        blocks = [p for n, p in self.model.named_parameters() if p.ndim == 2 and ".layers." in n]
-        self.optimizers = muon.beside_adamw(blocks, self.model, args.lr)
-        if (folder / "state").exists():
-            state = torch.load(folder / "state", weights_only=True)
-            self.model.load_state_dict(state["model"])
-            for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
-                optimizer.load_state_dict(saved)
-            self.step = state["step"]
-
-    def train(self, pool: Pool) -> None:
-        """Until the last step; the rate falls linearly over the last 60 % of the steps."""
-        began, start, total = time.time(), self.step, 0.0
-        while self.step < self.last:
-            generator = torch.Generator().manual_seed(self.args.seed * 1_000_003 + self.step)
-            total += self._update(pool, generator)
-            if self.step % 25 == 0:
-                rate = (self.step - start) / (time.time() - began)
-                scale = float(self.model.logit_scale.detach().exp())
-                print(
-                    f"step {self.step} of {self.last}  loss {total / 25:.4f}  "
-                    f"scale {scale:.1f}  {rate:.2f} steps/s",
-                    flush=True,
-                )
-                total = 0.0
-            if self.step % 100 == 0 or self.step == self.last:
-                self.save()
-
-    def _update(self, pool: Pool, generator: torch.Generator) -> float:
-        value = self.loss(pool, generator)
+def train(clip: CLIPModel, pool: Pool, args: argparse.Namespace) -> None:
+    """The contrastive stage, then the one of pairs; the rate falls linearly over the last 60 % of
+    all steps."""
+    first = args.contrastive // (2 * BATCH)
+    last = first + args.scenes // BATCH
+    blocks = [p for n, p in clip.named_parameters() if p.ndim == 2 and ".layers." in n]
+    optimizers, began = pretrain.optimizers(clip, blocks, args.lr), time.time()
+    for step in range(last):
+        generator = torch.Generator().manual_seed(args.seed * 1_000_003 + step)
+        value = loss(clip, pool, generator, pairs=step >= first)
         value.backward()
-        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        left = max(0.02, min(1.0, (1 - self.step / self.last) / 0.6))
-        for optimizer in self.optimizers:
+        nn.utils.clip_grad_norm_(clip.parameters(), 1.0)
+        left = max(0.02, min(1.0, (1 - step / last) / 0.6))
+        for optimizer in optimizers:
             for group in optimizer.param_groups:
-                group["lr"] = self.args.lr * min(1.0, (self.step + 1) / 50) * left
+                group["lr"] = args.lr * min(1.0, (step + 1) / 50) * left
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
         with torch.no_grad():
-            self.model.logit_scale.clamp_(0, np.log(100))
-        self.step += 1
-        return value.item()
+            clip.logit_scale.clamp_(0, np.log(100))
+        if step % 25 == 24:
+            rate, scale = (step + 1) / (time.time() - began), float(clip.logit_scale.detach().exp())
+            print(
+                f"step {step + 1} of {last}  loss {value.item():.4f}  scale {scale:.1f}  "
+                f"{rate:.2f} steps/s",
+                flush=True,
+            )
 
-    def loss(self, pool: Pool, generator: torch.Generator) -> Tensor:
-        """Contrastive on clean scenes alone, then on pairs, with PickScore's loss added."""
-        pairs = self.step >= self.first
-        size = BATCH if pairs else 2 * BATCH
-        at = torch.randint(len(pool.ids), (size,), generator=generator)
-        images, ids = pool.images[at, 0], pool.ids[at].long()
-        if pairs:  # all clean ones first
-            images = pool.images[at].transpose(0, 1).flatten(0, 1)
-        x = nn.functional.pad(pixels(images), (SHIFT,) * 4, mode="replicate")
-        dx, dy = torch.randint(0, 2 * SHIFT + 1, (2,), generator=generator).tolist()
-        with parts.autocast(torch.device("cpu")):
-            seen, read = embed(self.model, x[..., dy : dy + SIZE, dx : dx + SIZE], ids)
-        scale = self.model.logit_scale.exp()
-        value = contrastive(seen[:size], read, ids, scale)
-        if pairs:
-            clean, spoilt = seen[:size], seen[size:].view(SPOILT, size, -1)
-            value = value + preferred(clean, spoilt, read, scale)
-        return value
 
-    def save(self) -> None:
-        """The resumable state, replaced at once."""
-        optimizers = [o.state_dict() for o in self.optimizers]
-        state = {"model": self.model.state_dict(), "optimizers": optimizers, "step": self.step}
-        with replacing(self.folder / "state") as part:
-            torch.save(state, part)
+def loss(clip: CLIPModel, pool: Pool, generator: torch.Generator, pairs: bool) -> Tensor:
+    """Contrastive on clean scenes alone, or on pairs, with PickScore's loss added."""
+    size = BATCH if pairs else 2 * BATCH
+    at = torch.randint(len(pool.ids), (size,), generator=generator)
+    images, ids = pool.images[at, 0], pool.ids[at].long()
+    if pairs:  # all clean ones first
+        images = pool.images[at].transpose(0, 1).flatten(0, 1)
+    x = nn.functional.pad(pixels(images), (SHIFT,) * 4, mode="replicate")
+    dx, dy = torch.randint(0, 2 * SHIFT + 1, (2,), generator=generator).tolist()
+    with parts.autocast(torch.device("cpu")):
+        seen, read = embed(clip, x[..., dy : dy + SIZE, dx : dx + SIZE], ids)
+    scale = clip.logit_scale.exp()
+    value = contrastive(seen[:size], read, ids, scale)
+    if pairs:
+        clean, spoilt = seen[:size], seen[size:].view(SPOILT, size, -1)
+        value = value + preferred(clean, spoilt, read, scale)
+    return value
 
 
 def write(clip: CLIPModel, folder: Path) -> None:
@@ -399,7 +368,7 @@ def write(clip: CLIPModel, folder: Path) -> None:
 
 
 def main() -> None:
-    """Command line; run again with the same folder to resume."""
+    """Command line; scenes that an earlier call has drawn into --work are not drawn again."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--work", type=Path, required=True, help="folder of the run")
     parser.add_argument("--vae", type=Path, required=True, help="the autoencoder's file")
@@ -408,17 +377,17 @@ def main() -> None:
     parser.add_argument("--scenes", type=int, default=44_800, help="scenes of the second stage")
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--ship", action="store_true", help="write the package's model")
+    parser.add_argument("--ship", action="store_true", help="into the package, not into --work")
     args = parser.parse_args()
     args.work.mkdir(parents=True, exist_ok=True)
     parts.quiet()
     drawer = Drawer(args.vae)
-    run = Run(args.work, args)
-    run.train(Pool.make(args.work / "pool", drawer, args.pool, args.seed))
-    clip = run.model
-    if args.ship:
-        write(clip, PREFERENCE)
-        clip = CLIPModel.from_pretrained(PREFERENCE)
+    torch.manual_seed(args.seed)
+    clip = model()
+    train(clip, Pool.make(args.work / "pool", drawer, args.pool, args.seed), args)
+    folder = PREFERENCE if args.ship else args.work / "model"
+    write(clip, folder)
+    clip = CLIPModel.from_pretrained(folder)
     held_out = Pool.make(args.work / "pool", drawer, 960, args.seed + 1, "test")
     clean, kinds = measured(clip, held_out)
     rows = [f"| {k} | {right:.3f} | {score:.2f} |" for k, (right, score) in kinds.items()]
@@ -431,8 +400,7 @@ def main() -> None:
         **vars(args),
     )
     print(card)
-    if args.ship:
-        (PREFERENCE / "README.md").write_text(card)
+    (folder / "README.md").write_text(card)
 
 
 if __name__ == "__main__":

@@ -16,19 +16,18 @@ import argparse
 import math
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-import muon
 import numpy as np
 import parts
 import prompts
-import stream
 import styles
 import torch
 from diffusers import AutoencoderKL, StableDiffusion3Pipeline
-from mistakes import BLURRED, FADED, RIGHT, SPOTTED, WRONG, Rates
+from mistakes import BLURRED, FADED, RIGHT, SPOTTED, TAG_SHARES, WRONG, Rates, captioned
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -40,25 +39,55 @@ from flowalign.backbone.tiny import scenes
 
 LONG_EVERY, LONG_SHARE = 24, 8  # one batch in so many has a longer T5 context, and is so much less
 EMA_DECAY = 0.999
+EMPTY = 0.1  # prompts dropped for CFG
 RING = 2**19  # latents that are kept on the device
 SCALE = ".scale_of_rows"  # of a packed matrix
 STYLED = 0.25  # share of the decoder's scenes
 FRESH = 16  # of so many scenes that are trained on, one is new
 
 
+@dataclass(frozen=True)
+class Scenes:
+    """Captions and what is drawn for them: layers int16 [N,L,3], grounds uint8 [N,3], effects
+    uint8 [N] (what spoils each, `mistakes`), ids uint8 [N,T]."""
+
+    layers: Tensor
+    grounds: Tensor
+    effects: Tensor
+    ids: Tensor
+
+    def to(self, device: torch.device) -> Scenes:
+        """The same on a device."""
+        return Scenes(*(part.to(device, non_blocking=True) for part in vars(self).values()))
+
+    def pin_memory(self) -> Scenes:
+        """The same in page-locked memory; DataLoader calls it."""
+        return Scenes(*(part.pin_memory() for part in vars(self).values()))
+
+
 class Captions(IterableDataset):
-    """Endless batches of `stream.Scenes`; each worker has its own stream."""
+    """Endless batches of `size` scenes; the seed fixes the stream, and each worker has its own."""
 
     def __init__(self, seed: int, size: int, rates: Rates, signs: float) -> None:
-        self.arguments = seed, size, rates, signs
+        self.seed, self.size, self.rates, self.signs = seed, size, rates, signs
 
-    def __iter__(self) -> Iterator[stream.Scenes]:
-        seed, size, rates, signs = self.arguments
+    def __iter__(self) -> Iterator[Scenes]:
         worker = torch.utils.data.get_worker_info()
-        number = worker.id if worker else 0
         if worker:
             torch.set_num_threads(1)
-        return stream.draws(seed * 1000 + number, size, rates, speller(), signs)
+        rng = np.random.default_rng(self.seed * 1000 + (worker.id if worker else 0))
+        pools = {tag: prompts.splits(tag)["train"] for tag in TAG_SHARES}
+        spell = speller()
+        empty = spell("")
+        while True:
+            layers = np.empty((self.size, scenes.LAYERS, 3), np.int16)
+            grounds, effects = np.empty((self.size, 3), np.uint8), np.empty(self.size, np.uint8)
+            ids = np.empty((self.size, len(empty)), np.uint8)
+            for i in range(self.size):
+                text, scene, effects[i] = captioned(self.rates, rng, pools, self.signs)
+                layers[i], grounds[i] = scenes.compose(scene, rng), scenes.ground(rng)
+                ids[i] = empty if rng.random() < EMPTY else spell(text)
+            yield Scenes(*map(torch.from_numpy, (layers, grounds, effects, ids)))
 
 
 def speller():
@@ -75,7 +104,7 @@ def speller():
     return spell
 
 
-def loader(args, seed: int, size: int, rates: Rates, signs: float) -> Iterator[stream.Scenes]:
+def loader(args, seed: int, size: int, rates: Rates, signs: float) -> Iterator[Scenes]:
     """The stream, made by `--workers` processes, on the device."""
     data = Captions(seed, size, rates, signs)
     batches = DataLoader(
@@ -96,7 +125,7 @@ class Painter:
         self.table = scenes.sheet()[0].to(device)
         self.generator = torch.Generator(device).manual_seed(1)
 
-    def __call__(self, batch: stream.Scenes) -> Tensor:
+    def __call__(self, batch: Scenes) -> Tensor:
         """Images [B,3,96,96], channels last."""
         images = scenes.paint(self.table, batch.layers, batch.grounds)
         for effect, spoil in ((FADED, self.faded), (BLURRED, self.blurred), (SPOTTED, self.spots)):
@@ -368,7 +397,7 @@ class Ring:
         self.seen = 0
 
     @torch.no_grad()
-    def add(self, batch: stream.Scenes) -> None:
+    def add(self, batch: Scenes) -> None:
         """Encode scenes; the oldest go."""
         images = self.painter(batch)
         with parts.autocast(images.device):
@@ -400,14 +429,17 @@ def averaged(average: Tensor, weight: Tensor, updates: Tensor | int) -> Tensor:
     return average.lerp(weight, 1 - min(EMA_DECAY, (1 + int(updates)) / (10 + int(updates))))
 
 
-def optimizers(model: Denoiser, lr: float) -> list[torch.optim.Optimizer]:
-    """Muon for the 2-D weights of the MMDiT blocks, AdamW for the rest."""
-    blocks = [
-        p
-        for name, p in model.transformer.transformer_blocks.named_parameters()
-        if p.ndim == 2 and "norm1" not in name
+def optimizers(
+    model: nn.Module, blocks: list[nn.Parameter], lr: float
+) -> list[torch.optim.Optimizer]:
+    """Muon for some matrices of a model, at the size of AdamW's updates (2502.16982, eq. 4), and
+    AdamW for its other weights."""
+    chosen = {id(p) for p in blocks}
+    rest = [p for p in model.parameters() if id(p) not in chosen]
+    return [
+        torch.optim.Muon(blocks, lr, weight_decay=0.01, ns_steps=4, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(rest, lr, betas=(0.9, 0.98), weight_decay=0.01),
     ]
-    return muon.beside_adamw(blocks, model, lr)
 
 
 class Run:
@@ -421,7 +453,12 @@ class Run:
             self.model.load_state_dict(read(args.init))
         self.model.to(self.device)
         self.average = AveragedModel(self.model, avg_fn=averaged)
-        self.optimizers = optimizers(self.model, args.lr)
+        blocks = [
+            p
+            for name, p in self.model.transformer.transformer_blocks.named_parameters()
+            if p.ndim == 2 and "norm1" not in name
+        ]
+        self.optimizers = optimizers(self.model, blocks, args.lr)
         self.generator = torch.Generator(self.device).manual_seed(args.seed)
         self.vae = load_vae(args.vae, self.device)
         self.ring = Ring(self.vae, args.ring, self.device, args.compile)
@@ -490,8 +527,8 @@ class Run:
         """48 samples of the average, ten Euler steps without CFG, their captions in a text file."""
         rng = np.random.default_rng(3)
         pools = {tag: prompts.splits(tag)["val"] or prompts.splits(tag)["train"]
-                 for tag in stream.TAG_SHARES}  # fmt: skip
-        texts = [stream.captioned(RIGHT, rng, pools)[0] for _ in range(48)]
+                 for tag in TAG_SHARES}  # fmt: skip
+        texts = [captioned(RIGHT, rng, pools)[0] for _ in range(48)]
         pipe = pipeline(self.average.module.state_dict(), self.args.vae).to(self.device)
         pipe.set_progress_bar_config(disable=True)
         with torch.compiler.set_stance("force_eager"):
@@ -559,7 +596,7 @@ def main() -> None:
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
     torch.backends.cudnn.benchmark = True
     scenes.sheet()  # before the workers are forked, which share them
-    for tag in stream.TAG_SHARES:
+    for tag in TAG_SHARES:
         prompts.splits(tag)
     {"vae": train_vae, "decoder": train_decoder, "flow": train_flow}[args.stage](args)
 

@@ -1,17 +1,24 @@
-"""Turn the files of a pretraining into the model that the package ships.
+"""Turn the files of a pretraining into the model that the package ships, and trained adapters into
+its teachers.
 
     python scripts/tiny/ship.py FLOW VAE --earlier RIGHT --share 0.2 --history "..."
+    python scripts/tiny/ship.py --teachers guided=RUN --rank 32
+    python scripts/tiny/ship.py --teachers geneval=RUN ocr=RUN preference=RUN --rank 24
 
 Writes flowalign/backbone/tiny/model in fp16 with a card that says how it was made and what it
 scores on held-out prompts (measured here, on the fp16 weights read back). With --earlier, the
 weights move by --share towards those of an earlier checkpoint: a model soup (2203.05482); along
 this line the scores go from often wrong to mostly right.
+
+A teacher ships as tiny/NAME: its run's adapter is brought to the rank (the best approximation of
+its update, layer by layer), stored in fp16, and given a card.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,9 +26,13 @@ from pathlib import Path
 import parts
 import pretrain
 import torch
+import yaml
 
-from flowalign.backbone.tiny import MODEL
+from flowalign.backbone.adapters import read_lora, write_lora
+from flowalign.backbone.tiny import MODEL, TEACHERS
 from flowalign.config import EvalStage, load
+from flowalign.teachers.merge import merge
+from flowalign.training.report.results import evaluations, kept
 
 CONFIG = Path(__file__).parents[2] / "configs" / "tiny" / "eval.yaml"
 CARD = """---
@@ -64,19 +75,53 @@ train and evaluate):
 
 {table}"""
 SOUP = "Of its weights, {share:g} are those at the end of the right captions. "
+TEACHER_CARD = """---
+library_name: diffusers
+license: apache-2.0
+base_model: tiny
+tags: [lora, tiny, flowalign]
+---
+
+# tiny/{name}
+
+{what}
+
+    flowalign train --config configs/tiny/{config}.yaml seed={seed}
+
+Its run had rank {old}. It is stored in fp16 with rank {rank} (relative error of a layer's update:
+at most {worst:.2f}).{scores}
+"""
+GUIDED = """A LoRA on flowalign's tiny model that has absorbed its classifier-free guidance. It was
+trained by Flow-OPD with the base at CFG scale 2 as the only teacher:"""
+TEACHER = """A teacher of flowalign's tiny model: a LoRA trained by DiffusionNFT on one reward. It
+started from tiny/guided:"""
 
 
 def main() -> None:
-    """Write the folder, read it back, score it, write the card."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("flow", type=Path)
-    parser.add_argument("vae", type=Path)
+    """Ship the model, or the teachers named."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
+    parser.add_argument("flow", type=Path, nargs="?")
+    parser.add_argument("vae", type=Path, nargs="?")
     parser.add_argument("--earlier", type=Path, help="an earlier checkpoint, to average with")
     parser.add_argument("--share", type=float, default=0.2, help="of the earlier weights")
     parser.add_argument("--out", type=Path, default=MODEL)
     parser.add_argument("--history", help="samples seen, for the card; without it, no card")
     parser.add_argument("--guidance", type=float, nargs="+", default=[1, 2, 3], help="of the card")
+    parser.add_argument("--teachers", nargs="+", metavar="NAME=RUN", help="folders of training")
+    parser.add_argument("--rank", type=int, default=16, help="of the teachers")
     args = parser.parse_args()
+    if args.teachers:
+        for text in args.teachers:
+            name, _, run = text.partition("=")
+            print(ship_teacher(name, Path(run), args.rank))
+    elif args.vae:
+        ship_model(args)
+    else:
+        parser.error("give FLOW and VAE, or --teachers")
+
+
+def ship_model(args: argparse.Namespace) -> None:
+    """Write the model's folder, read it back, score it, write the card."""
     parts.quiet()
     weights = pretrain.read(args.flow)
     if args.earlier:
@@ -121,6 +166,33 @@ def scores(model: Path, scales: Sequence[float]) -> str:
             evaluate(load(CONFIG, overrides, stage=EvalStage))
             tables.append((Path(folder) / "table.md").read_text().replace(str(model), "tiny"))
     return "\n".join(tables)
+
+
+def ship_teacher(name: str, run: Path, rank: int) -> Path:
+    """Write one teacher's folder."""
+    folder = TEACHERS / name
+    shutil.rmtree(folder, ignore_errors=True)
+    report = merge([run / "adapter"], folder, method="svd", rank=rank)
+    lora = read_lora(folder)
+    halves = {key: value.half() for key, value in lora.weights.items()}
+    metadata = {**lora.metadata, "base_model_name_or_path": "tiny"}
+    write_lora(folder, halves, metadata, text_length=lora.text_length)
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    held_out = [row["eval/headline"] for row in evaluations(run)]
+    own = chosen.row["eval/headline"] if (chosen := kept(run)) else float("nan")
+    said = f" Held-out score: {own:.3f}, of tiny/guided {held_out[0]:.3f}." if held_out else ""
+    card = TEACHER_CARD.format(
+        name=name,
+        what=TEACHER if held_out else GUIDED,
+        config=f"teacher_{name}_nft" if held_out else name,
+        seed=config["seed"],
+        old=max(read_lora(run / "adapter").ranks.values()),
+        rank=rank,
+        worst=report.worst,
+        scores=said,
+    )
+    (folder / "README.md").write_text(card)
+    return folder
 
 
 if __name__ == "__main__":

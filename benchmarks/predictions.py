@@ -1,28 +1,45 @@
-"""Peak memory of an update, predicted and measured: `python benchmarks/memory.py [--width 0.125]`.
+"""What `flowalign doctor` predicts, beside what is measured: the peak of memory, and seconds.
 
-A Stable Diffusion 3.5 Medium of random weights at a share of its width runs one update of each
-kind; on a GPU the peak is torch's own count, on a CPU that of every allocation in a profile.
+    python benchmarks/predictions.py memory --width 0.125
+    python benchmarks/predictions.py pace --cpu-time
+
+memory: a Stable Diffusion 3.5 Medium of random weights at a share of its width runs one update of
+each kind; on a GPU the peak is torch's own count, on a CPU that of every allocation in a profile.
 `--width 1` is the real size (14 GB of disk for the random weights).
+
+pace: every stage of the tiny world, and a Medium of random weights at a sixth of its width (62
+million in the transformer). In each round the doctor's small run comes first, and then the real
+one, without evaluations. `--cpu-time` counts seconds of CPU instead of wall time, for a machine
+that other jobs share; `--rounds 2` says how much it varies.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import logging
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
+import medium
 import torch
 from accelerate.state import AcceleratorState
-from medium import write
 
 from flowalign import config
 from flowalign.commands import build
+from flowalign.commands.doctor import live
 from flowalign.commands.doctor.count import predict
 from flowalign.commands.doctor.meter import size_of
+from flowalign.commands.doctor.pace import times
+from flowalign.training import metrics
 from flowalign.training.loop import Loop
+from flowalign.training.report.progress import quiet
 
+CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 PROMPTS = "tiny/geneval_train"
 CASES = {
     "opd": [],
@@ -42,6 +59,10 @@ CASES = {
         "optimizer.updates_per_rollout=2",
     ],
 }
+TINY = ("teacher_geneval", "teacher_ocr", "teacher_preference", "teacher_ocr_nft",
+        "teacher_geneval_nft", "teacher_preference_awm", "grpo_mix", "sft",
+        "student_flow_opd", "student_diffusion_opd", "student_dance_opd")  # fmt: skip
+RANDOM = "random, 1/6 width"
 
 
 def settings(
@@ -69,7 +90,7 @@ def settings(
     return config.parse(data, changes)
 
 
-def measured(found: config.TrainingStage) -> dict[str, int]:
+def footprint(found: config.TrainingStage) -> dict[str, int]:
     """Bytes: what lies there all the time, and the peak of the phases of a second update."""
     AcceleratorState._reset_state(reset_partial_state=True)
     loop, *_ = build.wire(found)
@@ -85,7 +106,7 @@ def measured(found: config.TrainingStage) -> dict[str, int]:
 
 def compared(found: config.TrainingStage, device_type: str) -> dict[str, tuple[int, int]]:
     """(measured, predicted) bytes: what lies there, the phases' own, and the peak of all."""
-    seen, expected = measured(found), predict(found, device_type=device_type)
+    seen, expected = footprint(found), predict(found, device_type=device_type)
     each = {phase.name: phase.bytes for phase in expected.phases}
     sampling = max(each.pop(n, 0) for n in ("text", "rollout", "VAE decode"))
     each["labels"] = each.get("labels", each.pop("noising", 0))
@@ -141,24 +162,94 @@ def peak(device: torch.device, call: Callable[[], Any]) -> tuple[Any, int]:
     return found, most
 
 
-def main() -> None:
-    """Print a row for each case."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--width", type=float, default=0.125)
-    parser.add_argument("--layers", type=int)
-    parser.add_argument("--size", type=int, default=512, help="pixels")
-    parser.add_argument("--cases", nargs="*", default=list(CASES), choices=list(CASES))
-    args = parser.parse_args()
+def predicted(stage: config.TrainingStage) -> float:
+    """Seconds an update, as the doctor says it on this machine."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    findings, pace = live.examine(stage)
+    assert pace, [f.text for f in findings]
+    return times(predict(stage, device_type="cpu"), pace).update
+
+
+def measured(stage: config.TrainingStage, updates: int) -> float:
+    """Mean seconds of the updates of a run but the first, which warms up."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    with tempfile.TemporaryDirectory() as folder:
+        changes = [f"output={json.dumps(folder)}", f"train.updates={updates + 1}",
+                   "train.trackers=[]"]  # fmt: skip
+        run = config.parse(stage.model_dump(mode="json") | {"evaluation": None}, changes)
+        loop, *_ = build.wire(run)
+        loop.log.on_update = lambda update, values: None
+        loop.run()
+        lines = (Path(folder) / "metrics.jsonl").read_text().splitlines()
+    kinds = (metrics.SECONDS_ROLLOUT, metrics.SECONDS_SCORE, metrics.SECONDS_UPDATE)
+    timed = [line for line in map(json.loads, lines) if metrics.SECONDS_UPDATE in line]
+    return fmean(sum(line[kind] for kind in kinds) for line in timed[1:])
+
+
+def stages(names: list[str], folder: Path) -> Iterator[tuple[str, config.TrainingStage]]:
+    """The stages by name."""
+    for name in names or [*TINY, RANDOM]:
+        if name == RANDOM:
+            model = medium.write(folder, 1 / 6)
+            yield name, settings(
+                model, folder, "opd", "rollout.prompts=16", "rollout.copies=1", "rollout.steps=4",
+                "rollout.guidance=1.0", "model.max_sequence_length=32", "teachers.a.guidance=1.0",
+                "teachers.b.guidance=1.0", "anchor.guidance=1.0", "optimizer.micro_batch=4",
+                "student.label_batch=4", size=128,
+            )  # fmt: skip
+        else:
+            stage = config.load(CONFIGS / "tiny" / f"{name}.yaml", stage=config.TrainingStage)
+            yield name, stage.model_copy(update={"alarm": None})  # an update is predicted
+
+
+def show_memory(args: argparse.Namespace) -> None:
+    """Print a row for each phase of each case."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     print(f"{'MiB':24}{'phase':12}{'measured':>10}{'predicted':>10}{'error':>8}", flush=True)
     with tempfile.TemporaryDirectory() as folder:
-        model = write(Path(folder), args.width, args.layers)
+        model = medium.write(Path(folder), args.width, args.layers)
         for case in args.cases:
             kind = case.split(",")[0]
             found = settings(model, Path(folder), kind, *CASES[case], size=args.size)
             for name, (seen, foreseen) in compared(found, device).items():
                 row = f"{seen / 2**20:10.1f}{foreseen / 2**20:10.1f}{foreseen / seen - 1:+8.1%}"
                 print(f"{case:24}{name:12}{row}", flush=True)
+
+
+def show_pace(args: argparse.Namespace) -> None:
+    """Print a line for each round of each stage."""
+    if args.cpu_time:  # the loop and the doctor ask this clock
+        time.perf_counter = time.process_time
+    print(f"{'stage':24} {'predicted s':>11} {'measured s':>11} {'error':>7}", flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        for name, stage in stages(args.names, Path(folder)):
+            updates = min(3, args.updates) if name == RANDOM else args.updates
+            for _ in range(args.rounds):
+                expected, seen = predicted(stage), measured(stage, updates)
+                print(f"{name:24} {expected:11.2f} {seen:11.2f} {expected / seen - 1:+7.0%}",
+                      flush=True)  # fmt: skip
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    commands = parser.add_subparsers(required=True)
+    memory = commands.add_parser("memory")
+    memory.set_defaults(show=show_memory)
+    memory.add_argument("--width", type=float, default=0.125)
+    memory.add_argument("--layers", type=int)
+    memory.add_argument("--size", type=int, default=512, help="pixels")
+    memory.add_argument("--cases", nargs="*", default=list(CASES), choices=list(CASES))
+    pace = commands.add_parser("pace")
+    pace.set_defaults(show=show_pace)
+    pace.add_argument("names", nargs="*", help=f"of {', '.join([*TINY, RANDOM])}")
+    pace.add_argument("--rounds", type=int, default=1)
+    pace.add_argument("--updates", type=int, default=4, help="of the real run")
+    pace.add_argument("--cpu-time", action="store_true", help="count CPU seconds of all threads")
+    args = parser.parse_args()
+    quiet()
+    logging.getLogger("flowalign").setLevel(logging.ERROR)
+    args.show(args)
 
 
 if __name__ == "__main__":
