@@ -158,7 +158,7 @@ def test_a_module_in_the_current_folder_comes_before_one_beside_the_config(tmp_p
     "arguments",
     [
         pytest.param(["sample", "a cat"], marks=pytest.mark.slow),
-        pytest.param(["doctor", "--reward", "geneval", "--count", "4"], marks=pytest.mark.long),
+        pytest.param(["doctor", "--reward", "geneval"], marks=pytest.mark.long),
     ],
     ids=" ".join,
 )
