@@ -93,6 +93,7 @@ def recipe(run: Path, seed: int, updates: int | None, limit: int) -> dict[str, A
                 "models": {"base": None, **{name: f"stage:{name}" for name in models[1:]}}
                 | {"student": student},
                 "compare": {"distilled": ["student", "nft_new", "nft_all"]},
+                "fidelity": None,
                 "alarm": None,
                 "matrix": False,
             },

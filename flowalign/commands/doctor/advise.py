@@ -76,11 +76,11 @@ class Forecast:
     def gpu(self) -> Gpu | None:
         """The GPU of the table that is planned for: the one that is asked for or here; where torch
         sees none, DEFAULT_GPU. None: a CPU, or a GPU that is not in the table."""
-        if self.device.gpu:
-            return GPUS[self.device.gpu]
-        if self.estimate is None or self.kind == "cpu":
+        if self.kind == "cpu":
             return None
-        return present_gpu() if torch.cuda.is_available() else GPUS[DEFAULT_GPU]
+        if self.device.gpu or not torch.cuda.is_available():
+            return GPUS[self.device.gpu or DEFAULT_GPU]
+        return present_gpu()
 
     def timed(self, measured: Pace | None = None) -> Forecast:
         """With a pace: the one that is asked for, measured here, or of the table."""

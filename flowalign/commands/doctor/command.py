@@ -14,7 +14,7 @@ from flowalign.commands import recipe
 from flowalign.commands.doctor import advise, live, plan
 from flowalign.commands.doctor.advise import Device, Forecast
 from flowalign.commands.doctor.pace import GPUS
-from flowalign.commands.findings import fault, healthy, note, ok, show
+from flowalign.commands.findings import Finding, fault, healthy, note, ok, show
 from flowalign.config import LABELS, Stage, TrainingStage, assignments, label_of, load
 from flowalign.eval.suite import environment
 from flowalign.system.exit import refusing
@@ -35,15 +35,10 @@ def main(argv: Sequence[str]) -> int:
     log.setLevel(logging.ERROR)  # the findings say what failed
     try:
         if args.config:
-            if args.trust:
-                rewards.add_config_folder(args.config)
-            root = load(args.config, args.options, stage=Stage, variant=args.variant)
-            launch = Launch(args.gpus, resume=False, trust=args.trust, elsewhere=bool(args.gpu))
-            device = Device(args.gpus, args.gpu, args.memory, args.tflops)
-            return examine(root, args.config, launch, device, not args.no_model, args.hours)
+            return examine(args)
         options = assignments(args.options)
         prompts = [args.prompts] if args.prompts else live.PROBES
-        found, _ = live.diagnose(args.reward, options, args.count, args.size, prompts)
+        found, _ = live.diagnose(args.reward, options, sources=prompts)
         show(found)
         return 0 if healthy(found) else 1
     finally:
@@ -70,8 +65,6 @@ def parser() -> argparse.ArgumentParser:
     add("--gpus", "--processes", type=int, default=1, dest="gpus", help=help)
     add("--memory", type=float, metavar="GIB", help="plan for such a GPU")
     add("--tflops", type=float, help="the rate to plan with, TFLOP/s a GPU")
-    add("--count", type=int, default=16, help="reward: scenes (default 16)")
-    add("--size", type=int, help="reward: enlarge the 64-pixel scenes to this")
     help = "reward: score scenes with these prompts, not with those of the tiny world"
     add("--prompts", metavar="FILE", help=help)
     help = "config: changes; reward: its options"
@@ -79,60 +72,57 @@ def parser() -> argparse.ArgumentParser:
     return parser
 
 
-def examine(
-    root: Stage,
-    path: str,
-    launch: Launch,
-    device: Device,
-    sample: bool,
-    hours: float | None,
-) -> int:
-    """Examine every stage of a config, read from `path`, and print the findings; the exit status.
-    Nothing is written. sample: also a few images, where the model is here. hours: the most that
-    all stages shall take."""
+def examine(args: argparse.Namespace) -> int:
+    """Examine every stage of a config and print the findings; the exit status. Nothing is
+    written."""
+    if args.trust:
+        rewards.add_config_folder(args.config)
+    root = load(args.config, args.options, stage=Stage, variant=args.variant)
+    launch = Launch(args.gpus, resume=False, trust=args.trust, elsewhere=bool(args.gpu))
     show([ok(", ".join(f"{name} {version}" for name, version in environment().items()))])
-    if label := label_of(path):
+    if label := label_of(args.config):
         show([note(f"the settings are {label}: {LABELS[label]}")])
-    stages, problems = recipe.examine(root, Path(path).parent, launch)
+    stages, problems = recipe.examine(root, Path(args.config).parent, launch)
     scales = list(scale_problems(stages))
     show(map(fault, [*problems, *scales]))
-    if not launch.trust:
+    if not args.trust:
         show(map(note, unexamined(stages)))
     sound, pace = not problems and not scales, None
-    forecasts = advise.forecasts(stages, device)
+    forecasts = advise.forecasts(stages, Device(args.gpus, args.gpu, args.memory, args.tflops))
     for number, forecast in enumerate(forecasts):
-        stage, findings = forecast.stage, []
+        stage, findings = forecast.stage, list[Finding]()
         if not stage.samples:
             continue
         print(f"\n{forecast.name} ({stage.stage})")
         if isinstance(stage, TrainingStage) and not problems:
             findings = plan.examine(stage)
             show(findings)
-        reason = "" if sample else "--no-model"
-        if problems or not healthy(findings):
-            reason = "fix the faults above first"
-        if reason := reason or _why_no_images(forecast, launch.trust):
-            show([note(f"no image was sampled: {reason}")])
+        faulty = bool(problems) or not healthy(findings)
+        if reason := _why_no_images(forecast, args, faulty):
+            sampled = [note(f"no image was sampled: {reason}")]
         else:
-            seen, measured = live.examine(stage)
-            show(seen)
-            findings += seen
+            sampled, measured = live.examine(stage)
             pace = measured or pace  # of this stage, or of one before
+        show(sampled)
         forecasts[number] = forecast = forecast.timed(pace)
         forecast.show()
         last = list(forecast.findings())
         show(last)
-        sound &= healthy([*findings, *last])
+        sound &= healthy([*findings, *sampled, *last])
     advise.show_total(forecasts)
-    sound &= advise.within(root, forecasts, hours)
+    sound &= advise.within(root, forecasts, args.hours)
     print("no fault was found" if sound else "faults were found")
     return 2 if problems else 0 if sound else 1
 
 
-def _why_no_images(forecast: Forecast, trust: bool) -> str:
-    """Why no image of a sound stage can be sampled here; "" if it can."""
+def _why_no_images(forecast: Forecast, args: argparse.Namespace, faulty: bool) -> str:
+    """Why no image of a stage can be sampled here; "" if it can."""
     stage, estimate = forecast.stage, forecast.estimate
-    if not trust and own_code(stage):
+    if faulty:
+        return "fix the faults above first"
+    if args.no_model:
+        return "--no-model"
+    if not args.trust and own_code(stage):
         return "the config names code, and --trust is not given"
     if not advise.is_here(stage.model) or estimate is None:
         return f"{stage.model.id} is not on this machine (train downloads it)"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -350,16 +350,12 @@ class _Trained(_Model):
         core, recomputes = self.backbone.core, config.model.gradient_checkpointing
         x, cond = self.inputs(batch)
         velocity = partial(self.backbone.velocity, x, 0.5, cond, guidance=config.guidance)
-
-        def on_device(module: Any, *args: Any) -> Any:
-            # the modes of `measure` do not reach into the backward pass, where this runs again
-            with DeviceAttention(self.device_type):
-                return module(*args)
-
         core.disable_gradient_checkpointing()
         if recomputes:
+            # the modes of `measure` do not reach into the backward pass, where blocks run again
             again = partial(checkpoint, use_reentrant=False)
-            core.enable_gradient_checkpointing(lambda *call: again(on_device, *call))
+            modes = lambda: (nullcontext(), DeviceAttention(self.device_type))  # noqa: E731
+            core.enable_gradient_checkpointing(partial(again, context_fn=modes))
 
         def learn() -> None:
             mine, target = velocity(), x
@@ -368,18 +364,14 @@ class _Trained(_Model):
                     target = velocity()
             ((mine - target) ** 2).mean().backward()
             if not summed:
-                forget()
-
-        def forget() -> None:
-            for parameter in trained:
-                parameter.grad = None
+                core.zero_grad()
 
         trained = [parameter for parameter in self.student if parameter.requires_grad]
         for parameter in trained if summed else ():
             parameter.grad = torch.zeros_like(parameter)
         adapters = (other.adapter for other in compared)
         peak, flops = self.measured(learn, "update", batch, recomputes, summed, *adapters)
-        forget()
+        core.zero_grad()
         return Pass(peak + summed * size(trained), flops)
 
 

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-import resource
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -36,6 +34,7 @@ from flowalign.training.loop import Loop
 from flowalign.training.nonfinite import NotFinite
 from flowalign.types import PromptBatch, Rollout, Scores
 
+SCENES = 16  # that a reward scores
 COPIES = 4  # images of a prompt: of a small run at most, and for a reward that compares them
 IMAGES = 16  # of an update, at least: enough to see what it does
 UPDATES = 3  # of a small run; the first one warms up, and the others are timed
@@ -71,12 +70,10 @@ def _reward(task: str, name: str, options: dict[str, Any], findings: list[Findin
     its seconds for an image, NaN if it was not asked."""
     title = f"reward {name!r} of task {task!r}"
     try:
-        found, cost = diagnose(name, options, count=4, size=None)
-    except UnsuitedError as error:
-        findings.append(note(f"{title}: {error}"))
-        return math.nan
+        found, cost = diagnose(name, options, count=4)
     except (ValueError, ImportError, OSError) as error:
-        findings.append(fault(f"{title}: {error}"))
+        finding = note if isinstance(error, UnsuitedError) else fault
+        findings.append(finding(f"{title}: {error}"))
         return math.nan
     faults = [fault(f"{title}: {f.text}") for f in found if f.level == "fault"]
     findings += faults or [ok(f"{title}: sound; {1000 * cost:.1f} ms an image")]
@@ -187,14 +184,13 @@ class UnsuitedError(ValueError):
 def diagnose(
     name: str,
     options: Mapping[str, Any],
-    count: int,
-    size: int | None,
+    count: int = SCENES,
     sources: Sequence[str] = PROBES,
 ) -> tuple[list[Finding], float]:
-    """Build a reward and examine it on `count` scenes, enlarged to `size` pixels if given: the
-    findings, and its seconds for an image. sources: prompt sets; the first that it can score
-    counts. Raises ValueError for a name or options that do not work, UnsuitedError where no prompts
-    suit it, and whatever its constructor raises.
+    """Build a reward and examine it on `count` scenes: the findings, and its seconds for an image.
+    sources: prompt sets; the first that it can score counts. Raises ValueError for a name or
+    options that do not work, UnsuitedError where no prompts suit it, and whatever its constructor
+    raises.
     """
     rewards.check(name, options)
     batches = _suited(name, options, count, sources)
@@ -207,7 +203,7 @@ def diagnose(
 
     for batch in batches:  # what is loaded or compiled on first use is not timed
         batch = batch.select([row for row in range(len(batch)) for _ in range(copies)])
-        scenes, rows = _scenes(batch, size), list(range(len(batch)))
+        scenes, rows = _scenes(batch), list(range(len(batch)))
         if bool(ask(scenes[:copies], rows[:copies]).valid.any()):
             break
     probes = {
@@ -219,11 +215,7 @@ def diagnose(
     began = time.perf_counter()
     answers = {kind: ask(images, rows) for kind, images in probes.items()}
     cost = (time.perf_counter() - began) / (len(probes) * len(rows))
-    unit = 1 if sys.platform == "darwin" else 1024  # getrusage counts bytes there, else KiB
-    memory = f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**20:.0f} MiB of RAM"
-    if torch.cuda.is_available():
-        memory += f" and {torch.cuda.max_memory_allocated() / 2**20:.0f} MiB of the GPU"
-    speed = f"{1000 * cost:.1f} ms an image in batches of {len(rows)}; {memory} in all"
+    speed = f"{1000 * cost:.1f} ms an image in batches of {len(rows)}"
     findings = [ok(speed), *_answers(answers)]
     first = answers["its prompt"]
     ways = {"asked again": [rows], "in reverse order": [rows[::-1]]}
@@ -258,17 +250,13 @@ def _suited(
     return batches
 
 
-def _scenes(batch: PromptBatch, size: int | None) -> Tensor:
+def _scenes(batch: PromptBatch) -> Tensor:
     """[B,3,H,W]: the scenes of these prompts; any of the tiny world where they describe none."""
     try:
-        scenes = rendered(batch.metadata, seed=0)
+        return rendered(batch.metadata, seed=0)
     except ValueError:
         others = load_prompts(PROBES[0], "doctor").metadata
-        scenes = rendered([others[row % len(others)] for row in range(len(batch))], seed=0)
-    if size is not None:
-        shape = (size, size)
-        scenes = torch.nn.functional.interpolate(scenes, shape, mode="bicubic").clamp(0, 1)
-    return scenes
+        return rendered([others[row % len(others)] for row in range(len(batch))], seed=0)
 
 
 def _answers(answers: Mapping[str, Scores]) -> Iterator[Finding]:

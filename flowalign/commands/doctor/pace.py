@@ -74,9 +74,7 @@ DEFAULT_GPU = "h100"  # where torch sees no GPU and none is named
 
 
 def present_gpu() -> Gpu | None:
-    """The table's GPU that torch sees first; None if it sees none, or one that is not there."""
-    if not torch.cuda.is_available():
-        return None
+    """The table's GPU that torch sees first; None if it is not in the table."""
     title, memory = torch.cuda.get_device_name(0), torch.cuda.get_device_properties(0).total_memory
     if "A100" in title:
         return GPUS["a100" if memory > 50 * 2**30 else "a100-40gb"]

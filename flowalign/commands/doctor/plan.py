@@ -135,17 +135,16 @@ def _lengths(config: TrainingStage, backbone: Backbone) -> Iterator[Finding]:
     for task in config.tasks:
         prompts = load_prompts(task.prompts, task.name).prompts
         prompts = prompts[:: max(1, len(prompts) // SAMPLE)]  # of all parts: many sets are sorted
-        cut = cut_prompts(config.model, prompts)
-        # without its tokenizer: about 4 tokens for 3 words
-        guessed = [p for p in prompts if len(p.split()) * 4 // 3 + 1 > limit]
-        long = guessed if cut is None else cut
-        if long:
-            share = len(long) / len(prompts)
+        cut, about = cut_prompts(config.model, prompts), ""
+        if cut is None:  # without its tokenizer: about 4 tokens for 3 words
+            cut, about = [p for p in prompts if len(p.split()) * 4 // 3 + 1 > limit], "about "
+        if cut:
+            share = len(cut) / len(prompts)
             yield Finding(
                 "fault" if share > 0.05 else "note",
-                f"length: {'about ' if cut is None else ''}{share:.0%} of the prompts of task "
-                f"{task.name!r} have more than model.max_sequence_length = {limit} tokens and are "
-                f"cut, such as {long[0][:60]!r}. Raise it (up to {most}).",
+                f"length: {about}{share:.0%} of the prompts of task {task.name!r} have more than "
+                f"model.max_sequence_length = {limit} tokens and are cut, such as "
+                f"{cut[0][:60]!r}. Raise it (up to {most}).",
             )
 
 
