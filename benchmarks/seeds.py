@@ -58,21 +58,29 @@ def images(documents: Sequence[Mapping[str, Any]], model: str, name: str) -> lis
     return rows
 
 
+def averages(documents: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
+    """{column: the benchmarks that it averages}: all of them, but those of diversity; with a matrix
+    the judges on their own prompts, and on those of other tasks."""
+    judges = documents[0]["benchmarks"]
+    crossed = [n for n in judges if any(n == f"{a}_{b}" for a in judges for b in judges)]
+    own = [n for n in judges if n not in crossed and judges[n].get("reward") != "diversity"]
+    return {"own": own, "others": crossed} if crossed else {"average": own}
+
+
 def cells(documents: Sequence[Mapping[str, Any]], first: str, second: str = "") -> list[Cell]:
-    """A model's number of every benchmark and the average of those that are no diversity; with a
-    second, first minus second."""
-    found, averaged = [], []
+    """A model's number of every benchmark and its averages; with a second, first minus second."""
+    found = {}
     for name, judge in documents[0]["benchmarks"].items():
         column, rows = Column(name, judge.get("headline")), images(documents, first, name)
         if second:
             pairs = zip(images(documents, second, name), rows, strict=True)
-            numbers = [difference(column, *pair) for pair in pairs]
+            found[name] = [difference(column, *pair) for pair in pairs]
         else:
-            numbers = [headline_rows(column, some)[0] for some in rows]
-        found.append(numbers)
-        averaged += [numbers] if judge.get("reward") != "diversity" else []
-    means = [average(of_seed) for of_seed in zip(*averaged, strict=True)]
-    return list(map(crossed, [*found, means]))
+            found[name] = [headline_rows(column, some)[0] for some in rows]
+    for head, names in averages(documents).items():
+        of_seeds = zip(*(found[name] for name in names), strict=True)
+        found[head] = [average(rows) for rows in of_seeds]
+    return list(map(crossed, found.values()))
 
 
 def main() -> None:
@@ -84,7 +92,7 @@ def main() -> None:
     args = parser.parse_args()
     documents = [load_results(folder / "results.json") for folder in args.folders]
     common = [m for m in documents[0]["models"] if all(m in d["models"] for d in documents)]
-    heads = [*documents[0]["benchmarks"], "average"]
+    heads = [*documents[0]["benchmarks"], *averages(documents)]
     rows = [
         [model, *(f"{mean:.3f} ± {error:.3f}" for mean, error in cells(documents, model))]
         for model in args.models or common
