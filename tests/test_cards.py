@@ -66,6 +66,15 @@ def test_a_distilled_model_is_not_trained_back_to_straight_paths(stage: str) -> 
     assert not against(run(TURBO))  # GRPO at its own steps
 
 
+def test_a_student_of_a_distilled_model_stays_on_its_grid() -> None:
+    teachers = {"teachers": {"red": {"adapter": "red"}}}
+    for given in ("rollout.kind=sde", "rollout={kind: ode, steps: 12}"):
+        ((level, text),) = against(run(TURBO, given, stage="opd", **teachers))
+        assert level == "fault" and "rollout.kind=ode rollout.steps=8" in text
+    assert not against(run(TURBO, "rollout.kind=ode", stage="opd", **teachers))
+    assert not against(run("Tongyi-MAI/Z-Image", stage="opd", **teachers))
+
+
 def test_what_is_far_from_the_card_is_found() -> None:
     assert not against(run("black-forest-labs/FLUX.1-dev"))
     (scale,) = against(run(TURBO, "rollout.guidance=5"))

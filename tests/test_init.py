@@ -22,7 +22,7 @@ from flowalign.config import (
 )
 from flowalign.config.model import LoraConfig, ModelConfig
 from flowalign.rewards import is_differentiable
-from flowalign.training.preflight import scale_problems
+from flowalign.training.preflight import against_card, scale_problems
 
 MEDIUM = "stabilityai/stable-diffusion-3.5-medium"
 LARGE = "stabilityai/stable-diffusion-3.5-large"
@@ -362,3 +362,6 @@ def test_a_distilled_model_has_the_steps_and_the_guidance_of_its_card(
     assert set(config.scales.values()) <= {1.0}
     if stage == "grpo":
         assert config.rollout.window is None or config.rollout.trained[-1] < steps
+    if stage == "opd":
+        assert config.rollout.kind == "ode" and config.student.states.select == "all"
+        assert list(against_card(config)) == []

@@ -188,6 +188,9 @@ class Draft:
         card = card_of(self.model)
         if card and card[0] <= FEW:
             data = _without_sampling(data)
+            if self.like == "opd":  # only at its own noise levels is a teacher's velocity right
+                data["rollout"] = data["rollout"] | {"kind": "ode"}
+                data["student"] = data["student"] | {"states": {"select": "all"}}
         data |= {"stage": self.stage, "output": f"outputs/{self.out.stem}", "model": model}
         # a plugin's stage lacks some keys of the built-in one
         return {k: v for k, v in data.items() if k in stage_class(self.stage).model_fields}

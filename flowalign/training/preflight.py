@@ -359,8 +359,9 @@ def _trained(source: str, made: Mapping[Path, Any]) -> list[float]:
 
 
 def against_card(config: TrainingStage) -> Iterator[tuple[str, str]]:
-    """("fault" or "note", text): steps and scales far from the model's card; losses of straight
-    paths for a model that was distilled to few steps. Such a run can be trained."""
+    """("fault" or "note", text): steps and scales far from the model's card; for a model that was
+    distilled to few steps, losses of straight paths and states off its grid. Such a run can be
+    trained."""
     name = config.model.id
     if not (card := card_of(name)):
         return
@@ -371,6 +372,10 @@ def against_card(config: TrainingStage) -> Iterator[tuple[str, str]]:
         text = f"was distilled to {steps} steps, and {config.stage} trains it back to straight"
         text += " paths, which take many. Use the model that it was distilled from, or grpo at"
         yield level, f"card: {name} {text} {steps} steps."
+    own = config.rollout.kind == "ode" and config.rollout.steps == steps
+    if distilled and config.stage == "opd" and not own:
+        text = f"was distilled to {steps} steps, so teachers are right at these noise levels alone."
+        yield level, f"card: {name} {text} Set rollout.kind=ode rollout.steps={steps}."
     sampled = {"rollout.steps": config.rollout.steps}
     if config.evaluation and config.evaluation.steps:
         sampled["evaluation.steps"] = config.evaluation.steps
