@@ -3,10 +3,7 @@
     make demo
     python scripts/docs/pictures.py
 
-writes before_after.png, flow_opd.png and report.png (needs chromium) to docs/. flow_opd_metrics.png
-is the metrics.png of a longer run of the first tiny world; of another run:
-
-    python scripts/docs/pictures.py --student outputs/tiny/student_flow_opd
+writes before_after.png, flow_opd.png and report.png (needs chromium) to docs/.
 """
 
 from __future__ import annotations
@@ -28,10 +25,7 @@ from flowalign.training.report.pictures import (
     COLUMNS,
     Block,
     Row,
-    charts,
     comparison,
-    metrics_plot,
-    read_metrics,
     score_text,
 )
 
@@ -102,13 +96,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Exit status 2 if the demo did not run."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--demo", type=Path, default=Path("outputs/demo"))
-    parser.add_argument("--student", type=Path, help="a run with metrics.jsonl")
     parser.add_argument("--docs", type=Path, default=DOCS, help="the folder to write to")
     args = parser.parse_args(argv)
-    if args.student:
-        logged = read_metrics(args.student / "metrics.jsonl")
-        metrics_plot(charts(logged), args.docs / "flow_opd_metrics.png")
-        return 0
     table = args.demo / "table"
     if not (table / "results.json").is_file():
         print(f"pictures: no {table / 'results.json'}. Run `make demo` first.", file=sys.stderr)
