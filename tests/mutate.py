@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
-LEFT_OUT = shutil.ignore_patterns(".*", "__pycache__", "outputs", "staging", "site")
+LEFT_OUT = shutil.ignore_patterns(".*", "__pycache__", "outputs", "site")
 
 
 class Mutation(NamedTuple):

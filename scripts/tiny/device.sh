@@ -1,4 +1,5 @@
-# What the device machine runs: `bash scripts/tiny/device.sh first 145 335` or `... flow 400`.
+# What the device machine runs: `bash scripts/tiny/device.sh first 145 335` or `... flow 400`, the second after
+# `git archive cb6b6f36 staging | tar x`, which has the state of the pretraining.
 set -o pipefail
 python3 -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --upgrade --target /tmp/site .whl/*.whl || exit 1
 export PYTHONPATH=/tmp/site:$PWD PYTHONUNBUFFERED=1 OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
