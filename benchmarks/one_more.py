@@ -4,10 +4,10 @@ NFT.
     python benchmarks/one_more.py outputs/tiny/seed_{0,1,2}
 
 Every folder holds a run of benchmarks/seeds.yaml. The fourth task asks for Noto's style with bare
-prompts ("two dogs"), of which the base draws a third so. The student of the folder gets it in three
-ways, each with as many forward passes: a teacher by NFT, then distillation from all four teachers;
-NFT on the new task alone; NFT on all four tasks. Writes FOLDER/one_more/, which benchmarks/seeds.py
-makes one table of.
+prompts ("two dogs"); the base draws a quarter of them so. The student of the folder gets it in
+three ways, each with as many forward passes: a teacher by NFT, then distillation from all four
+teachers; NFT on the new task alone; NFT on all four tasks. Writes FOLDER/one_more/, of which
+benchmarks/seeds.py makes one table.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ TASKS = ("geneval", "ocr", "preference")
 
 def noto(images: Tensor, prompts: Sequence[str], metadata: Metadata) -> Scores:
     """The share of an image's drawings that are whole and in Noto's style."""
-    drawings = [TinyDetector().describe(to_uint8(image)) for image in images]
+    detector = TinyDetector()
+    drawings = [detector.describe(to_uint8(image)) for image in images]
     right = [[drawing.score > 0.5 and drawing.style == "noto" for drawing in d] for d in drawings]
     return Scores.of([sum(some) / max(1, len(some)) for some in right])
 
@@ -63,17 +64,20 @@ def recipe(run: Path, seed: int, updates: int | None, limit: int) -> dict[str, A
         return {"updates": updates or usual, "checkpoint_every": 25, "sample_every": 25}
 
     benchmarks = [*judges, {"name": "noto", "prompts": files["test"], "reward": reward}]
-    models = ("student", "teacher_noto", "nft_new", "nft_all", "distilled")
+    models = {m: f"stage:{m}" for m in ("teacher_noto", "nft_new", "nft_all", "distilled")}
+    size = {"height": 96, "width": 96, "max_sequence_length": 14}
     return {
         "stage": "recipe",
         "output": str(run / "one_more"),
         "seed": seed,
-        "model": {"id": "tiny", "height": 96, "width": 96, "max_sequence_length": 14}
-        | {"compile": True},
+        "model": {"id": "tiny", "compile": True, **size},
         "stages": {
-            "teacher_noto": nft
-            | {"lora": {"init": str(run / "guided" / "adapter")}, "tasks": [task]}
-            | {"train": train(20)},
+            "teacher_noto": {
+                **nft,
+                "lora": {"init": str(run / "guided" / "adapter")},
+                "tasks": [task],
+                "train": train(20),
+            },
             "distilled": {
                 "use": str(CONFIGS / "student_flow_opd.yaml"),
                 "lora": {"init": student},
@@ -90,8 +94,7 @@ def recipe(run: Path, seed: int, updates: int | None, limit: int) -> dict[str, A
             "table": {
                 "use": str(CONFIGS / "eval.yaml"),
                 "benchmarks": [judge | {"limit": limit} for judge in benchmarks],
-                "models": {"base": None, **{name: f"stage:{name}" for name in models[1:]}}
-                | {"student": student},
+                "models": {"base": None, **models, "student": student},
                 "compare": {"distilled": ["student", "nft_new", "nft_all"]},
                 "fidelity": None,
                 "alarm": None,

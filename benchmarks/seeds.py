@@ -62,9 +62,9 @@ def averages(documents: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
     """{column: the benchmarks that it averages}: all of them, but those of diversity; with a matrix
     the judges on their own prompts, and on those of other tasks."""
     judges = documents[0]["benchmarks"]
-    crossed = [n for n in judges if any(n == f"{a}_{b}" for a in judges for b in judges)]
-    own = [n for n in judges if n not in crossed and judges[n].get("reward") != "diversity"]
-    return {"own": own, "others": crossed} if crossed else {"average": own}
+    others = [n for n in judges if any(n == f"{a}_{b}" for a in judges for b in judges)]
+    own = [n for n in judges if n not in others and judges[n].get("reward") != "diversity"]
+    return {"own": own, "others": others} if others else {"average": own}
 
 
 def cells(documents: Sequence[Mapping[str, Any]], first: str, second: str = "") -> list[Cell]:
