@@ -154,8 +154,6 @@ YAML
     kill "$server"; wait "$server"
     if grep -q Traceback "$work/steps/server"; then fail "serve-reward ends with a traceback"; fi
 
-    step flowalign data generate geneval
-    step flowalign data generate ocr
     step flowalign data list
 }
 

@@ -21,7 +21,7 @@ ROOT = Path(__file__).parent.parent
     [
         "train --config c.yaml output=$A/x", "train --config $A/c.yaml",
         "eval --out x --lora a=$A/x", "eval compare $A/a.json b.json", "sample cat --out=$A/x.png",
-        "merge $A/a b --out x", "data generate ocr --count 4 --out=$A/x.txt", "watch $A/x",
+        "merge $A/a b --out x", "data fetch ocr --out=$A", "watch $A/x",
     ],
 )  # fmt: skip
 def test_a_variable_in_a_path_is_refused_and_nothing_is_written(
@@ -41,7 +41,9 @@ def test_a_variable_in_a_path_is_refused_and_nothing_is_written(
 def test_a_tilde_in_a_path_is_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    assert cli.main("data generate ocr --count 4 --out=~/data/x_train.txt".split()) == 0
+    for name in ("x_train.txt", "x_val.txt"):
+        (tmp_path / "home/data").mkdir(parents=True, exist_ok=True)
+        (tmp_path / "home/data" / name).write_text('a sign that says "LAMP"\n')
     prompts = ["--prompts=~/data/x_train.txt"]  # the validation set lies beside it
     assert cli.main(["init", "--stage=grpo", "--reward=ocr", *prompts, "--out=~/c.yaml"]) == 0
     assert "validation: " in (tmp_path / "home/c.yaml").read_text()

@@ -123,7 +123,7 @@ def test_a_missing_set_names_the_command_that_writes_it_or_what_is_there(tmp_pat
     (tmp_path / "train.jsonl").touch()
     for name, said in (
         ("geneval_test.jsonl", "`flowalign data fetch geneval`"),
-        ("geneval_val.jsonl", "`flowalign data generate geneval`"),
+        ("geneval_val.jsonl", "`flowalign data fetch geneval_train`"),
         ("t2i_compbench/color_val.txt", "`flowalign data fetch t2i_compbench`"),
         ("trian.jsonl", str(tmp_path / "train.jsonl")),
     ):

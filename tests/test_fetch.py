@@ -1,6 +1,7 @@
 """`flowalign data fetch`: whole and checked, or nothing; from a server of our own."""
 
 import hashlib
+import json
 import re
 from collections import Counter
 from pathlib import Path
@@ -10,8 +11,8 @@ import httpx
 import pytest
 
 import flowalign.commands.prompts.fetch as module
-from flowalign.commands.prompts.fetch import FetchError, fetch
-from flowalign.commands.prompts.held_out import digest
+from flowalign.commands.prompts.fetch import FetchError, digest, fetch
+from flowalign.rewards.ocr import target_of
 from flowalign.system import http
 from flowalign.training.data import load_prompts
 from flowalign.training.sources import SOURCES, File, Source
@@ -157,6 +158,43 @@ def test_a_split_takes_as_many_of_each_tag_and_of_a_small_one_a_quarter() -> Non
     assert tags == {"position": module.VALIDATION // 2, "counting": 5}
     left = {rows[row][1] for row in training}
     assert len(left) == 4000 + 20 - 2 * tags["position"] - 5  # either way round
+
+
+@pytest.mark.parametrize(
+    ("forms", "test"),
+    [
+        (["a photo of a {} cat above a dog"], "A photo of a dog  below a {} cat"),
+        (['a sign: "Text {}"', 'a red "Text {}"'], "TEXT {}"),
+    ],
+)
+def test_validation_avoids_the_test_set_and_training_avoids_validation(
+    forms: list[str], test: str
+) -> None:
+    """By what a picture would show: objects told in another order, a text in another scene."""
+    prompts = [form.format(number) for number in range(80) for form in forms]
+    avoided = {digest(test.format(number)) for number in range(40)}
+    batch = PromptBatch(prompts, ["t"] * len(prompts), [{}] * len(prompts))
+    training, validation = (
+        {digest(same) for row in rows for same in module.same_picture(prompts[row])}
+        for rows in module.set_aside(batch, avoided)
+    )
+    assert validation and validation.isdisjoint(avoided | training)
+
+
+def official(name: str) -> Path:
+    folders = [parent / "shared" / "data" for parent in Path(__file__).resolve().parents]
+    paths = [folder / name for folder in folders if (folder / name).is_file()]
+    if not paths:
+        pytest.skip(f"no ../shared/data/{name} to compare with")
+    return paths[0]
+
+
+def test_the_shipped_digests_are_those_of_the_official_test_sets() -> None:
+    lines = official("geneval_evaluation_metadata.jsonl").read_text().splitlines()
+    prompts = [json.loads(line)["prompt"] for line in lines]
+    assert set(map(digest, prompts)) == module.GENEVAL and len(prompts) == 553
+    signs = load_prompts(official("ocr_test.txt"), "ocr").prompts
+    assert {digest(target_of(prompt)) for prompt in signs} == module.OCR
 
 
 def test_the_table_pins_what_it_names() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from flowalign.rewards import check_prompts
 from flowalign.rewards.geneval import GenEval
 from flowalign.rewards.geneval_judge import judge, partial_credit, select, summarize
 
@@ -132,3 +133,17 @@ def test_what_the_check_accepts_can_be_judged_whatever_was_detected() -> None:
         judge(*found, max_overlap=0.5)
         for variant in ("bounded", "published"):
             partial_credit(*found, max_overlap=0.5, variant=variant)
+
+
+def test_a_colour_or_thing_that_the_judge_never_answers_is_refused() -> None:
+    def checked(detector: str | None, **keys: Any) -> None:
+        clause = {"class": "bench", "count": 1, **keys}
+        options = {"detector": detector} if detector else {}
+        check_prompts("geneval", options, ["a"], [{"include": [clause]}])
+
+    checked(None, color="red")
+    for word in ("crimson", "grey", "Red"):
+        with pytest.raises(ValueError, match=f"'{word}'.*purple"):
+            checked("mask2former", color=word)
+    with pytest.raises(ValueError, match="white"):
+        checked("tiny", **{"class": "dog"}, color="white")

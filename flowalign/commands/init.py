@@ -36,7 +36,6 @@ from flowalign.config.safe_yaml import dump_yaml
 from flowalign.system.exit import refusing
 from flowalign.system.files import expanded, replacing
 from flowalign.training.preflight import FEW
-from flowalign.training.sources import validation_file
 
 CONFIGS = Path(__file__).parent / "configs"
 SD35 = CONFIGS / "sd35_medium"  # has configs for all stages
@@ -344,7 +343,8 @@ class Draft:
         if reward not in ("", NONE):
             task["reward"] = self._reward(reward)
         if prompts:
-            validation = validation_file(Path(prompts))
+            path = Path(prompts)  # of x_train or x, x_val
+            validation = path.with_name(f"{path.stem.removesuffix('_train')}_val{path.suffix}")
             task |= {"prompts": prompts, "validation": validation.is_file() and str(validation)}
         return {key: value for key, value in task.items() if value}
 

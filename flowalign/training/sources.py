@@ -1,4 +1,4 @@
-"""The prompt sets that `flowalign data` writes: official ones (sources.yaml) and our own."""
+"""The prompt sets that `flowalign data fetch` writes (sources.yaml)."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from pathlib import Path
 import yaml
 
 RAW = "https://raw.githubusercontent.com"
-GENERATED = {"geneval": (50_000, "data/geneval_train.jsonl"), "ocr": (20_000, "data/ocr_train.txt")}
-"""What `flowalign data generate` makes: {kind: (number of prompts, training set)}."""
 
 
 @dataclass(frozen=True)
@@ -59,17 +57,9 @@ def _load() -> dict[str, Source]:
 SOURCES: dict[str, Source] = _load()
 
 
-def validation_file(path: Path) -> Path:
-    """Where the validation prompts of a training set lie: x_val next to x_train, or next to x."""
-    return path.with_name(f"{path.stem.removesuffix('_train')}_val{path.suffix}")
-
-
 def commands(source: str | Path) -> list[str]:
-    """The commands that write a file of this name, our own sets first; [] if none does."""
+    """The commands that write a file of this name; [] if none does."""
     writers = []
-    for kind, (_, training) in GENERATED.items():
-        files = Path(training), validation_file(Path(training))
-        writers += [(file.name, f"flowalign data generate {kind}") for file in files]
     for name, official in SOURCES.items():
         files = {text for file in official.files for text in (file.name, file.validation) if text}
         files |= {str(folder) for file in files for folder in Path(file).parents} - {"."}

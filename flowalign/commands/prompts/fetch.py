@@ -1,19 +1,18 @@
 """Official prompt sets, from where they are published to this machine.
 
 Nothing is shipped with the package. A file is written only after all of it came, its checksum holds
-and it reads as a prompt set.
+and it reads as a prompt set. Of the official test sets only digests are shipped.
 """
 
 from __future__ import annotations
 
 import hashlib
 import random
+import re
 from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from flowalign.commands.prompts.geneval import same_picture
-from flowalign.commands.prompts.held_out import GENEVAL, OCR, digest
 from flowalign.system.files import expanded, replacing
 from flowalign.system.http import Client
 from flowalign.training.data import PromptError, load_prompts
@@ -23,6 +22,22 @@ from flowalign.types import PromptBatch
 MAX_BYTES = 64 * 2**20  # the largest, dpg_bench.csv, has 7.4 MB
 SECONDS = 600.0  # for a file, further attempts included
 VALIDATION = 256  # prompts of a training set that are set aside
+MIRRORED = {"left of": "right of", "right of": "left of", "above": "below", "below": "above"}
+
+
+def digest(text: str) -> str:
+    """40 bits of SHA-256 of a text, in hex; case and white space do not count."""
+    plain = "".join(text.lower().split())
+    # 1e-9: the chance to collide with one of a thousand others, which costs one validation prompt
+    return hashlib.sha256(plain.encode()).hexdigest()[:10]
+
+
+def _shipped(name: str) -> frozenset[str]:
+    return frozenset(Path(__file__).with_name(name).read_text().split())
+
+
+GENEVAL = _shipped("held_out_geneval.txt")  # the 553 prompts of the test set
+OCR = _shipped("held_out_ocr.txt")  # the 953 different texts of Flow-GRPO's test set
 
 
 class FetchError(OSError):
@@ -135,12 +150,22 @@ def _prompts(content: bytes, name: str) -> PromptBatch:
             raise FetchError(f"what came is no prompt set: {said} Nothing was written.") from None
 
 
+def same_picture(prompt: str) -> list[str]:
+    """A prompt, and what else tells that another prompt shows the same: GenEval's two objects in
+    the other order, or the text between quotes."""
+    match = re.fullmatch(f"a photo of (.+) (and|{'|'.join(MIRRORED)}) (.+)", prompt)
+    if match is None:
+        return [prompt, *prompt.split('"')[1:2]]
+    first, relation, second = match.groups()
+    return [prompt, f"a photo of {second} {MIRRORED.get(relation, relation)} {first}"]
+
+
 def set_aside(prompts: PromptBatch, avoided: Set[str]) -> tuple[list[int], list[int]]:
     """The rows that are trained on, and VALIDATION different ones that are set aside, in order.
 
     As many of each metadata `tag`, and at most a quarter of a tag. A prompt that shows the same as
-    one of them (objects swapped, or another case) is not trained on either. avoided: digests of
-    prompts that must not be set aside. A function of the set.
+    one of them (`same_picture`, in any case) is not trained on either. avoided: digests of
+    what must not be set aside. A function of the set.
     """
     looks = [[digest(same) for same in same_picture(prompt)] for prompt in prompts.prompts]
     tags: dict[str, dict[str, int]] = {}  # tag -> {a picture: its first row}
