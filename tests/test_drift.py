@@ -19,7 +19,6 @@ from flowalign.training.report import samples
 from flowalign.training.report.alarm import Alarm
 from flowalign.training.report.drift import compare, statistics
 from flowalign.training.report.drift.compare import SIGMAS, Drift, drift
-from flowalign.training.report.drift.monitor import share
 
 SIDE, PERIOD = 64, 16
 GREY, BLACK = torch.full((3, SIDE, SIDE), 0.8), torch.zeros(3, SIDE, SIDE)
@@ -152,10 +151,7 @@ def lines(loop: Loop) -> list[dict[str, Any]]:
 def test_a_model_that_has_not_moved_does_not_drift(random_model: str, tmp_path: Path) -> None:
     loop = fakes.wired(validated(random_model, tmp_path / "run"))
     assert loop.monitor
-    check = loop.monitor.evaluation()
-    assert check and {found.sigmas for found in check.drifts} == {0.0}
-    rollout = loop.rollout(3)
-    check = loop.monitor.rollout(rollout, 3)
+    check = loop.monitor.rollout(loop.rollout(3), 3)
     assert {found.name for found in check.drifts} >= {"dark", "entropy", "grid", "diversity"}
     # the base samples these images in a smaller batch, which rounds differently on some CPUs
     assert [found.sigmas for found in check.drifts] == pytest.approx(
@@ -173,13 +169,13 @@ def test_a_run_may_be_compared_with_what_it_starts_from(random_model: str, tmp_p
     for settings, moved in ((given[:1], True), (given, False)):
         loop = fakes.wired(validated(random_model, tmp_path / "run", *settings))
         assert loop.monitor
-        for check in (loop.monitor.evaluation(), loop.monitor.rollout(loop.rollout(3), 3)):
-            assert check and (max(abs(found.sigmas) for found in check.drifts) > 1e-3) is moved
-            sizes = [row["sigmas"] for row in check.rows]
-            assert sizes == sorted(sizes, reverse=True)  # the most drifted first
+        check = loop.monitor.rollout(loop.rollout(3), 3)
+        assert (max(abs(found.sigmas) for found in check.drifts) > 1e-3) is moved
+        sizes = [row["sigmas"] for row in check.rows]
+        assert sizes == sorted(sizes, reverse=True)  # the most drifted first
     fakes.shake(loop.backbone)  # the student alone
-    again = loop.monitor.evaluation()
-    assert again and any(found.sigmas for found in again.drifts)
+    again = loop.monitor.rollout(loop.rollout(3), 3)
+    assert max(abs(found.sigmas) for found in again.drifts) > 1e-3
 
 
 def test_the_alarm_changes_nothing_that_is_learnt(random_model: str, tmp_path: Path) -> None:
@@ -196,33 +192,22 @@ def test_a_run_logs_its_drift_and_shows_it(finished_run: fakes.FinishedRun) -> N
     rows = finished_run.rows
     rollouts = [row for row in rows if any(name.startswith("image_drift/") for name in row)]
     assert [row["update"] for row in rollouts] == [2]  # nothing was learnt before the first
-    held_out = [row for row in rows if "image_drift_held_out/vivid/entropy" in row]
-    assert [row["update"] for row in held_out] == [0, 2]
-    assert all("image_drift_alarms" in row for row in (*rollouts, *held_out))
-    for kind in samples.DRIFTS:
-        assert samples.read_drift(finished_run.folder, kind)
+    assert "image_drift_alarms" in rollouts[0] and samples.read_drift(finished_run.folder)
 
 
 def test_a_run_beyond_its_limit_stops_with_a_checkpoint(random_model: str, tmp_path: Path) -> None:
     given = ["alarm.warn=0.001", "alarm.stop=0.001", "optimizer.lr=0.3", "train.updates=6"]
+    given += ["rollout.prompts=8"]  # four of a check: an interval takes three
     loop = fakes.wired(validated(random_model, tmp_path / "run", *given), moved=False)
     with pytest.raises(TrainingError, match="alarm.stop"):
         loop.run()
     assert loop.checkpoints.latest() is not None
     assert 0 < loop.update < 6
-    warned = loop.alarm.drifting["the evaluation"]
+    warned = loop.alarm.drifting["the rollout"]
     assert warned
 
 
 # Processes ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("count", "world"), [(16, 1), (16, 8), (5, 2), (3, 4), (1, 8)])
-def test_every_held_out_prompt_is_sampled_once(count: int, world: int) -> None:
-    shares = [share(count, rank, world) for rank in range(world)]
-    assert [prompt for own, _ in shares for prompt in own] == list(range(count))
-    assert {len(padded) for _, padded in shares} == {math.ceil(count / world)}
-    assert all(padded[: len(own)] == list(own) for own, padded in shares)
 
 
 @pytest.mark.slow
@@ -230,7 +215,13 @@ def test_two_processes_measure_what_one_does(random_model: str, tmp_path: Path) 
     """Five prompts: the processes do not have equally many."""
     found = []
     for name, processes in {"one": 1, "two": 2}.items():
-        stage = validated(random_model, tmp_path / name, "train.updates=3", "alarm.images=10")
+        stage = validated(
+            random_model,
+            tmp_path / name,
+            "train.updates=3",
+            "alarm.images=10",
+            "rollout.prompts=12",
+        )
         path = tmp_path / f"{name}.yaml"
         path.write_text(config.to_yaml(stage))
         command = ["-m", "flowalign.commands.cli", "train", "--config", str(path)]
@@ -246,8 +237,6 @@ def test_two_processes_measure_what_one_does(random_model: str, tmp_path: Path) 
         for name in (name for name in one if name.startswith("image_drift")):
             # in standard deviations; batches of other sizes round differently on some CPUs
             assert two[name] == pytest.approx(one[name], rel=1e-3, abs=1e-2), name
-    checks = [
-        samples.read_drift(tmp_path / name, samples.HELD_OUT_DRIFT) for name in ("one", "two")
-    ]
+    checks = [samples.read_drift(tmp_path / name) for name in ("one", "two")]
     shown = [[row["prompt"] for row in check["rows"]] for _, check in filter(None, checks)]
     assert shown[0] == shown[1] and len(shown[0]) == 5

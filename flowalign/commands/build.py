@@ -54,11 +54,10 @@ def wire(
     benchmarks = held_out(config, built, inputs) if config.evaluates else []
     monitor = None
     if config.alarm:
-        prompts = [benchmark.prompts for benchmark in benchmarks]
         start = None
         if config.alarm.reference == "start" and config.lora.init:
             start = inputs.adapter(config.lora.init)
-        monitor = Monitor(config, backbone, accelerator, prompts, start)
+        monitor = Monitor(config, backbone, start)
     loop = Loop(
         config,
         backbone,

@@ -154,11 +154,10 @@ class TrainingAlarmConfig(AlarmConfig):
     """The same for a run, which samples the base for it."""
 
     every: Many = 4
-    """Rollouts between two checks. Evaluations are checked always. 4 rollouts cost about 3 % of a
-    run."""
+    """Rollouts between two checks. 4 cost about 3 % of a run."""
     images: Annotated[int, Field(ge=2, le=100_000)] = 32
-    """Images that the base samples for a check, two of a prompt: of a rollout at most a quarter of
-    its images; of an evaluation so many a task."""
+    """Images that the base samples for a check, two of a prompt, and at most a quarter of the
+    rollout's."""
     reference: Literal["base", "start"] = "base"
     """Whose images the run's are compared with: the base's, or those of the LoRA that the run
     starts from (lora.init), such as a style's, which is meant to be far from the base."""

@@ -26,6 +26,7 @@ from flowalign.training.algorithm import STUDENT, Algorithm, Prepared, TrainingE
 from flowalign.training.data import PromptSampler
 from flowalign.training.nonfinite import NotFinite
 from flowalign.training.report.alarm import Alarm
+from flowalign.training.report.drift.compare import Check
 from flowalign.training.report.drift.monitor import Monitor
 from flowalign.training.report.listeners import Evaluate, Evaluations, OnUpdate, RunLog
 from flowalign.training.rollout import Noise, sample, shard
@@ -73,7 +74,7 @@ class Loop:
         rewards = {task.name: task.reward.name for task in config.tasks if task.reward}
         self.monitor, self.alarm = monitor, Alarm(rewards)
         self.log = RunLog(config, accelerator, self.alarm, on_update)
-        self.evaluations = Evaluations(config, evaluate, monitor, self.log)
+        self.evaluations = Evaluations(config, evaluate, self.log)
 
     # The main path -----------------------------------------------------------------------------
 
@@ -211,33 +212,32 @@ class Loop:
             with self.requests.uninterrupted():
                 if self.evaluations.note(self.update, headline, report, more, self._keep_adapter):
                     self._note_complete()
-        self._check_drift()
 
     def _compare_with_base(self, rollout: Rollout) -> dict[str, float]:
         """Where it is due, the drift of a rollout from the base's images."""
-        values: dict[str, float] = {}
-        if self.monitor and self.monitor.due(rollout, self.update):
-            with self._timed(metrics.SECONDS_DRIFT):
-                check = self.monitor.rollout(rollout, self.update)
-                values = self.log.drift(self.update, check, "the rollout")
-            self._check_drift()
+        if self.monitor is None or not self.monitor.due(rollout, self.update):
+            return {}
+        with self._timed(metrics.SECONDS_DRIFT):
+            check = self.monitor.rollout(rollout, self.update)
+            values = self.log.drift(self.update, check)
+        self._stop_at_drift(check)
         return values
 
-    def _check_drift(self) -> None:
+    def _stop_at_drift(self, check: Check) -> None:
         """Raise TrainingError, with a checkpoint of the last complete update, where a statistic of
         the images is beyond alarm.stop; on all processes, as all know the same."""
-        text, self.log.too_far = self.log.too_far, ""
-        if not text:
-            return
         alarm = self.config.alarm
         assert alarm
+        if not (worst := [drift for drift in check.drifts if drift.beyond(alarm.stop)]):
+            return
         checkpoint.set_rng(self._rng)  # a reward may have drawn since
         with self.requests.uninterrupted():
             self.save()
             self.log.page()
         raise TrainingError(
             f"update {self.update}: the images drift from the {alarm.reference}, beyond "
-            f"alarm.stop = {alarm.stop:g}: {text}. Look at {self.folder / 'report.html'}. "
+            f"alarm.stop = {alarm.stop:g}: {'; '.join(map(str, worst))}. "
+            f"Look at {self.folder / 'report.html'}. "
             "If this is reward hacking, fix the reward and start a new run; "
             "if it is what you train for, raise alarm.stop and run again with --resume. "
             f"The last checkpoint is {self.checkpoints.latest() or 'missing'}."

@@ -57,9 +57,8 @@ HEADLINE = "eval/headline"  # mean over the tasks' benchmarks; chooses the adapt
 LOST = "eval/lost"  # how many benchmarks lost too many images; such a line has no HEADLINE
 ALARMS = "alarms"
 
-# The alarm: drift of the images from the base, in sigmas, by statistic
-IMAGE_DRIFT = "image_drift/"  # of a rollout
-HELD_OUT_IMAGE_DRIFT = "image_drift_held_out/"  # of an evaluation
+# The alarm: drift of a rollout's images from the base, in sigmas, by statistic
+IMAGE_DRIFT = "image_drift/"
 DRIFT_ALARMS = "image_drift_alarms"  # statistics beyond alarm.warn
 
 STEP = "step_"  # begins what a step of the schedule is called after a "/"

@@ -395,8 +395,6 @@ def _evaluation(config: Stage, model: _Model, processes: int) -> Phase:
     least = size_of(*model.encoders) if config.model.offload_text_encoders else 0
     if isinstance(config, TrainingStage):
         key, least = "evaluation.batch_size", 0  # the phase "text" counts the encoders
-        if config.alarm:
-            images += sum(task.evaluated for task in config.tasks) * config.alarm.images
     sampling, rows = config.evaluation_sampling, config.model.decode_batch
     batch = sampling.batch_size
     forward = model.forward(batch, Source(model.sampler, sampling.guidance))

@@ -22,7 +22,6 @@ from flowalign.training import metrics
 from flowalign.training.report import page, samples, trackers
 from flowalign.training.report.alarm import Alarm, measured
 from flowalign.training.report.drift.compare import Check
-from flowalign.training.report.drift.monitor import Monitor
 from flowalign.training.run.resume import LOG
 from flowalign.types import EvalReport, EvalRow, Rollout
 
@@ -30,22 +29,18 @@ log = logging.getLogger("flowalign")
 
 OnUpdate = Callable[[int, Mapping[str, float]], None]
 Evaluate = Callable[[], tuple[EvalRow | None, EvalReport]]  # None where no task has a reward
-DRIFTS = {  # {whose images: (metrics of their drift, kind of its sample)}
-    "the rollout": (metrics.IMAGE_DRIFT, samples.DRIFT),
-    "the evaluation": (metrics.HELD_OUT_IMAGE_DRIFT, samples.HELD_OUT_DRIFT),
-}
 
 
 class RunLog:
     """metrics.jsonl, the trackers, the warnings and the samples of a run; the main process writes
-    them. too_far: of a drift that is to stop the run."""
+    them."""
 
     def __init__(
         self, config: TrainingStage, accelerator: Accelerator, alarm: Alarm, on_update: OnUpdate
     ) -> None:
         self.config, self.accelerator, self.alarm = config, accelerator, alarm
         self.folder, self.on_update = Path(config.output), on_update
-        self.main, self.too_far = accelerator.is_main_process, ""
+        self.main = accelerator.is_main_process
 
     def write(self, update: int, values: Mapping[str, float]) -> None:
         if self.main:
@@ -77,18 +72,16 @@ class RunLog:
         if self.main:
             page.write(self.folder, self.config)
 
-    def drift(self, update: int, check: Check, where: str) -> dict[str, float]:
-        """A check of the drift, and warnings of it; its figures. where: whose images, of DRIFTS."""
-        limits, (prefix, kind) = self.config.alarm, DRIFTS[where]
+    def drift(self, update: int, check: Check) -> dict[str, float]:
+        """A check of the drift, and warnings of it; its figures."""
+        limits, where = self.config.alarm, "the rollout"
         assert limits
         self.warn(update, self.alarm.drift(check.drifts, limits.warn, where, limits.reference))
         if self.main:
             content, keep = to_json(asdict(check)), self.config.train.keep_samples
-            samples.write_drift(self.folder, kind, update, content, keep)
-        if worst := [drift for drift in check.drifts if drift.beyond(limits.stop)]:
-            self.too_far = f"{where}: {'; '.join(map(str, worst))}"
+            samples.write_drift(self.folder, update, content, keep)
         beyond = sum(drift.beyond(limits.warn) for drift in check.drifts)
-        values = {f"{prefix}{drift.name}": drift.sigmas for drift in check.drifts}
+        values = {metrics.IMAGE_DRIFT + drift.name: drift.sigmas for drift in check.drifts}
         return {**values, metrics.DRIFT_ALARMS: beyond}
 
 
@@ -99,15 +92,8 @@ class Evaluations:
     nearest: the least mean distance to the targets at fixed states, and the evaluations since.
     """
 
-    def __init__(
-        self,
-        config: TrainingStage,
-        evaluate: Evaluate | None,
-        monitor: Monitor | None,
-        run_log: RunLog,
-    ) -> None:
-        self.evaluate, self.config = evaluate, config
-        self.monitor, self.log = monitor, run_log
+    def __init__(self, config: TrainingStage, evaluate: Evaluate | None, run_log: RunLog) -> None:
+        self.evaluate, self.config, self.log = evaluate, config, run_log
         self.last = -1
         self.best: dict[str, float] = {}
         self.nearest: dict[str, float] = {}
@@ -150,10 +136,8 @@ class Evaluations:
         if math.isnan(headline):
             self.log.write(update, {metrics.LOST: len(report.lost), **means})
             return False
-        check = self.monitor.evaluation() if self.monitor else None
-        drift = self.log.drift(update, check, "the evaluation") if check else {}
         alarms = self.log.alarm.look(rows)
-        values = {metrics.HEADLINE: headline, **means, **more, metrics.ALARMS: len(alarms), **drift}
+        values = {metrics.HEADLINE: headline, **means, **more, metrics.ALARMS: len(alarms)}
         self.log.write(update, values)
         self.log.warn(update, alarms)
         noise, best = 0.0, self.best.get("headline", -math.inf)

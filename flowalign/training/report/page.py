@@ -168,12 +168,9 @@ def _pictures(run: Path) -> list[tuple[str, str]]:
 
 
 def _drifts(run: Path, alarm: Mapping[str, Any]) -> list[Panel]:
-    """The newest checks of a run: of an evaluation, of a rollout. alarm: as in its config."""
+    """The newest check of a run. alarm: as in its config."""
+    if (newest := samples.read_drift(run)) is None:
+        return []
+    update, check = newest
     warn, reference = alarm.get("warn", AlarmConfig().warn), alarm.get("reference", "base")
-    kinds = {"held-out prompts": samples.HELD_OUT_DRIFT, "training prompts": samples.DRIFT}
-    newest = {where: samples.read_drift(run, kind) for where, kind in kinds.items()}
-    return [
-        Panel(f"Update {found[0]}, {where}", warn, Check.from_json(found[1]), reference)
-        for where, found in newest.items()
-        if found
-    ]
+    return [Panel(f"Update {update}", warn, Check.from_json(check), reference)]

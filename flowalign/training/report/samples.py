@@ -22,7 +22,7 @@ from flowalign.types import Example, Rollout
 COPIES, SHOWN = 4, 32  # images of a prompt, and of a picture, at most
 HELD_OUT = 8  # prompts of a benchmark
 TRAINING, EVALUATION = "update_", "held_out_"  # what the names of the files begin with
-DRIFTS = DRIFT, HELD_OUT_DRIFT = "drift_rollout_", "drift_held_out_"  # of a rollout, an evaluation
+DRIFT = "drift_rollout_"
 
 
 def write_rollout(
@@ -67,12 +67,11 @@ def updates(run: Path, kind: str) -> list[int]:
     return sorted({int(n.removeprefix(kind)) for n in names if re.fullmatch(rf"{kind}\d+", n)})
 
 
-def write_drift(folder: Path, kind: str, update: int, content: Any, keep: int | None) -> None:
-    """Write a check of the drift; of its kind the oldest one stays and the newest `keep` (None =
-    all)."""
-    with replacing(place(folder, kind, update, "json")) as part:
+def write_drift(folder: Path, update: int, content: Any, keep: int | None) -> None:
+    """Write a check of the drift; the oldest one stays and the newest `keep` (None = all)."""
+    with replacing(place(folder, DRIFT, update, "json")) as part:
         part.write_text(json.dumps(content, allow_nan=False), encoding="utf-8")
-    _remove_old(folder, kind, keep)
+    _remove_old(folder, DRIFT, keep)
 
 
 def _remove_old(folder: Path, kind: str, keep: int | None) -> None:
@@ -81,10 +80,9 @@ def _remove_old(folder: Path, kind: str, keep: int | None) -> None:
             place(folder, kind, update, ending).unlink(missing_ok=True)
 
 
-def read_drift(run: Path, kind: str) -> tuple[int, Any] | None:
-    """Update and content of the newest check of a kind, of DRIFTS, that can be read; None if there
-    is none."""
-    for update in updates(run, kind)[::-1]:
+def read_drift(run: Path) -> tuple[int, Any] | None:
+    """Update and content of the newest check that can be read; None if there is none."""
+    for update in updates(run, DRIFT)[::-1]:
         with suppress(OSError, ValueError):
-            return update, json.loads(place(run, kind, update, "json").read_text("utf-8"))
+            return update, json.loads(place(run, DRIFT, update, "json").read_text("utf-8"))
     return None
