@@ -37,9 +37,12 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from transformers import PreTrainedTokenizerFast
 
-sys.path.insert(0, str(Path(__file__).parent))
-import medium  # noqa: E402
+from flowalign.backbone import DTYPES, Backbone, structure
+from flowalign.backbone.shapes import Architecture, public
+from flowalign.backbone.tiny import MODEL
+from flowalign.config import ModelConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIGS = ROOT / "configs"
@@ -77,6 +80,113 @@ class Case:
     limit: float = 90.0
     alone: bool = False
     environment: tuple[tuple[str, str], ...] = ()
+
+
+# Models of random weights, and random LoRAs on them ----------------------------------------------
+
+
+def shapes(width: float = 1.0, layers: int | None = None) -> Architecture:
+    """A share of the attention heads, and the first layers (None = all 24). Where there are fewer,
+    half of them attend twice, as in the whole model."""
+    medium = scaled(public()["stabilityai/stable-diffusion-3.5-medium"], width)
+    if not layers:
+        return medium
+    all_dual = medium.parts["transformer"]["dual_attention_layers"]
+    dual = [i for i in all_dual if i < (layers + 1) // 2]
+    return medium.changed("transformer", num_layers=layers, dual_attention_layers=dual)
+
+
+def flux(width: float = 1.0, layers: int | None = None) -> Architecture:
+    """FLUX.1-dev with a share of the attention heads, and with so many double blocks and twice as
+    many single ones."""
+    layers = layers or 19
+    whole = public()["black-forest-labs/FLUX.1-dev"].changed(
+        "transformer",
+        num_attention_heads=max(1, round(24 * width)),
+        num_layers=layers,
+        num_single_layers=2 * layers,
+    )
+    return with_scaled_vae(whole, width)
+
+
+def scaled(whole: Architecture, width: float) -> Architecture:
+    """The same structure with `width` times the attention heads and VAE channels."""
+    transformer = whole.parts["transformer"]
+    heads = max(1, round(transformer["num_attention_heads"] * width))
+    inside = heads * transformer["attention_head_dim"]
+    narrow = whole.changed("transformer", num_attention_heads=heads, caption_projection_dim=inside)
+    return with_scaled_vae(narrow, width)
+
+
+def with_scaled_vae(whole: Architecture, width: float) -> Architecture:
+    """With `width` times the channels of the VAE."""
+    vae = whole.parts["vae"]
+    groups = max(1, round(vae["norm_num_groups"] * width))
+    channels = [groups * max(1, round(n * width / groups)) for n in vae["block_out_channels"]]
+    return whole.changed("vae", block_out_channels=channels, norm_num_groups=groups)
+
+
+def with_small_text(whole: Architecture, vocabulary: int) -> Architecture:
+    """With one-layer text encoders of the same output sizes."""
+    clip = {"num_hidden_layers": 1, "intermediate_size": 64}
+    t5 = {"num_layers": 1, "d_ff": 64, "num_heads": 1}
+    ends = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 3, "vocab_size": vocabulary}
+    for name, config in whole.parts.items():
+        if name.startswith("text_encoder"):
+            fewer = t5 if config["model_type"] == "t5" else clip
+            whole = whole.changed(name, **ends, **fewer)
+    return whole
+
+
+def pipeline(architecture: Architecture, seed: int = 0, device: str = "cpu") -> Any:
+    """A whole pipeline on a device, where its weights are drawn: random weights, small text
+    encoders of the right output sizes, and the tiny world's tokenizer."""
+    tokenizers = {
+        name.replace("text_encoder", "tokenizer"): PreTrainedTokenizerFast.from_pretrained(
+            MODEL / "tokenizer", model_max_length=77 if "clip" in part["model_type"] else 512
+        )
+        for name, part in architecture.parts.items()
+        if name.startswith("text_encoder")
+    }
+    with torch.random.fork_rng(devices=[]), torch.device(device):
+        torch.manual_seed(seed)
+        pipe = structure.build(with_small_text(architecture, len(tokenizers["tokenizer"])))
+    for name, tokenizer in tokenizers.items():
+        setattr(pipe, name, tokenizer)
+        pipe.register_modules(**{name: tokenizer})
+    return pipe
+
+
+def write(
+    folder: Path,
+    width: float = 1.0,
+    layers: int | None = None,
+    *,
+    adapters: Sequence[str] = ("a", "b"),
+    dtype: str = "float32",
+    rank: int = 32,
+    alpha: float = 64.0,
+    device: str = "cpu",
+) -> str:
+    """Write the Medium and LoRAs on it, each into its folder there; returns the model's. device:
+    where the weights are drawn."""
+    model = str(folder / "model")
+    pipeline(shapes(width, layers), device=device).to(DTYPES[dtype]).save_pretrained(model)
+    config = ModelConfig.model_validate({"id": model, "dtype": dtype})
+    write_adapters(folder, config, adapters, rank=rank, alpha=alpha)
+    return model
+
+
+def write_adapters(
+    folder: Path, model: ModelConfig, names: Sequence[str], *, rank: int, alpha: float
+) -> None:
+    """LoRAs of random weights on a model."""
+    backbone = Backbone.load(model)
+    for name in names:
+        backbone.add_adapter(name, rank=rank, alpha=alpha)
+        for parameter in backbone.adapter_parameters(name):
+            torch.nn.init.normal_(parameter, std=0.01)
+        backbone.save_adapter(name, folder / name)
 
 
 # What is measured --------------------------------------------------------------------------------
@@ -147,7 +257,7 @@ def merged(setup: Setup, case: Case) -> Mapping[str, Any]:
 def written(setup: Setup, case: Case) -> Mapping[str, Any]:
     """The model of random weights and its teachers, for the cases that follow."""
     names = [f"t{index}" for index in range(case.teachers)]
-    medium.write(
+    write(
         setup.folder, setup.width, setup.layers,
         adapters=names, dtype="bfloat16", device=setup.device,
     )  # fmt: skip
@@ -160,7 +270,7 @@ def written_flux(setup: Setup, case: Case) -> Mapping[str, Any]:
     shutil.rmtree(folder, ignore_errors=True)
     torch.set_default_dtype(torch.bfloat16)  # its 12 billion weights in float32 fill a GPU
     try:
-        pipe = medium.pipeline(medium.flux(setup.width, setup.layers), device=setup.device)
+        pipe = pipeline(flux(setup.width, setup.layers), device=setup.device)
     finally:
         torch.set_default_dtype(torch.float32)
     pipe.save_pretrained(folder)
@@ -246,6 +356,13 @@ def teacher_config(setup: Setup, case: Case) -> Any:
     return parse(data, stage=TrainingStage)
 
 
+PARTS: Mapping[str, Callable[[Any, Any], Any]] = {  # of an update: its loop, what the last one made
+    "rollout": lambda loop, _: loop.rollout(loop.update),
+    "labels": lambda loop, rollout: loop.algorithm.prepare(rollout, loop.update),
+    "update": lambda loop, prepared: loop.learn(prepared),
+}
+
+
 def measured(config: Any, device: str) -> tuple[dict[str, float], int | None]:
     """Seconds of the parts of a second update, and the peak of memory (None on a CPU)."""
     from flowalign.commands import build
@@ -256,9 +373,10 @@ def measured(config: Any, device: str) -> tuple[dict[str, float], int | None]:
         loop.update = update
         if device == "cuda":
             torch.cuda.reset_peak_memory_stats()
-        for name, call in medium.parts(loop):
+        made = None
+        for name, call in PARTS.items():
             began = time.perf_counter()
-            call()
+            made = call(loop, made)
             if device == "cuda":
                 torch.cuda.synchronize()
             seconds[name] = time.perf_counter() - began

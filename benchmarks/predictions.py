@@ -25,7 +25,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import medium
+import gpu
 import torch
 from accelerate.state import AcceleratorState
 
@@ -190,7 +190,7 @@ def stages(names: list[str], folder: Path) -> Iterator[tuple[str, config.Trainin
     """The stages by name."""
     for name in names or [*TINY, RANDOM]:
         if name == RANDOM:
-            model = medium.write(folder, 1 / 6)
+            model = gpu.write(folder, 1 / 6)
             yield name, settings(
                 model, folder, "opd", "rollout.prompts=16", "rollout.copies=1", "rollout.steps=4",
                 "rollout.guidance=1.0", "model.max_sequence_length=32", "teachers.a.guidance=1.0",
@@ -207,7 +207,7 @@ def show_memory(args: argparse.Namespace) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     print(f"{'MiB':24}{'phase':12}{'measured':>10}{'predicted':>10}{'error':>8}", flush=True)
     with tempfile.TemporaryDirectory() as folder:
-        model = medium.write(Path(folder), args.width, args.layers)
+        model = gpu.write(Path(folder), args.width, args.layers)
         for case in args.cases:
             kind = case.split(",")[0]
             found = settings(model, Path(folder), kind, *CASES[case], size=args.size)

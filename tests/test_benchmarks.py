@@ -13,7 +13,6 @@ from flowalign.backbone.tiny import TEACHERS
 FOLDER = fakes.ROOT / "benchmarks"
 # Its words, and "slow" where that takes up to ten seconds, else "long". {} is a new folder.
 SMALLEST = {
-    "floors": ("long", "tiny --repeats 1 --prompts 8"),
     "hacks": ("long", "--seeds 0 --hacks darkened --out {}"),
     "many_loras": ("long", "--counts 2 --steps 1 --updates 1 --workers 1 --out {}"),
     "one_more": ("long", "--updates 1 --limit 2 {}"),

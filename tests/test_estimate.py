@@ -24,7 +24,7 @@ from flowalign.commands.doctor.meter import Meter, measure
 from flowalign.commands.doctor.pace import GPUS, WIDTH, Pace, times
 
 sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
-import medium  # noqa: E402  # pyright: ignore[reportMissingImports]
+import gpu  # noqa: E402  # pyright: ignore[reportMissingImports]
 import predictions  # noqa: E402  # pyright: ignore[reportMissingImports]
 
 CONFIGS = Path(__file__).parent.parent / "configs"
@@ -76,7 +76,7 @@ def test_an_unknown_model_is_refused():
 @pytest.fixture(scope="module")
 def small(tmp_path_factory):
     folder = tmp_path_factory.mktemp("small")
-    return medium.write(folder, 1 / 12, layers=2), folder
+    return gpu.write(folder, 1 / 12, layers=2), folder
 
 
 SMALL = {  # each kind of stage once, and the rest among the long tests
@@ -139,7 +139,7 @@ def test_the_peak_of_other_families_is_within_a_tenth_of_the_measured_one(other,
 @pytest.mark.parametrize("case", ["opd", "opd, checkpointing", "grpo"])
 def test_the_peak_is_within_a_tenth_on_a_gpu(tmp_path, case, dtype):
     changes = [*predictions.CASES[case], f"model.dtype={dtype}"]
-    model = medium.write(tmp_path, layers=6)
+    model = gpu.write(tmp_path, layers=6)
     run = predictions.settings(model, tmp_path, case.split(",")[0], *changes)
     seen, foreseen = predictions.compared(run, "cuda")["PEAK"]
     assert foreseen == pytest.approx(seen, rel=0.1)
