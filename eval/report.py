@@ -25,7 +25,6 @@ from flowalign.eval.table import (
     metric_rows,
     of_cells,
     tables,
-    tallies,
 )
 from flowalign.rewards import describe
 from flowalign.system import manifest
@@ -61,8 +60,6 @@ def write_files(config: EvalStage, results: Results) -> str:
     scores = tables(results, config.compare)
     heads = [f"{escaped(text, length=1000)}\n" for text in said]
     short = "\n".join([*heads, *map(markdown, scores)])
-    changes = tallies(results, config.compare)
-    changed = f"\nWhat changed:\n\n{of_cells(changes)}" if changes else ""
     metrics = metric_rows(results.rows)
     long = of_cells(metrics)
     measured = escaped(" ".join(sentences), length=10_000)
@@ -75,8 +72,8 @@ def write_files(config: EvalStage, results: Results) -> str:
     content = document(config, results, versions)
     content |= {"remarks": said, "tables": [table.plain() for table in scores]}
     texts = {
-        "table.md": f"{short}\nEvery metric:\n\n{long}{changed}\n{measured}\n",
-        "report.html": render(results, scores, metrics, changes, **about),
+        "table.md": f"{short}\nEvery metric:\n\n{long}\n{measured}\n",
+        "report.html": render(results, scores, metrics, **about),
         # JSON has no NaN
         "results.json": json.dumps(to_json(content), allow_nan=False, indent=1),
     }
@@ -215,10 +212,8 @@ class Line(NamedTuple):
     cells: Mapping[str, Sequence[Cell]]  # by model, one per image
 
 
-def render(
-    results: Results, tables: Sequence[Table], metrics: Cells, changes: Cells, **about: Any
-) -> str:
-    """The page. metrics, changes: `metric_rows` and `tallies`. about: its title; conditions: how
+def render(results: Results, tables: Sequence[Table], metrics: Cells, **about: Any) -> str:
+    """The page. metrics: `metric_rows`. about: its title; conditions: how
     the numbers were measured, one sentence each; config: YAML."""
     grids = {benchmark.name: lines(results, benchmark) for benchmark in results.benchmarks}
     pictured = {benchmark.name: results.pictured(benchmark) for benchmark in results.benchmarks}
@@ -238,7 +233,6 @@ def render(
         tables=tables,
         models=list(results.judged),
         metrics=page.table(metrics),
-        changes=page.table(changes) if changes else "",
         grids=grids if any(pictured.values()) else {},
         pictured=pictured,
         rule=lambda rows, lines: spread_text(rows, len(lines)),

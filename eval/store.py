@@ -46,7 +46,7 @@ Key = tuple[int, int]  # an image: index of its prompt in the set, number of the
 ImageRow = dict[str, Any]  # the scores of an image by one judge
 SETTINGS = "settings.json"
 MODEL_KEYS = {  # of `model`, that change an image
-    "id", "revision", "dtype", "vae_dtype", "quantization", "max_sequence_length", "height", "width"
+    "id", "revision", "dtype", "quantization", "max_sequence_length", "height", "width"
 }  # fmt: skip
 
 

@@ -12,8 +12,6 @@ from functools import cached_property
 from itertools import chain
 from typing import Any
 
-import numpy as np
-
 from flowalign.eval.fidelity import Distance
 from flowalign.eval.stats import (
     AVERAGE,
@@ -108,26 +106,6 @@ class Results:
             columns |= {f"{name}_{part}": number(benchmark, part) for part in reward.columns}
         columns |= {FIDELITY: fidelity} if fidelity else {}
         return columns | ({AVERAGE: average(averaged)} if averaged else {})
-
-
-def tallies(results: Results, compare: Mapping[str, Sequence[str]]) -> list[list[str]]:
-    """For all that is compared: on how many prompts a model is better, worse, and equal. The cells
-    of a table, the heads first; of one model alone none."""
-    first, *others = results.judged
-    pairs = [(model, other) for model in compare for other in compare[model]]
-    pairs += [(model, first) for model in others]
-    heads = ["prompts won / lost / equal", *(benchmark.name for benchmark in results.columns)]
-    rows = []
-    for model, other in dict.fromkeys(pairs):
-        cells = []
-        for benchmark in results.columns:
-            means = results.means(benchmark, model), results.means(benchmark, other)
-            gaps = [a - b for a, b in zip(*means, strict=True)]
-            won, lost, equal = (sum(np.sign(gaps) == sign) for sign in (1, -1, 0))
-            unknown = f" ({n} without a score)" if (n := len(gaps) - won - lost - equal) else ""
-            cells.append(f"{won} / {lost} / {equal}{unknown}")
-        rows.append([f"{model} − {other}", *cells])
-    return [heads, *rows] if rows else []
 
 
 def matrix(results: Results) -> Table | None:

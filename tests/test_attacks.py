@@ -230,7 +230,7 @@ def test_a_killed_run_ends_as_the_undisturbed_one(base: Path, kind: str, process
 def test_nothing_grows(base: Path, tmp_path: Path) -> None:
     """Open files, threads and children of the last quarter are those of the second; memory grows by
     less than 5 %."""
-    given = ["train.updates=400", "train.trackers=[tensorboard]", "train.keep_samples=5"]
+    given = ["train.updates=400", "train.trackers=[tensorboard]"]
     config = training("grpo", base, *given, "tasks.0.reward.name=test_attacks:measured_redness")
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
     words = [__file__, tmp_path, "", "train", "--config", "config.yaml"]

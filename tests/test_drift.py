@@ -85,12 +85,6 @@ def test_an_image_that_is_not_finite_has_no_value() -> None:
 # Drift -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("freedom", [2, 3, 5, 15, 31])
-def test_the_quantile_is_students(freedom: int) -> None:
-    wanted = student_t.ppf((1 + compare.CONFIDENCE) / 2, freedom)
-    assert compare.student(freedom) == pytest.approx(wanted, rel=0.01)
-
-
 def test_the_interval_is_of_the_means_of_prompts() -> None:
     base = torch.tensor([0.0, 2, 0, 2, 0, 2, 0, 2]).double()
     gaps = torch.tensor([1.0, 3, 3, 5, 2, 4, 4, 6]).double()  # of 4 prompts: 2, 4, 3, 5
@@ -98,8 +92,8 @@ def test_the_interval_is_of_the_means_of_prompts() -> None:
     sigma = SIGMAS["edges"].share * float(base.std())
     assert found.n == 4 and found.sigmas == pytest.approx(3.5 / sigma)
     error = math.sqrt(5 / 3) / 2 / sigma
-    half = student_t.ppf((1 + compare.CONFIDENCE) / 2, 3) * error
-    assert found.high - found.sigmas == pytest.approx(half, rel=0.002)
+    exact = student_t.ppf((1 + compare.CONFIDENCE) / 2, 3) * error
+    assert 1.0 < (found.high - found.sigmas) / exact < 1.25
 
 
 def test_the_alarm_asks_for_the_near_end_of_the_interval() -> None:
@@ -110,7 +104,7 @@ def test_the_alarm_asks_for_the_near_end_of_the_interval() -> None:
     assert not Drift("dark", 1, 0, -9.0, -10, -8, 9).beyond(None)
 
 
-def test_noise_is_no_drift_and_two_prompts_are_too_few() -> None:
+def test_noise_is_no_drift_and_three_prompts_are_too_few() -> None:
     generator = torch.Generator().manual_seed(0)
     prompts = [row // 2 for row in range(32)]
     fired = 0
@@ -118,7 +112,7 @@ def test_noise_is_no_drift_and_two_prompts_are_too_few() -> None:
         base, model = torch.randn(2, 32, generator=generator, dtype=torch.float64)
         fired += drift("entropy", base, model, prompts).beyond(3.0)
     assert fired == 0
-    assert not drift("entropy", base[:4], base[:4] + 100, prompts[:4]).beyond(3.0)
+    assert not drift("entropy", base[:6], base[:6] + 100, prompts[:6]).beyond(3.0)
 
 
 def test_a_drift_is_said_once_until_it_is_back() -> None:
@@ -197,7 +191,7 @@ def test_a_run_logs_its_drift_and_shows_it(finished_run: fakes.FinishedRun) -> N
 
 def test_a_run_beyond_its_limit_stops_with_a_checkpoint(random_model: str, tmp_path: Path) -> None:
     given = ["alarm.warn=0.001", "alarm.stop=0.001", "optimizer.lr=0.3", "train.updates=6"]
-    given += ["rollout.prompts=8"]  # four of a check: an interval takes three
+    given += ["rollout.prompts=8"]  # an interval takes four of a check
     loop = fakes.wired(validated(random_model, tmp_path / "run", *given), moved=False)
     with pytest.raises(TrainingError, match="alarm.stop"):
         loop.run()

@@ -122,8 +122,7 @@ def test_a_student_comes_nearer_and_resumes_to_the_bit(random_model, large_model
     run = Path(found.output)
     whole = end(run)
     first, last = (row for row in whole[1] if "fixed_path/even" in row)
-    for key in ("fixed_path/even", "fixed_noised/even"):
-        assert last[key] < 0.8 * first[key]
+    assert last["fixed_path/even"] < 0.8 * first["fixed_path/even"]
     adapter = read_lora(run / "adapter")
     assert misfit(fakes.backbone(random_model).core, adapter) is None
     assert f"`{large}`" in (run / "adapter" / "README.md").read_text()
@@ -140,8 +139,8 @@ def test_a_student_comes_nearer_and_resumes_to_the_bit(random_model, large_model
 
 
 @pytest.mark.slow
-def test_it_teaches_by_images_and_by_log_ratios(random_model, large_model: str, tmp_path) -> None:
-    """sft samples with it; gradient `policy` takes its labels as others."""
+def test_it_teaches_by_images(random_model, large_model: str, tmp_path) -> None:
+    """sft samples with it."""
     found = taught(random_model, large_model, tmp_path / "a" / "run", stage="sft")
     loop = fakes.wired(found, moved=True)
     rollout = loop.rollout(0)
@@ -154,9 +153,6 @@ def test_it_teaches_by_images_and_by_log_ratios(random_model, large_model: str, 
     )  # fmt: skip
     assert rollout.latents is not None and expected.latents is not None
     torch.testing.assert_close(rollout.latents[rows], expected.latents, rtol=0, atol=1e-5)
-    found = taught(random_model, large_model, tmp_path / "b" / "run", "student.gradient=policy")
-    loop = fakes.wired(found, moved=True)
-    assert loop.learn(loop.prepare(loop.rollout(0)))["grad_norm"] > 0
 
 
 def changed(model: str, folder: Path, part: str, **entries: Any) -> str:
@@ -231,4 +227,3 @@ def test_the_published_pairs() -> None:
     assert any(text.startswith("its text_encoder ") for text in mismatches(*klein))
     predicted = predict(found)
     assert predicted.parts["transformers of 1 other bases"] == pytest.approx(16.3e9, rel=0.01)
-    assert predicted.downloads[base.id] == pytest.approx(16.1e9, rel=0.01)

@@ -64,10 +64,11 @@ def test_the_score_of_the_adapter_is_that_of_the_one_that_is_kept(tmp_path: Path
     assert "kept adapter" not in written(folder).text
 
 
-def test_the_newest_samples_and_the_first_are_kept(tmp_path: Path) -> None:
+def test_the_newest_samples_and_the_first_are_kept(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(samples, "KEPT", 3)
     folder, picture = run(tmp_path / "run"), png(torch.zeros(3, 8, 8))
     for update in range(0, 100, 10):
-        samples.write_examples(folder, update, [Example(PROMPT, 0.5, picture)], keep=3)
+        samples.write_examples(folder, update, [Example(PROMPT, 0.5, picture)])
     (folder / "samples" / "update_000005.png").touch()  # of a rollout: another kind
     names = sorted(path.name for path in (folder / "samples").iterdir())
     kept = [f"held_out_{update:06d}.png" for update in (0, 70, 80, 90)]

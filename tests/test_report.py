@@ -9,7 +9,7 @@ from browser import Page
 from flowalign.eval import report
 from flowalign.eval.fidelity import Distance
 from flowalign.eval.suite import Benchmark, Judged
-from flowalign.eval.table import Results, Table, markdown, metric_rows, tables, tallies
+from flowalign.eval.table import Results, Table, markdown, metric_rows, tables
 from flowalign.training.report.pictures import png
 from flowalign.types import EvalRow, PromptBatch
 
@@ -133,13 +133,6 @@ def test_a_table_as_markdown():
     assert "| new | 0.500 ± 0.100 (n 7 of 8) |" in markdown(Table("", some, {"ocr": 3}))
 
 
-def test_what_changed_is_counted_in_prompts(results: Results):
-    heads, *rows = tallies(results, {"student": ["ocr"]})
-    assert heads[1:] == ["geneval", "ocr"]
-    assert [row[0] for row in rows] == ["student − ocr", "ocr − base", "student − base"]
-    assert rows[0][1:] == ["0 / 0 / 3 (1 without a score)", "1 / 3 / 0"]
-
-
 @pytest.fixture
 def text(results: Results) -> str:
     return page(results)
@@ -148,9 +141,8 @@ def text(results: Results) -> str:
 def page(results: Results) -> str:
     compare = {"student": ["ocr"]} if "ocr" in results.judged else {}
     shown = tables(results, compare)
-    cells = metric_rows(results.rows), tallies(results, compare)
     about = {"title": "T < 1", "conditions": ["Seed 7."], "config": "stage: eval"}
-    return report.render(results, shown, *cells, **about)
+    return report.render(results, shown, metric_rows(results.rows), **about)
 
 
 def test_the_page_parses_and_refers_to_nothing_outside(text: str):

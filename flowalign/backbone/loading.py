@@ -95,7 +95,6 @@ def load_pipeline(
     model: str,
     *,
     dtype: torch.dtype = torch.float32,
-    vae_dtype: torch.dtype = torch.float32,
     quantization: str | None = None,
     revision: str | None = None,
     parts: Mapping[str, Any] | None = None,
@@ -125,7 +124,7 @@ def load_pipeline(
             revision=revision,
             use_safetensors=True,  # else diffusers takes a pickle where a part has no other file
             quantization_config=four_bits,
-            dtype={"default": dtype, "vae": vae_dtype},
+            dtype={"default": dtype, "vae": torch.float32},
             **(parts or {}),
         )
     except (OSError, ValueError) as error:

@@ -19,8 +19,6 @@ class ModelConfig(Section):
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """dtype of the transformer and its adapters, stored and computed. The adapter that is trained
     keeps its weights in float32. float16 scales the loss."""
-    vae_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """dtype of the VAE (0.3 GB in float32). 16 bits cause visible artifacts."""
     quantization: Literal["nf4", "fp8"] | None = None
     """The frozen transformer is stored in fewer bits and computes in dtype. nf4: 4 bits; needs
     bitsandbytes and a GPU. fp8: 8 bits; use gradient_checkpointing with it."""
@@ -39,9 +37,6 @@ class ModelConfig(Section):
     Stable Diffusion 3.5 in 16 bits."""
     decode_batch: Many = 4
     """Images per forward pass of the VAE."""
-    attention: str | None = Field(default=None, examples=["native", "xformers", "flash"])
-    """A diffusers attention backend, for models whose layers have a choice; null = its default
-    (SDPA). In 16 bits on a GPU a family may take another (`Family.gpu_attention`)."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: slower, much less memory."""
     compile: bool = False

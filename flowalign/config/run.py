@@ -34,9 +34,6 @@ class TrainConfig(Section):
     """Number of newest checkpoints that are kept."""
     sample_every: Many = 20
     """Rollouts between two sample grids; the last rollout has one, too."""
-    keep_samples: Count | None = Field(default=200, examples=[50])
-    """Number of newest sample grids in <output>/samples that are kept, of rollouts and of
-    evaluations each; the oldest one stays, too. null = keep all."""
     deterministic: bool = False
     """The same run gives the same bits on a GPU as well, also after a resume. Backward passes are
     slower, and an operation without a deterministic form raises, in rewards as well."""

@@ -27,7 +27,6 @@ Command = Callable[[Sequence[str]], int]
 LIBRARIES = (
     "accelerate", "bitsandbytes", "diffusers", "fastapi", "huggingface_hub",
     "open_clip", "peft", "starlette", "torch", "torchvision", "transformers", "triton", "uvicorn",
-    "xformers",
 )  # fmt: skip
 
 

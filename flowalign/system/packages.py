@@ -21,7 +21,6 @@ EXTRAS = {
     "scipy": "clip",
     "paddleocr": "paddle",
     "paddle": "paddle",
-    "xformers": "gpu",
     "bitsandbytes": "gpu",
     "fastapi": "serve",
     "uvicorn": "serve",

@@ -47,9 +47,8 @@ WEIGHT = "weight/"  # of a trained step in the loss
 TEACHER_KL = "kl/"
 TEACHER_ERROR = "velocity_error/"  # in place of TEACHER_KL if the rollout has no noise
 # At evaluations, mean |v - v_target|^2 at states that stay the same through the run, by task: those
-# of the teacher's trajectories, and its images with noise
+# of the teacher's trajectories
 FIXED_PATH = "fixed_path/"
-FIXED_NOISED = "fixed_noised/"
 
 # Evaluations
 EVAL = "eval/"
@@ -88,7 +87,6 @@ MEANINGS = {
     TEACHER_KL: "The distance to the teacher; should fall for every curve.",
     TEACHER_ERROR: "The distance to the teacher; should fall for every curve.",
     FIXED_PATH: "The distance to the target on the teacher's own path; should fall.",
-    FIXED_NOISED: "The distance to the target on the teacher's noised images; should fall.",
     KEPT_SHARE: "kept_share: the share of images that count (advantage not 0); near 1 is good.",
     CLIP_FRACTION: "clip_fraction: the share of clipped policy ratios; should be below 0.5.",
     INVALID_SHARE: "invalid_share: the share of images without a reward; should be 0.",

@@ -1,4 +1,4 @@
-"""What each stage of a run downloads, holds and takes, the sum, and what would make it fit.
+"""What each stage of a run holds and takes, the sum, and what would make it fit.
 
 Memory that does not suffice is answered by changes of the config, the cheapest first (`_changes`).
 Hours that do not (`--hours`) are answered by a smaller run. What is cut first costs least of what
@@ -23,14 +23,13 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from flowalign import rewards
 from flowalign.backbone.structure import local_folder
 from flowalign.commands.doctor.count import Ranks, evaluated_images, predict, ranks_of
 from flowalign.commands.doctor.pace import DEFAULT_GPU, GPUS, Gpu, Pace, Times, present_gpu, times
 from flowalign.commands.findings import Finding, fault, note, ok, show
 from flowalign.config import ADAPTER, ConfigError, ModelConfig, Stage, parse
 
-GB, GIB = 10**9, 2**30
+GIB = 2**30
 SHARE = 0.92  # of a device's memory that tensors can use; the rest is lost between blocks
 CONTEXT = 0.6 * GIB  # of CUDA, cuDNN and cuBLAS
 LONG = 100  # hours above which a run is noted
@@ -134,7 +133,7 @@ class Forecast:
 
 
 def forecasts(stages: Mapping[str, Stage], device: Device) -> list[Forecast]:
-    """The prediction of each stage, without its times. Prints what all of them need together."""
+    """The prediction of each stage, without its times."""
     ranks: dict[str, Ranks] = {}  # by folder, of what the stages will write
     listed = []
     asked = device.gpu or device.memory or device.tflops or torch.cuda.is_available()
@@ -149,38 +148,11 @@ def forecasts(stages: Mapping[str, Stage], device: Device) -> list[Forecast]:
             listed.append(one.predicted() if stage.samples else one)
         except LookupError as error:
             listed.append(replace(one, unknown=str(error.args[0])))
-    show(_needs(listed))
     return listed
 
 
 def is_here(model: ModelConfig) -> bool:
     return local_folder(model.id, model.revision) is not None
-
-
-def _needs(listed: Sequence[Forecast]) -> Iterator[Finding]:
-    """Findings about downloads and host memory of all stages together.
-
-    Adapters are not among them: the checks before this have read them. For rewards a cache is not
-    looked at, since their libraries have caches of their own.
-    """
-    sizes: dict[str, float | None] = {}  # GB; None = not known
-    estimates = [forecast.estimate for forecast in listed if forecast.estimate]
-    largest = max(estimates, key=lambda estimate: estimate.host, default=None)
-    for stage in (forecast.stage for forecast in listed):
-        needed = [stage.model] if stage.samples or stage.merges else []
-        for model in (m for m in (*needed, *stage.bases.values()) if not is_here(m)):
-            size = largest and largest.downloads.get(model.id)
-            sizes[model.id] = size and size / GB
-        for reward in (r for judged in stage.judged for r in judged.rewards.values()):
-            for name, options in rewards.leaves(reward.name, reward.options, imports=False):
-                files = rewards.declared(name, imports=False).files(**options)
-                sizes |= {f"reward {name}": None} if files is None else files
-    if sizes:
-        each = [f"{name} ({size:.2g} GB)" if size else name for name, size in sizes.items()]
-        total = sum(size or 0 for size in sizes.values())
-        yield note(f"downloads: about {total:.3g} GB unless cached: {', '.join(each)}")
-    if largest:
-        yield ok(f"host memory: {largest.host / GIB:.3g} GiB a process while the model loads")
 
 
 # Memory ------------------------------------------------------------------------------------------

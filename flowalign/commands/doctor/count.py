@@ -50,7 +50,6 @@ BENCHMARK_PROMPTS = 512  # assumed where a benchmark has no limit and its file i
 FREE = {
     "gradient_checkpointing", "text_cache", "offload_text_encoders", "decode_batch", "quantization"
 }  # fmt: skip
-SIXTEEN = 2  # bytes a weight of the files on the Hub
 
 
 @dataclass(frozen=True)
@@ -75,8 +74,6 @@ class Estimate:
     phases: list[Phase]  # of an update
     evaluation: Phase | None  # None = the run has none
     width: int  # of the transformer
-    host: int  # bytes of host memory while the model loads
-    downloads: Mapping[str, int]  # {model: bytes of its files on the Hub}
 
     @property
     def all_phases(self) -> list[Phase]:
@@ -126,9 +123,7 @@ def predict(
         model = models[key] = _Model(config.model, device_type, given)
     parts = {name: count for name, count in model.parts(config, processes).items() if count}
     evaluation = _evaluation(config, model, processes) if config.evaluations else None
-    return Estimate(
-        config, processes, parts, phases, evaluation, model.width, model.host, model.downloads,
-    )  # fmt: skip
+    return Estimate(config, processes, parts, phases, evaluation, model.width)
 
 
 def evaluated_images(config: Stage) -> dict[str, int]:
@@ -187,10 +182,6 @@ class _Model:
         weights = [layer.weight for layer in linear]
         self.base_nf4 = self.base + round(sum(w.numel() for w in weights) * NF4) - size(weights)
         (self.width, _), *_ = Counter(layer.in_features for layer in linear).most_common(1)
-        modules = (pipe.transformer, pipe.vae, *self.encoders)
-        self.host = size_of(*modules)
-        files = [SIXTEEN * sum(p.numel() for p in part.parameters()) for part in modules]
-        self.file, self.downloads = files[0], {config.id: sum(files)}  # bytes; transformer, all
         self.latent_shape = self.backbone.latent_shape
         self.latent = rounded(4 * math.prod(self.latent_shape))  # bytes, float32
         self.pixels = 4 * 3 * config.height * config.width  # bytes of an image, float32
@@ -205,7 +196,7 @@ class _Model:
         text = 0 if model.offload_text_encoders else size_of(*self.encoders)
         return {
             f"transformer ({model.quantization or model.dtype})": self.transformer(model),
-            f"VAE ({model.vae_dtype})": size_of(self.backbone.pipe.vae),
+            "VAE (float32)": size_of(self.backbone.pipe.vae),
             f"text encoders ({model.dtype})": text,
             f"LoRAs of {len(self.loras)} models": sum(size(w) for _, w in self.loras),
         }
@@ -310,8 +301,6 @@ class _Trained(_Model):
                     others[where] = _Model(settings, device_type, here=here)
                 model = others[where]
                 self.bases |= {where: model.transformer(settings)} if here else {}
-                self.host = max(self.host, model.base)
-                self.downloads[settings.id] = model.file
             if teacher.adapter is not None:
                 own = ranks_of(teacher.adapter, lora, ranks, settings)
                 name, weights = model.add_frozen(own)

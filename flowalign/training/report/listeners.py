@@ -59,13 +59,12 @@ class RunLog:
         train = self.config.train
         due = update % train.sample_every == 0 or update == train.updates
         if self.main and due and rollout.images is not None:
-            path = samples.write_rollout(self.folder, update, rollout, notes, train.keep_samples)
+            path = samples.write_rollout(self.folder, update, rollout, notes)
             trackers.image(self.accelerator, "samples", path, update)
 
     def evaluation(self, update: int, report: EvalReport) -> None:
         if self.main and report.examples:
-            keep = self.config.train.keep_samples
-            path = samples.write_examples(self.folder, update, report.examples, keep)
+            path = samples.write_examples(self.folder, update, report.examples)
             trackers.image(self.accelerator, "held_out", path, update)
 
     def page(self) -> None:
@@ -78,8 +77,7 @@ class RunLog:
         assert limits
         self.warn(update, self.alarm.drift(check.drifts, limits.warn, where, limits.reference))
         if self.main:
-            content, keep = to_json(asdict(check)), self.config.train.keep_samples
-            samples.write_drift(self.folder, update, content, keep)
+            samples.write_drift(self.folder, update, to_json(asdict(check)))
         beyond = sum(drift.beyond(limits.warn) for drift in check.drifts)
         values = {metrics.IMAGE_DRIFT + drift.name: drift.sigmas for drift in check.drifts}
         return {**values, metrics.DRIFT_ALARMS: beyond}

@@ -221,7 +221,6 @@ KINDS = (  # title, axis, metrics or the beginning of their names, style
     ("velocity error, by task", "mean square", metrics.TEACHER_ERROR, NOISY),
     ("velocity error, by step", "mean square", metrics.TEACHER_ERROR + metrics.STEP, LOG),
     ("targets on the teachers' paths", "mean square", metrics.FIXED_PATH, ""),
-    ("targets on noised images", "mean square", metrics.FIXED_NOISED, ""),
     ("shares of the images", "share",
      [metrics.KEPT_SHARE, metrics.CLIP_FRACTION, metrics.INVALID_SHARE], ""),
     ("loss", "loss", [metrics.LOSS], ""),

@@ -2,7 +2,7 @@
 
 samples/update_000020.png shows images of a rollout, samples/held_out_000020.png of an evaluation.
 drift_*.json are checks of the drift, with small WebP images in base64. Of each kind the newest
-`keep` stay, and the oldest.
+KEPT stay, and the oldest.
 """
 
 from __future__ import annotations
@@ -19,15 +19,14 @@ from flowalign.system.images import pixels_of
 from flowalign.training.report.pictures import grid, score_text
 from flowalign.types import Example, Rollout
 
+KEPT = 200  # newest files of a kind
 COPIES, SHOWN = 4, 32  # images of a prompt, and of a picture, at most
 HELD_OUT = 8  # prompts of a benchmark
 TRAINING, EVALUATION = "update_", "held_out_"  # what the names of the files begin with
 DRIFT = "drift_rollout_"
 
 
-def write_rollout(
-    folder: Path, update: int, rollout: Rollout, notes: Sequence[str], keep: int | None = None
-) -> Path:
+def write_rollout(folder: Path, update: int, rollout: Rollout, notes: Sequence[str]) -> Path:
     """Keep some images of a rollout that has them; returns the picture. notes: one an image."""
     assert rollout.images is not None
     copies = int(rollout.copy.max()) + 1
@@ -36,20 +35,18 @@ def write_rollout(
     captions = [f"{prompt}\n{note}".strip() for prompt, note in about]
     path = place(folder, TRAINING, update, "png")
     grid(path, list(rollout.images[rows]), captions, title=path.stem)
-    _remove_old(folder, TRAINING, keep)
+    _remove_old(folder, TRAINING)
     return path
 
 
-def write_examples(
-    folder: Path, update: int, examples: Sequence[Example], keep: int | None = None
-) -> Path:
+def write_examples(folder: Path, update: int, examples: Sequence[Example]) -> Path:
     """Keep the images that an evaluation shows; returns the picture."""
     images = [pixels_of(example.picture) for example in examples]
     notes = ["" if e.score is None else score_text(e.score) for e in examples]
     captions = [f"{e.prompt}\n{note}".strip() for e, note in zip(examples, notes, strict=True)]
     path = place(folder, EVALUATION, update, "png")
     grid(path, images, captions, title=path.stem)
-    _remove_old(folder, EVALUATION, keep)
+    _remove_old(folder, EVALUATION)
     return path
 
 
@@ -67,15 +64,15 @@ def updates(run: Path, kind: str) -> list[int]:
     return sorted({int(n.removeprefix(kind)) for n in names if re.fullmatch(rf"{kind}\d+", n)})
 
 
-def write_drift(folder: Path, update: int, content: Any, keep: int | None) -> None:
-    """Write a check of the drift; the oldest one stays and the newest `keep` (None = all)."""
+def write_drift(folder: Path, update: int, content: Any) -> None:
+    """Keep a check of the drift."""
     with replacing(place(folder, DRIFT, update, "json")) as part:
         part.write_text(json.dumps(content, allow_nan=False), encoding="utf-8")
-    _remove_old(folder, DRIFT, keep)
+    _remove_old(folder, DRIFT)
 
 
-def _remove_old(folder: Path, kind: str, keep: int | None) -> None:
-    for update in updates(folder, kind)[1 : -keep if keep else 1]:
+def _remove_old(folder: Path, kind: str) -> None:
+    for update in updates(folder, kind)[1:-KEPT]:
         for ending in ("json", "png"):
             place(folder, kind, update, ending).unlink(missing_ok=True)
 

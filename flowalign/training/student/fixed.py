@@ -1,8 +1,8 @@
 """The distance to the targets at states that stay the same through a run.
 
 On the student's own path the states change with the student, so that its distance there may fall
-while the student learns nothing, or rise while it learns. Here the states are the teachers': those
-of their own trajectories, and their images with noise added.
+while the student learns nothing, or rise while it learns. Here they are of the teachers' own
+trajectories.
 """
 
 from __future__ import annotations
@@ -20,11 +20,10 @@ from flowalign.config import OpdStage
 from flowalign.training import metrics
 from flowalign.training.algorithm import pairs_of
 from flowalign.training.losses import velocity_error
-from flowalign.training.noising import noised, stratified
 from flowalign.training.rollout import Noise, Stream, sample, schedule_of
 from flowalign.types import PromptBatch, Rollout, Teacher
 
-STATES = 4  # of each trajectory, and noise levels of each image
+STATES = 4  # of each trajectory
 
 
 @dataclass(frozen=True)
@@ -39,12 +38,11 @@ class Fixed:
 def fixed_states(
     config: OpdStage, backbone: Backbone, teachers: Teacher, prompts: Mapping[str, PromptBatch]
 ) -> list[Fixed]:
-    """Both kinds of states of each task, of its first prompts: a function of the seed and of the
-    teachers. prompts: by task. All processes make the same."""
+    """The states of each task, of its first prompts: a function of the seed and of the teachers.
+    prompts: by task. All processes make the same."""
     found = []
     for task, batch in prompts.items():
         batch = batch.select(range(min(config.student.fixed_prompts, len(batch))))
-        key = (config.seed, 0, Stream.FIXED)
         schedule = schedule_of(config, backbone)
         spread = np.linspace(0, len(schedule.trained) - 1, STATES).round().astype(int)
         steps = tuple(schedule.trained[i] for i in sorted({*spread.tolist()}))
@@ -53,17 +51,13 @@ def fixed_states(
             batch,
             dataclasses.replace(schedule, chosen=steps, actions=False),
             guidance=config.rollout.guidance,
-            noise=Noise(key),
+            noise=Noise((config.seed, 0, Stream.FIXED)),
             places=[(row, 0) for row in range(len(batch))],
             batch_size=config.rollout.batch_size,
             decode=False,
-            finish=True,
             sources=teachers.sources(batch.tasks),
         )
-        levels = stratified(backbone.shift(config.rollout.steps), STATES, key)
-        images, _ = noised(path, levels, key)
-        for prefix, states in ((metrics.FIXED_PATH, path), (metrics.FIXED_NOISED, images)):
-            found.append(Fixed(prefix + task, states, teachers(states).velocity))
+        found.append(Fixed(metrics.FIXED_PATH + task, path, teachers(path).velocity))
     return found
 
 

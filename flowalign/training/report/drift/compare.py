@@ -120,7 +120,8 @@ def drift(name: str, base: Tensor, model: Tensor, prompts: Sequence[int]) -> Dri
     """Drift of one statistic, from its values [B] for the same prompts and noise.
 
     prompts: of the B images; images of a prompt are averaged first, as they resemble each other.
-    Values that are NaN are left out. The interval is Student's over prompts.
+    Values that are NaN are left out. The interval is over prompts, normal with the variance of
+    Student's t, which is a little wider than Student's own: 3 % for 8 prompts, 21 % for 4.
     """
     rows = (base.isfinite() & model.isfinite()).nonzero().flatten().tolist()
     rows_of: dict[int, list[int]] = {}
@@ -132,7 +133,10 @@ def drift(name: str, base: Tensor, model: Tensor, prompts: Sequence[int]) -> Dri
     sigma = SIGMAS[name.rpartition("/")[2]].size(base[rows])
     gaps = torch.stack([(model - base)[group].mean() for group in rows_of.values()]) / sigma
     mean = float(gaps.mean())
-    half = math.inf if n < 3 else student(n - 1) * float(gaps.std(correction=1)) / math.sqrt(n)
+    half = math.inf
+    if n > 3:  # t of n - 1 degrees of freedom has the variance (n - 1) / (n - 3)
+        reach = NormalDist().inv_cdf((1 + CONFIDENCE) / 2) * math.sqrt((n - 1) / (n - 3))
+        half = reach * float(gaps.std(correction=1)) / math.sqrt(n)
     means = float(base[rows].mean()), float(model[rows].mean())
     return Drift(name, *means, mean, mean - half, mean + half, n)
 
@@ -174,16 +178,3 @@ def check_drift(pairs: Sequence[Pair], period: int) -> Check:
         about = {"prompt": pair.prompt, "task": pair.task, "sigmas": sigmas}
         rows.append({**about, "base": base, "model": model})
     return Check([drift for drift in drifts if drift.n], rows)
-
-
-def student(freedom: int) -> float:
-    """The two-sided quantile of Student's t at CONFIDENCE, by Cornish and Fisher's expansion
-    (Abramowitz and Stegun 26.7.5): within 1 % for 2 degrees of freedom, 0.02 % from 5 on."""
-    z = NormalDist().inv_cdf((1 + CONFIDENCE) / 2)
-    terms = (
-        (z**3 + z) / 4,
-        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
-        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
-        (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160,
-    )
-    return z + sum(term / freedom ** (i + 1) for i, term in enumerate(terms))
