@@ -24,17 +24,17 @@ from pathlib import Path
 LINKED = ("rewards", "teachers", "eval")
 # Lines a room may have. A change that needs more says so here.
 BUDGET = {
-    "backbone": 3178,
+    "backbone": 3222,
     "commands": 4115,
-    "config": 2153,
+    "config": 2157,
     "credit": 244,
     "eval": 2249,
     "flowalign": 64,
     "rewards": 4300,
     "sde": 185,
-    "system": 1124,
+    "system": 1125,
     "teachers": 1264,
-    "training": 4942,
+    "training": 4969,
     "types": 260,
 }
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)

@@ -8,7 +8,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from flowalign.backbone.attention import unavailable
 from flowalign.commands import run
+from flowalign.config import ConfigError
+from flowalign.training.preflight import Launch, check_world
 
 ON = "train.deterministic=true"
 
@@ -58,6 +61,26 @@ def outcome(model: str, folder: Path, *given: str) -> tuple[bytes, list[dict[str
 def test_two_runs_are_equal_to_the_bit(random_model: str, tmp_path: Path, given: list[str]) -> None:
     one, two = (outcome(random_model, tmp_path / name / "run", *given) for name in ("a", "b"))
     assert one == two and len(one[1]) == 5
+
+
+def refused(config: Any) -> str:
+    try:
+        check_world(config, Launch())
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_attention_whose_backward_pass_varies_is_refused(tmp_path: Path) -> None:
+    fits = {"null": True, "native": True, "_native_math": True, "_native_efficient": True,
+            "_native_cudnn": False, "flash": False, "xformers": False, "sage": False}  # fmt: skip
+    for backend, repeatable in fits.items():
+        given = [ON, f"model.attention={backend}", "model.id=black-forest-labs/FLUX.1-dev"]
+        problem = refused(fakes.settings("tiny", tmp_path / "run", *given))
+        missing = unavailable(backend) if backend != "null" else None
+        assert ("deterministic" in problem) != repeatable, backend
+        without = refused(fakes.settings("tiny", tmp_path / "run", *given[1:]))
+        assert ("model.attention" in without) == bool(missing), backend
 
 
 @pytest.mark.gpu

@@ -15,7 +15,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.testing import assert_close
 
-from flowalign.config import ADAPTER, to_yaml
+from flowalign.backbone import Backbone
+from flowalign.config import ADAPTER, ModelConfig, to_yaml
 from flowalign.rewards import score
 from flowalign.rewards.preference import PickScore
 from flowalign.rewards.scoring import AsyncScorer
@@ -134,3 +135,19 @@ def test_flux_learns_in_bf16_and_without_cudnns_attention(family: str, tmp_path:
     loop.run()
     after = torch.cat([p.detach().flatten() for p in loop.parameters])
     assert torch.isfinite(after).all() and not torch.equal(before, after)
+
+
+@pytest.mark.parametrize("attention", ["native", "_native_flash", "_native_efficient"])
+def test_an_attention_backend_gives_the_same_velocity(tmp_path: Path, attention: str) -> None:
+    families.pipeline("flux").save_pretrained(tmp_path)
+
+    def velocity(name: str | None) -> Tensor:
+        sizes = {"height": 32, "width": 32, "max_sequence_length": 14, "dtype": "bfloat16"}
+        model = ModelConfig.model_validate({"id": str(tmp_path), "attention": name, **sizes})
+        backbone = Backbone.load(model, "cuda")
+        cond = backbone.encode(fakes.PROMPTS[:2])
+        x = torch.randn(2, *backbone.latent_shape, generator=torch.Generator().manual_seed(1))
+        with torch.no_grad():
+            return backbone.velocity(x.cuda(), 0.5, cond, guidance=2.0)
+
+    assert_close(velocity(attention), velocity(None), rtol=0.05, atol=0.05)

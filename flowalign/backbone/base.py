@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from diffusers.models.attention_dispatch import attention_backend
 from peft import LoraConfig
 from peft.tuners.lora import LoraLayer
 from peft.utils import get_peft_model_state_dict, set_peft_model_state_dict
 from torch import Tensor, nn
 
 from flowalign.backbone.adapters import Lora, read_lora, write_lora
+from flowalign.backbone.attention import use_backend
 from flowalign.backbone.family import ModelError
 from flowalign.backbone.loading import family_of, load_pipeline
 from flowalign.backbone.lora import (
@@ -95,10 +95,11 @@ class Backbone:
             parts={name: part for name, part in parts.items() if name != "transformer"},
         )
         backbone = beside._with(pipe, model, device) if beside else cls(pipe, model, device)
-        kernel, on_gpu = backbone.family.gpu_attention, torch.device(device).type == "cuda"
-        if kernel and on_gpu and backbone.dtype != torch.float32:
-            with attention_backend(kernel):  # puts diffusers' global choice back, which is set, too
-                backbone.core.set_attention_backend(kernel)
+        attention = model.attention
+        if torch.device(device).type == "cuda" and backbone.dtype != torch.float32:
+            attention = attention or backbone.family.gpu_attention
+        if attention:
+            use_backend(backbone.core, attention)
         if model.gradient_checkpointing:
             backbone.core.enable_gradient_checkpointing()
         return backbone

@@ -87,7 +87,7 @@ class Family(ABC):
     longest: ClassVar[int] = 512
     patch: int = 2  # latents a side of a token
     max_shift: ClassVar[float] = 1.15  # where the scheduler's config has none
-    gpu_attention: ClassVar[str | None] = None  # diffusers' backend in 16 bits; None = SDPA
+    gpu_attention: ClassVar[str | None] = None  # in 16 bits, where model.attention is null
 
     def __init__(self, pipe: Any) -> None:
         self.pipe = pipe

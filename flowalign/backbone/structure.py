@@ -24,6 +24,7 @@ from huggingface_hub import snapshot_download, try_to_load_from_cache
 from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
+from flowalign.backbone.attention import has_backends
 from flowalign.backbone.family import ENCODERS, Family, ModelError
 from flowalign.backbone.loading import family_of, model_error, resolve, text_length
 from flowalign.backbone.lora import adapted_layers
@@ -56,10 +57,13 @@ class ModelSpec:
         return adapted_layers(self.family.core, targets or self.family.targets)
 
     def problems(self) -> Iterator[str]:
-        """A size, a length of prompts and a dtype that the model does not have."""
+        """A size, a length of prompts, a dtype and an attention that the model does not have."""
         yield from self.family.size_problems(*self.config.size)
         yield from self.family.length_problems(self.length)
         yield from self.family.dtype_problems(self.config.id, self.config.dtype)
+        if self.config.attention and not has_backends(self.family.core):
+            text = "diffusers' layers of this model have torch's SDPA alone. Use null."
+            yield f"model.attention: {self.config.attention!r}; {text}"
 
 
 def model_spec(model: ModelConfig, *, whole: bool = False) -> ModelSpec:

@@ -37,6 +37,9 @@ class ModelConfig(Section):
     Stable Diffusion 3.5 in 16 bits."""
     decode_batch: Many = 4
     """Images per forward pass of the VAE."""
+    attention: str | None = Field(default=None, examples=["native", "xformers", "flash"])
+    """A diffusers attention backend, for models whose layers have a choice; null = its default
+    (SDPA). In 16 bits on a GPU a family may take another (`Family.gpu_attention`)."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: slower, much less memory."""
     compile: bool = False

@@ -21,6 +21,7 @@ EXTRAS = {
     "scipy": "clip",
     "paddleocr": "paddle",
     "paddle": "paddle",
+    "xformers": "gpu",
     "bitsandbytes": "gpu",
     "fastapi": "serve",
     "uvicorn": "serve",

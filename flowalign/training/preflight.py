@@ -19,6 +19,7 @@ import torch
 from flowalign import rewards
 from flowalign.backbone import adapters
 from flowalign.backbone.adapters import AdapterError, HubError, Lora, read_lora
+from flowalign.backbone.attention import unavailable
 from flowalign.backbone.lora import misfit
 from flowalign.backbone.structure import cut_prompts, known, mismatches, read_family
 from flowalign.backbone.tiny.scenes import rendered
@@ -33,6 +34,7 @@ from flowalign.types import PromptBatch
 
 FEW = 8  # steps, at most, of a model that was distilled to few
 # torch's own attention obeys train.deterministic; the kernels of other packages do not know of it
+REPEATABLE = (None, "native", "_native_math", "_native_flash", "_native_efficient")
 
 
 @dataclass(frozen=True)
@@ -105,6 +107,9 @@ def _packages(config: Any, launch: Launch, inputs: Inputs) -> Iterator[str]:
             yield f"{key}: needs {package}, which is not installed. {packages.hint(package)}"
     for key in bits if not (launch.elsewhere or torch.cuda.is_available()) else ():
         yield f"{key}: 'nf4' needs a GPU, and torch sees none. Use 'fp8', or null."
+    kernels = config.model.attention
+    if kernels and (reason := unavailable(kernels)):
+        yield f"model.attention: {kernels!r}: {reason} Or use null: SDPA."
 
 
 def _adapters(config: Any, launch: Launch, inputs: Inputs) -> Iterator[str]:
@@ -242,9 +247,13 @@ def _bases(config: Any, launch: Launch, inputs: Inputs) -> Iterator[str]:
 
 
 def _training(config: Any, launch: Launch, inputs: Inputs) -> Iterator[str]:
-    """Layers that the model does not have, and a folder that holds another run."""
+    """Settings against determinism, layers that the model does not have, and a folder that holds
+    another run."""
     if not config.trains:
         return
+    if config.train.deterministic and config.model.attention not in REPEATABLE:
+        text = f"{config.model.attention!r} is not deterministic in its backward pass. Use null"
+        yield f"model.attention: {text}, or train.deterministic=false."
     fresh = config.lora.targets if config.lora.init is None else None
     if fresh and (spec := known(config.model)):
         for target in fresh:

@@ -64,8 +64,9 @@ class StatesConfig(Section):
 class StudentConfig(Section):
     """On-policy distillation: the loss between the student and its teachers."""
 
-    gradient: Literal["pathwise", "published"] = "pathwise"
-    """pathwise: through the weighted velocity distance. published: the official arithmetic."""
+    gradient: Literal["pathwise", "policy", "published"] = "pathwise"
+    """pathwise: through the weighted velocity distance. policy: a clipped policy gradient on the
+    teacher's log-ratio. published: the official arithmetic."""
     weighting: Literal["kl", "published", "mean", "velocity"] = "velocity"
     """w(sigma) of the distance w |v - v_teacher|^2; see flowalign.training.losses.step_weights. The
     defaults here and of states did best in the first tiny world; in the second, random states are
@@ -74,9 +75,9 @@ class StudentConfig(Section):
     guidance: NotNegative | None = Field(default=None, examples=[1.0])
     """CFG scale of the student in the loss; null = rollout.guidance."""
     clip_range: Positive = 1e-4
-    """PPO's epsilon (published)."""
+    """PPO's epsilon (policy, published)."""
     advantage_clip: Positive = 5.0
-    """Advantages are clipped to +- this (published)."""
+    """Advantages are clipped to +- this (policy, published)."""
     label_dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """dtype of the stored labels."""
     label_batch: Many = 64
@@ -93,7 +94,7 @@ class StudentConfig(Section):
         if self.patience is not None and not self.fixed_prompts:
             yield "patience: it needs fixed_prompts, which are 0."
         if self.gradient == "published" and self.weighting != "published":
-            yield "weighting: gradient 'published' has 'published' only. Use it."
+            yield f"weighting: gradient {self.gradient!r} has 'published' only. Use it."
 
 
 class OpdStage(DistillationStage):
