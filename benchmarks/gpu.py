@@ -47,7 +47,7 @@ from flowalign.config import ModelConfig
 ROOT = Path(__file__).resolve().parent.parent
 CONFIGS = ROOT / "configs"
 GIB = 2**30
-PACKAGES = ("torch", "diffusers", "transformers", "peft", "accelerate", "bitsandbytes", "xformers",
+PACKAGES = ("torch", "diffusers", "transformers", "peft", "accelerate", "bitsandbytes")
             "flash-attn", "sageattention")  # fmt: skip
 STARTING = 180.0  # seconds that a worker may take to import torch and its friends
 
