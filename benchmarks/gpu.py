@@ -49,7 +49,6 @@ CONFIGS = ROOT / "configs"
 GIB = 2**30
 PACKAGES = ("torch", "diffusers", "transformers", "peft", "accelerate", "bitsandbytes", "xformers",
             "flash-attn", "sageattention")  # fmt: skip
-            "flash-attn", "sageattention")  # fmt: skip
 STARTING = 180.0  # seconds that a worker may take to import torch and its friends
 
 
