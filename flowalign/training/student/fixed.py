@@ -40,7 +40,8 @@ def fixed_states(
     config: OpdStage, backbone: Backbone, teachers: Teacher, prompts: Mapping[str, PromptBatch]
 ) -> list[Fixed]:
     """Both kinds of states of each task, of its first prompts: a function of the seed and of the
-    teachers. prompts: by task. All processes make the same."""
+    teachers. With substeps those of their own trajectories alone. prompts: by task. All processes
+    make the same."""
     found = []
     for task, batch in prompts.items():
         batch = batch.select(range(min(config.student.fixed_prompts, len(batch))))
@@ -60,10 +61,12 @@ def fixed_states(
             finish=True,
             sources=teachers.sources(batch.tasks),
         )
+        found.append(Fixed(metrics.FIXED_PATH + task, path, teachers(path).velocity))
+        if config.student.substeps > 1:  # it learns steps between the schedule's noise levels alone
+            continue
         levels = stratified(backbone.shift(config.rollout.steps), STATES, key)
         images, _ = noised(path, levels, key)
-        for prefix, states in ((metrics.FIXED_PATH, path), (metrics.FIXED_NOISED, images)):
-            found.append(Fixed(prefix + task, states, teachers(states).velocity))
+        found.append(Fixed(metrics.FIXED_NOISED + task, images, teachers(images).velocity))
     return found
 
 
