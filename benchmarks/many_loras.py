@@ -232,6 +232,27 @@ def compare(judge: Judge, names: Sequence[str], out: Path) -> tuple[dict[str, An
     return models, images
 
 
+def leaks(judge: Judge, images: dict[str, Any]) -> dict[str, dict[str, float]]:
+    """{model: shares of its pictures that are nearest (mean square distance, equal noise) to what
+    the LoRA of the prompt draws there, to the base's, to another LoRA's}. images: of the models, by
+    style."""
+    names, shown = list(judge.paths), {}
+    for lora in names:
+        with judge.backbone.adapter(f"teacher_{lora}"):
+            shown[lora] = {style: judge.sample(style).images for style in names}
+    shown["base"] = {style: judge.base[style][0].images for style in names}
+    found = {}
+    for model, of_styles in images.items():
+        counts = {"own": 0, "base": 0, "another": 0}
+        for style, pictures in of_styles.items():
+            apart = [(pictures - shown[x][style]).square().flatten(1).mean(1) for x in shown]
+            for nearest in torch.stack(apart).argmin(0).tolist():
+                who = [*shown][nearest]
+                counts["own" if who == style else who if who == "base" else "another"] += 1
+        found[model] = {who: count / sum(counts.values()) for who, count in counts.items()}
+    return found
+
+
 def fixed_paths(run: Path) -> tuple[float, float]:
     """The run's own measure: mean distance on the LoRAs' paths, of the base and of the adapter that
     was kept."""
@@ -275,8 +296,10 @@ def main() -> None:
             "labels_a_cpu_second": judge.labels_a_second(names[:count]),
             "cost": json.loads((out / f"run_{count}" / "cost.json").read_text()),
         }
+    images.pop("stacked, weight 1")  # of two styles
     loras = {"made": len(missing), "cpu_seconds": spent}
     found = {"loras": loras, "students": found, "seconds": time.time() - began}
+    found["leaks"] = leaks(judge, images)
     (out / "many_loras.json").write_text(json.dumps(found, indent=1))
     print(report(found))
     shown = {
@@ -310,9 +333,13 @@ def report(found: dict[str, Any]) -> str:
         )
     costs = ["LoRAs", "student, CPU s", "peak GB", "labels a CPU s", "fixed_path, last / first",
              "images a CPU s, stacked", "images a CPU s, student"]  # fmt: skip
+    heads = ["pictures nearest to", "their LoRA's", "the base's", "another LoRA's"]
+    nearest = [[m, *(f"{share:.2f}" for share in s.values())] for m, s in found["leaks"].items()]
     loras = "{made} LoRAs: {cpu_seconds:.0f} CPU s.".format(**found["loras"])
     total = f"{loras} All: {found['seconds'] / 60:.1f} min."
-    return "\n".join([*table(head, rows), "", *table(costs, speed), "", total])
+    return "\n".join(
+        [*table(head, rows), "", *table(costs, speed), "", *table(heads, nearest), "", total]
+    )
 
 
 if __name__ == "__main__":

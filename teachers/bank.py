@@ -42,8 +42,9 @@ class Bank:
 
     members: teachers by name. routing: task -> name of its teacher. batch_size: (image, step)
     pairs per forward pass. dtype: how labels are stored. start: what the student starts from, the
-    reference "start" of members. Adapters may differ in rank, alpha and layers. Raises ValueError
-    for an adapter that does not fit the base.
+    reference "start" of members. substeps: Euler steps to the next noise level of the rollout; the
+    label is the mean velocity over them. Adapters may differ in rank, alpha and layers. Raises
+    ValueError for an adapter that does not fit the base.
     """
 
     def __init__(
@@ -55,9 +56,10 @@ class Bank:
         batch_size: int = 64,
         dtype: torch.dtype = torch.bfloat16,
         start: str | Path | Lora | None = None,
+        substeps: int = 1,
     ) -> None:
         self.backbone, self.members, self.routing = backbone, dict(members), dict(routing)
-        self.batch_size, self.dtype = batch_size, dtype
+        self.batch_size, self.dtype, self.substeps = batch_size, dtype, substeps
         adapters = {_adapter(name): member.adapter for name, member in self.members.items()}
         bases = {_adapter(name): m.base for name, m in self.members.items() if m.base}
         backbone.others = {**backbone.others, **bases}
@@ -83,7 +85,6 @@ class Bank:
         one is not finite."""
         names = [self.routing[task] for task in rollout.batch.tasks]
         device, steps = rollout.states.device, len(rollout.steps)
-        sigmas = rollout.sigmas[rollout.steps].to(device)
         targets = {name: self.targets(name) for name in dict.fromkeys(names)}
         beyond = any(len(sources) > 1 for sources in targets.values())
         velocity = torch.zeros_like(rollout.states, dtype=torch.float32 if beyond else self.dtype)
@@ -103,12 +104,7 @@ class Bank:
         for adapter, group in groupby(passes, key=lambda part: part[0].adapter):
             with self.backbone.adapter(adapter):  # once per teacher: switching costs time
                 for source, weight, (row, column) in group:
-                    label = self.backbone.velocity(
-                        rollout.states[row, column],
-                        sigmas[column],
-                        rollout.conditioning.select(row),
-                        guidance=source.guidance,
-                    )
+                    label = self._label(rollout, row, column, source.guidance)
                     velocity[row, column] += (weight * label).to(velocity.dtype)
         velocity = velocity.to(self.dtype)
         broken, fault = (~torch.isfinite(velocity)).flatten(2).any(2), None
@@ -120,6 +116,20 @@ class Bank:
         if fault := first_fault(fault):
             raise fault
         return TeacherLabel(velocity, names)
+
+    def _label(self, rollout: Rollout, row: Tensor, column: Tensor, guidance: float) -> Tensor:
+        """The active adapter's velocity at b states [b,C,h,w]: with substeps (x_end - x) / dt of
+        its own path to the next noise level, which a student of few steps takes in one."""
+        texts, x = rollout.conditioning.select(row), rollout.states[row, column]
+        step = torch.tensor(rollout.steps)[column.cpu()]
+        sigma, following = (rollout.sigmas[s].to(x.device) for s in (step, step + 1))
+        dt, total = (following - sigma) / self.substeps, torch.zeros_like(x)
+        for count in range(self.substeps):
+            moved = x + dt.view(-1, 1, 1, 1) * total
+            total = total + self.backbone.velocity(
+                moved, sigma + count * dt, texts, guidance=guidance
+            )
+        return total / self.substeps
 
     def sources(self, tasks: list[str]) -> list[Source]:
         return [self.source(self.routing[task]) for task in tasks]

@@ -130,3 +130,29 @@ def test_a_target_beyond_its_teacher(random_model, members: dict[str, Member], g
         base = alone(random_model, Member(reference), found, guidance, rows)
         expected = base + beyond[name].extrapolate * (own - base)
         torch.testing.assert_close(label.velocity[rows], expected, rtol=0, atol=1e-5)
+
+
+def test_a_label_of_substeps_leads_where_the_teachers_own_path_does(
+    random_model: str, members: dict[str, Member]
+) -> None:
+    """x + dt * label is the end of a plain Euler path of three steps, to the next noise level."""
+    student = fakes.adapted(random_model)
+    found = rollout(student)
+    scales = {"base": 1.0, "ocr": 2.0, "geneval": 1.0}
+    scaled = {name: Member(m.adapter, scales[name]) for name, m in members.items()}
+    bank = Bank(student, scaled, ROUTING, batch_size=5, dtype=torch.float32, substeps=3)
+    label = bank(found)
+    for row, name in enumerate(label.teacher):
+        backbone = fakes.backbone(random_model)
+        if adapter := members[name].adapter:
+            backbone.load_adapter("only", adapter)
+        for column, step in enumerate(found.steps):
+            x = start = found.states[row : row + 1, column]
+            text = found.conditioning.select(torch.tensor([row]))
+            path = torch.linspace(*found.sigmas[step : step + 2].tolist(), 4).tolist()
+            for sigma, following in zip(path, path[1:], strict=False):
+                with torch.no_grad():
+                    v = backbone.velocity(x, sigma, text, guidance=scales[name])
+                x = x + (following - sigma) * v
+            expected = (x - start) / (path[-1] - path[0])
+            torch.testing.assert_close(label.velocity[row, column], expected[0], rtol=0, atol=1e-5)

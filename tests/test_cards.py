@@ -68,8 +68,9 @@ def test_a_distilled_model_is_not_trained_back_to_straight_paths(stage: str) -> 
 
 def test_a_student_of_a_distilled_model_stays_on_its_grid() -> None:
     teachers = {"teachers": {"red": {"adapter": "red"}}}
-    for given in ("rollout.kind=sde", "rollout={kind: ode, steps: 12}"):
-        ((level, text),) = against(run(TURBO, given, stage="opd", **teachers))
+    jumps = "rollout.kind=ode", "student.substeps=4"
+    for given in (["rollout.kind=sde"], ["rollout={kind: ode, steps: 12}"], jumps):
+        ((level, text),) = against(run(TURBO, *given, stage="opd", **teachers))
         assert level == "fault" and "rollout.kind=ode rollout.steps=8" in text
     assert not against(run(TURBO, "rollout.kind=ode", stage="opd", **teachers))
     assert not against(run("Tongyi-MAI/Z-Image", stage="opd", **teachers))

@@ -210,6 +210,7 @@ NO_VALIDATION = {key: value for key, value in TASK.items() if key != "validation
         ("tasks.0.teacher", {"tasks": [{**TASK, "teacher": "a"}]}),
         ("rollout.window", {"stage": "nft", "rollout": {"kind": "ode", "window": [0, 2]}}),
         ("model.compile", {"model": COMPILED}),
+        ("student.substeps", {**STUDENT, "student": {"substeps": 2}}),
     ],
 )
 def test_values_that_do_not_go_together_are_refused(key: str, sections: dict[str, Any]) -> None:

@@ -23,7 +23,7 @@ from flowalign.config import (
     load,
 )
 from flowalign.config.loading import card_of
-from flowalign.training.preflight import Launch, check_world, world_problems
+from flowalign.training.preflight import Launch, against_card, check_world, world_problems
 
 __all__ = ["data"]  # a fixture
 PLANTED = [
@@ -162,3 +162,18 @@ def test_a_run_for_another_machine_needs_no_gpu_here(monkeypatch: pytest.MonkeyP
     here, there = (set(world_problems(config, Launch(elsewhere=e))) for e in (False, True))
     assert there < here
     assert {text.partition(":")[0] for text in here - there} == {"model.quantization"}
+
+
+@pytest.mark.usefixtures("data")
+@pytest.mark.parametrize("family", ["flux2", "z_image"])
+def test_the_recipe_of_a_distilled_model_stays_on_its_grid(family: str) -> None:
+    path = ROOT / "configs" / family / "turbo.yaml"
+    stages, faults = recipe.examine(load(path, stage=Stage), path.parent)
+    assert not [text for text in faults if "is not installed" not in text]
+    trained = [stage for stage in stages.values() if isinstance(stage, TrainingStage)]
+    assert [stage.stage for stage in trained] == ["gradient", "gradient", "opd"]
+    for stage in trained:
+        assert (stage.rollout.kind, stage.rollout.steps, stage.rollout.guidance) == (
+            "ode", *(card_of(stage.model.id) or ()),
+        )  # fmt: skip
+        assert not list(against_card(stage))

@@ -132,7 +132,10 @@ def algorithm_parts(
             return None
         try:
             dtype, size = DTYPES[labels.label_dtype], labels.label_batch
-            return Bank(backbone, members, routing, batch_size=size, dtype=dtype, start=start)
+            return Bank(
+                backbone, members, routing, batch_size=size, dtype=dtype, start=start,
+                substeps=labels.substeps,
+            )  # fmt: skip
         except ValueError as error:
             raise ConfigError([f"teachers: {error}"]) from error
 

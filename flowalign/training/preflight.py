@@ -372,10 +372,12 @@ def against_card(config: TrainingStage) -> Iterator[tuple[str, str]]:
         text = f"was distilled to {steps} steps, and {config.stage} trains it back to straight"
         text += " paths, which take many. Use the model that it was distilled from, or grpo at"
         yield level, f"card: {name} {text} {steps} steps."
+    student: Any = getattr(config, "student", None)
     own = config.rollout.kind == "ode" and config.rollout.steps == steps
-    if distilled and config.stage == "opd" and not own:
+    if distilled and config.stage == "opd" and not (own and student.substeps == 1):
         text = f"was distilled to {steps} steps, so teachers are right at these noise levels alone."
-        yield level, f"card: {name} {text} Set rollout.kind=ode rollout.steps={steps}."
+        text += f" Set rollout.kind=ode rollout.steps={steps} student.substeps=1."
+        yield level, f"card: {name} {text}"
     sampled = {"rollout.steps": config.rollout.steps}
     if config.evaluation and config.evaluation.steps:
         sampled["evaluation.steps"] = config.evaluation.steps

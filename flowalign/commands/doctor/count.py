@@ -475,6 +475,7 @@ class _Update:
             anchor = [base.forward(batch, s) for base, s in model.targets.get("anchor", ())]
             meters = [self._teachers(batch), *anchor]
             flops = sum(meter.flops for meter in meters) / batch * self.pairs
+            flops *= config.student.substeps
             peak = self.stored + max(meter.peak for meter in meters)
             if any(len(sources) > 1 for sources in model.targets.values()):
                 peak += self.pairs * model.latent  # summed in float32

@@ -82,6 +82,9 @@ class StudentConfig(Section):
     """dtype of the stored labels."""
     label_batch: Many = 64
     """(image, step) pairs per forward pass of the teachers."""
+    substeps: Count = 1
+    """Euler steps of a teacher for one of the student. Above 1, labels are the mean velocity over
+    them: the student learns to sample in few steps, from teachers that take many."""
     fixed_prompts: Annotated[int, Field(ge=0, le=10_000)] = 8
     """Prompts a task whose teachers' states stay the same through the run. Every evaluation
     measures the distance to the target there; on the student's own path the states move with the
@@ -155,6 +158,9 @@ class OpdStage(DistillationStage):
         for name, teacher in self.teachers.items():
             if teacher.reference == "start" and not self.lora.init:
                 yield f"teachers.{name}.reference: 'start' is the base. Use it, or give lora.init."
+        if self.student.substeps > 1 and self.rollout.kind != "ode":
+            text = f"{self.student.substeps}, but a step with noise has no path of its own"
+            yield f"student.substeps: {text}. Use rollout.kind 'ode'."
         if self.student.patience is not None and self.evaluation is None:
             yield "student.patience: it counts evaluations, and evaluation is null."
         states, width = self.student.states, self.rollout.width
