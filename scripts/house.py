@@ -24,17 +24,17 @@ from pathlib import Path
 LINKED = ("rewards", "teachers", "eval")
 # Lines a room may have. A change that needs more says so here.
 BUDGET = {
-    "backbone": 3224,
-    "commands": 4482,
+    "backbone": 3230,
+    "commands": 4626,
     "config": 2163,
     "credit": 244,
     "eval": 2277,
     "flowalign": 64,
-    "rewards": 4300,
+    "rewards": 4346,
     "sde": 185,
-    "system": 1126,
+    "system": 1186,
     "teachers": 1264,
-    "training": 5087,
+    "training": 5096,
     "types": 260,
 }
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)

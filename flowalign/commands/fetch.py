@@ -21,8 +21,6 @@ from flowalign.system.exit import refusing
 from flowalign.system.hub_files import HubError, HubFiles
 from flowalign.training.report.progress import quiet
 
-GB = 10**9
-
 
 @refusing("fetch")
 def main(argv: Sequence[str]) -> int:
@@ -77,7 +75,7 @@ def _files(stages: Iterable[Stage], check: bool) -> Iterator[str]:
         except HubError as error:
             yield str(error)
             continue
-        text = f"{files.repository}: {len(sizes)} files, {sum(sizes.values()) / GB:.3g} GB"
+        text = f"{files.repository}: {len(sizes)} files, {sum(sizes.values()) / 1e9:.3g} GB"
         if sizes and check:
             yield text
         else:
