@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
+from flowalign.system.hub_files import HubFiles
 from flowalign.system.images import stacked
 from flowalign.types import Metadata, Reward, Scores
 
@@ -50,6 +51,7 @@ class RewardBase:
     cost: of an image, with the default options; None = not known.
     downloads: {file: GB} with the default options; None = not known.
     resizes: options that choose another model or image size, so that neither is known.
+    reads: {option: (its default, its files on the Hub)} of options that name models and weights.
     """
 
     name: str = ""
@@ -68,6 +70,7 @@ class RewardBase:
     cost: Cost | None = None
     downloads: Mapping[str, float] | None = {}
     resizes: frozenset[str] = frozenset({"model", "weights", "architecture"})
+    reads: Mapping[str, tuple[str, Callable[[str], list[HubFiles]]]] = {}
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -108,6 +111,13 @@ class RewardBase:
         return None if cls.resizes & options.keys() else cls.downloads
 
     @classmethod
+    def hub_files(cls, **options: Any) -> list[HubFiles]:
+        """What is read from the Hub with these options, by `reads`."""
+        reads = {} if cls.files(**options) == {} else cls.reads
+        places = (find(options.get(o) or default) for o, (default, find) in reads.items())
+        return [files for place in places for files in place]
+
+    @classmethod
     def chosen(cls, **options: Any) -> Any:
         """The value of the option that chooses what scores."""
         option, default = cls.choice
@@ -146,7 +156,7 @@ def _any_images(call: Callable[..., Scores]) -> Callable[..., Scores]:
 # What is read off a class, function or object that is no RewardBase.
 MEMBERS = (
     "name", "groupwise", "differentiable", "headline", "columns", "weights", "check_options",
-    "check_prompts", "packages", "made_of", "connect", "describe", "with_gradient",
+    "check_prompts", "packages", "made_of", "hub_files", "connect", "describe", "with_gradient",
 )  # fmt: skip
 
 

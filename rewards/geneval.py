@@ -14,14 +14,19 @@ from torch import Tensor
 from flowalign.rewards import load, with_device
 from flowalign.rewards.base import VIT_L, Cost, RewardBase
 from flowalign.rewards.geneval_judge import COLORS, Verdict, judge, partial_credit
-from flowalign.rewards.options import Device, check_call
+from flowalign.rewards.options import Device, check_call, hub_files
+from flowalign.rewards.weights import hub_file
 from flowalign.system.escape import shown
+from flowalign.system.hub_files import HubFiles
 from flowalign.types import Detections, Detector, Metadata, Scores
 
 DETECTORS: dict[str, str] = {
     "tiny": "flowalign.backbone.tiny.detector:TinyDetector",
     "mask2former": "flowalign.rewards.mask2former:Mask2Former",
 }
+MASK2FORMER = "facebook/mask2former-swin-small-coco-instance"
+# where open_clip has the weights "openai" of ViT-L-14 from
+OPEN_CLIP = "timm/vit_large_patch14_clip_224.openai/open_clip_model.safetensors"
 # the benchmark's thresholds, see `judge`
 RULES: dict[str, Any] = {
     "threshold": 0.3,
@@ -88,9 +93,10 @@ class GenEval(RewardBase):
     # Swin-S: 313 G multiply-adds at 800 pixels (arXiv 2112.01527, table 1), and a crop or two
     cost = Cost(2 * 313e9 + 2 * VIT_L)
     downloads = {
-        "facebook/mask2former-swin-small-coco-instance": 0.28,
-        "open_clip ViT-L-14 (openai)": 0.93,
+        MASK2FORMER: 0.28,
+        "open_clip ViT-L-14 (openai)": 1.7,
     }
+    reads = {"model": (MASK2FORMER, hub_files), "colours": (OPEN_CLIP, hub_file)}
     headline = "correct"
 
     def __init__(
@@ -131,6 +137,10 @@ class GenEval(RewardBase):
     ) -> tuple[str, ...]:
         packages = getattr(_found(detector), "packages", None)
         return packages(**(detector_options or {})) if packages else ()
+
+    @classmethod
+    def hub_files(cls, **options: Any) -> list[HubFiles]:
+        return super().hub_files(**{**options, **(options.get("detector_options") or {})})
 
     @classmethod
     def check_prompts(cls, prompts: Sequence[str], metadata: Metadata, **options: Any) -> None:

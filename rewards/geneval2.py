@@ -18,7 +18,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from flowalign.backbone.placement import Placement
 from flowalign.rewards.base import RewardBase
-from flowalign.rewards.options import Device, Pretrained, located
+from flowalign.rewards.options import Device, Pretrained, hub_files, located
 from flowalign.system.escape import shown
 from flowalign.system.images import to_uint8
 from flowalign.system.packages import require
@@ -113,6 +113,7 @@ class AskedReward(RewardBase):
     choice = ("model", MODEL)
     choices: Mapping[str, str] = {MODEL: "Apache-2.0"}
     downloads = {MODEL: 17.5}
+    reads = {"model": (MODEL, hub_files)}
     source: str
     questions: Callable[[Mapping[str, Any]], Any]
 

@@ -19,9 +19,9 @@ from transformers import (
 from flowalign.backbone.placement import Placement
 from flowalign.rewards import clip
 from flowalign.rewards.base import VIT_L, Cost
-from flowalign.rewards.options import Count, Device, Divisor, Pretrained, located
+from flowalign.rewards.options import Count, Device, Divisor, Pretrained, hub_texts, located
 from flowalign.rewards.preference import Head, Preference
-from flowalign.rewards.weights import WeightsFile, fit_weights, read_weights
+from flowalign.rewards.weights import WeightsFile, fit_weights, hub_file, read_weights
 
 WEIGHTS = "THUDM/ImageReward/ImageReward.pt"
 TOKENIZER = "google-bert/bert-base-uncased"
@@ -76,6 +76,7 @@ class ImageReward(Preference):
     name = "imagereward"
     licence = "Apache-2.0"
     cost, downloads = Cost(VIT_L), {"THUDM/ImageReward": 1.8}
+    reads = {"weights": (WEIGHTS, hub_file), "tokenizer": (TOKENIZER, hub_texts)}
 
     def __init__(
         self,

@@ -23,6 +23,7 @@ from torch.nn.functional import interpolate, normalize, pad
 from transformers import AutoConfig, Mask2FormerForUniversalSegmentation
 
 from flowalign.backbone.placement import Placement
+from flowalign.rewards.geneval import MASK2FORMER
 from flowalign.rewards.geneval_judge import COLORS, NAMES
 from flowalign.rewards.options import Count, Device, OpenClip, Pretrained, located
 from flowalign.system.images import to_uint8
@@ -34,7 +35,6 @@ try:  # one set of pixels, whether torchvision is installed or not
 except ImportError:  # transformers 4: the one without "Fast" is numpy's
     from transformers import Mask2FormerImageProcessor as ImageProcessor
 
-MODEL = "facebook/mask2former-swin-small-coco-instance"
 SIZE = (800, 1333)  # of the official detector's test pipeline
 DIVISOR = 32  # images are padded to a multiple of it, at the right and the bottom
 TEMPLATES = (
@@ -86,7 +86,7 @@ class Mask2Former:
 
     def __init__(
         self,
-        model: Pretrained = MODEL,
+        model: Pretrained = MASK2FORMER,
         *,
         size: Annotated[Sequence[int], AfterValidator(_check_size)] = SIZE,
         clip: OpenClip = "ViT-L-14",
@@ -232,7 +232,7 @@ def _load(model: str, dtype: torch.dtype) -> tuple[Any, Any]:
     if config.model_type != "mask2former" or config.num_labels != len(NAMES):
         raise ValueError(
             f"`model` {model!r} is a {config.model_type} with {config.num_labels} labels; GenEval "
-            f"needs a mask2former with the {len(NAMES)} things of COCO, such as {MODEL}."
+            f"needs a mask2former with the {len(NAMES)} things of COCO, such as {MASK2FORMER}."
         )
     kind: Any = Mask2FormerForUniversalSegmentation
     more = {"use_safetensors": True, "output_loading_info": True, **at}  # never a pickle

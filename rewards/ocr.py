@@ -261,9 +261,9 @@ class OCR(RewardBase):
     resizes = frozenset({"limit_side_len", "limit_type", "rec_width"})
 
     @classmethod
-    def files(cls, **options: Any) -> Mapping[str, float]:
-        """Nothing: the models ship with RapidOCR, and PaddleOCR's have a few MB."""
-        return {}
+    def files(cls, **options: Any) -> Mapping[str, float] | None:
+        """Nothing: the models ship with RapidOCR. PaddleOCR downloads a few MB by itself."""
+        return None if options.get("engine") == "paddleocr" else {}
 
     def __init__(
         self,

@@ -15,6 +15,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 from urllib.parse import urlsplit
@@ -31,6 +32,7 @@ from pydantic import (
 from pydantic_core import ErrorDetails
 
 from flowalign.system.hub_address import HubAddress, secrets
+from flowalign.system.hub_files import TEXTS, WEIGHTS, HubFiles
 
 
 def _check_device(value: Any) -> Any:
@@ -58,6 +60,16 @@ def located(model: str) -> tuple[str, dict[str, Any]]:
     if address is None:
         return str(folder), {}
     return address.repository, {"revision": address.revision} if address.revision else {}
+
+
+def hub_files(model: str, patterns: tuple[str, ...] = TEXTS + WEIGHTS) -> list[HubFiles]:
+    """What `from_pretrained` reads of a `Pretrained` on the Hub; [] for what is no model there."""
+    repository, at = located(model)
+    on_hub = HubAddress.parse(repository) and not Path(repository).is_dir()
+    return [HubFiles(repository, patterns, **at)] if on_hub else []
+
+
+hub_texts = partial(hub_files, patterns=TEXTS)  # of a tokenizer or an image processor
 
 
 def _check_url(url: str) -> str:

@@ -25,8 +25,8 @@ from flowalign.rewards.clip import (
     image_encoder,
     letterbox,
 )
-from flowalign.rewards.options import Count, Device, Divisor, OpenClip
-from flowalign.rewards.weights import WeightsFile, fit_weights, read_weights
+from flowalign.rewards.options import Count, Device, Divisor, OpenClip, hub_files, hub_texts
+from flowalign.rewards.weights import WeightsFile, fit_weights, hub_file, read_weights
 from flowalign.system.images import image_files, read_image, stacked
 from flowalign.system.packages import require
 from flowalign.types import Metadata, Scores
@@ -85,6 +85,7 @@ class ClipScore(Preference):
     name = "clipscore"
     cost, downloads = Cost(VIT_L), CLIP_L
     published: tuple[str, str | None, float] = LARGE, None, 30.0  # its processor, the normalizer
+    reads = {"model": (LARGE, hub_files)}
 
     def __init__(
         self,
@@ -112,6 +113,7 @@ class PickScore(ClipScore):
     name = "pickscore"
     cost, downloads = Cost(VIT_H), {PICKSCORE: 3.9}
     published = PICKSCORE, PICKSCORE_PROCESSOR, 26.0
+    reads = {"model": (PICKSCORE, hub_files), "its own": (PICKSCORE_PROCESSOR, hub_texts)}
 
 
 class HPSv2(Preference):
@@ -129,6 +131,7 @@ class HPSv2(Preference):
     name = "hpsv2"
     licence, imports = "Apache-2.0", ("open_clip",)
     cost, downloads = Cost(VIT_H), {"xswu/HPSv2": 3.9}
+    reads = {"weights": (HPS, hub_file)}
 
     def __init__(
         self,
@@ -193,6 +196,7 @@ class Aesthetic(Preference):
 
     name = "aesthetic"
     cost, downloads = Cost(VIT_L), CLIP_L
+    reads = {"model": (LARGE, hub_files), "head": (AESTHETIC_HEAD, hub_file)}
 
     def __init__(
         self,
@@ -266,6 +270,7 @@ class Encoded(RewardBase):
     DINOv2, or package.module:function, [B,3,H,W] -> [B,D]."""
 
     downloads = CLIP_L
+    reads = {"model": (LARGE, hub_files)}
 
     def __init__(self, model: ImageEncoder = LARGE, *, device: Device = None) -> None:
         name, self.features = image_encoder(model, device)

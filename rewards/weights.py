@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from flowalign.system.hub_address import HubAddress
+from flowalign.system.hub_files import HubFiles
 
 
 def _check_file(address: str) -> str:
@@ -24,6 +25,12 @@ def _check_file(address: str) -> str:
 WeightsFile = Annotated[str, AfterValidator(_check_file)]
 
 
+def hub_file(address: str) -> list[HubFiles]:
+    """The file of a `WeightsFile` on the Hub; [] for one that is here."""
+    on_hub = None if Path(address).expanduser().is_file() else HubAddress.parse_file(address)
+    return [HubFiles(on_hub.repository, (on_hub.path,), (), on_hub.revision)] if on_hub else []
+
+
 def read_weights(address: str) -> dict[str, Tensor]:
     """The tensors of a file (see `WeightsFile`; from the Hub it is downloaded once), on the CPU.
 
@@ -32,8 +39,8 @@ def read_weights(address: str) -> dict[str, Tensor]:
     for one with other objects than torch's own weights loader takes.
     """
     path = Path(address).expanduser()
-    if not path.is_file() and (on_hub := HubAddress.parse_file(address)):
-        path = Path(hf_hub_download(on_hub.repository, on_hub.path, revision=on_hub.revision))
+    for file in hub_file(address):
+        path = Path(hf_hub_download(file.repository, file.patterns[0], revision=file.revision))
     try:
         if path.suffix == ".safetensors":
             return load_file(path)

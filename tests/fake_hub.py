@@ -104,7 +104,7 @@ class Handler(BaseHTTPRequestHandler):
                         for name, what in files.items()]  # fmt: skip
                 self._json(rows)
             else:
-                names = [{"rfilename": name} for name in files]
+                names = [{"rfilename": name, "size": len(what)} for name, what in files.items()]
                 about = {"id": match[1], "sha": sha(files), "private": False}
                 self._json({**about, "siblings": names})
         elif match := re.fullmatch(r"/(\w+/[\w.-]+)/resolve/([\w.]+|refs/pr/\d+)/(.+)", path):
@@ -174,10 +174,24 @@ def online(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
 
 
 PUBLIC = [f"jieliu/SD3.5M-FlowGRPO-{name}" for name in ("GenEval", "Text", "PickScore")]
+FOLDERS = {  # of the other adapters that our configs name
+    "worstcoder/SD3.5M-DiffusionNFT-MultiReward": [""],
+    "quanhaol/DiffusionOPD": ["Student/lora/", "OCRTeacher/lora/"],
+    "shreshthsaini/MEND-SD3.5M-PickScore": [""], "shreshthsaini/MEND-SD3.5M-ThreeReward": [""],
+    "Yang18/CapField-OPD": [
+        f"teachers_ckpt/{name}_teacher/"
+        for name in ("geneval", "ocr", "aesthetic", "geneval_aesthetic", "ocr_aesthetic")
+    ],
+}  # fmt: skip
 
 
 def with_public_teachers(hub: Hub) -> Hub:
-    """With the adapters that our configs name, a layer each, of the sizes of SD3.5-M."""
-    for name in PUBLIC:
-        hub.put(name, peft(1536))
+    """With the adapters that our configs name, a layer each, of the sizes of SD3.5-M or FLUX."""
+    for repository, folders in {**dict.fromkeys(PUBLIC, [""]), **FOLDERS}.items():
+        files = peft(3072 if "CapField" in repository else 1536)
+        if "MEND" in repository:  # with B doubled, and so its rank as alpha
+            files["pytorch_lora_weights.safetensors"] = files["adapter_model.safetensors"]
+        hub.put(
+            repository, {f"{folder}{n}": what for folder in folders for n, what in files.items()}
+        )
     return hub

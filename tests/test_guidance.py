@@ -93,7 +93,7 @@ def found(tmp_path: Path, **stages: dict[str, Any]) -> list[str]:
     """ "stage: key: ..." of each finding in a recipe."""
     data = {"stage": "recipe", "output": str(tmp_path), "model": TINY, "stages": stages}
     whole = config.parse(data, stage=config.RecipeStage)
-    read, problems = recipe._read_stages(whole, tmp_path)
+    read, problems = recipe.read_stages(whole, tmp_path)
     assert problems == []
     return list(scale_problems(read))
 

@@ -260,7 +260,7 @@ def test_a_recipe_of_rewards_trains_a_teacher_for_each(
     assert config.stages["merge"]["adapters"] == [*adapters.values()]
     cfg = {"base_cfg"} if model in ("tiny", MEDIUM) else set()
     assert set(table["models"]) == {"base", *adapters, "merge", "student", *first, *cfg}
-    stages, _ = recipe._read_stages(config, Path())
+    stages, _ = recipe.read_stages(config, Path())
     assert list(scale_problems(stages)) == []  # a guidance that is an input stays as it is
     if model != MODELS[0]:
         Path("data").mkdir()
@@ -283,7 +283,7 @@ def test_a_recipe_of_a_base_with_cfg_counts_it_once(
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     rewards = ["ocr", "pickscore"][:count]
     config = written("--stage", "recipe", "--model", model, "--reward", *rewards)
-    stages: dict[str, Any] = recipe._read_stages(config, Path())[0]
+    stages: dict[str, Any] = recipe.read_stages(config, Path())[0]
     student, table = stages["student"], stages["table"]
     start = "tiny/guided"  # it ships
     if model != "tiny":

@@ -27,7 +27,7 @@ from flowalign.training.preflight import Launch, check_world
 ROOT = Path(__file__).parent.parent
 CONFIGS = sorted((ROOT / "configs/sd35_medium").glob("[!_]*.yaml"))
 FAMILIES = ("flux", "flux2", "qwen_image", "sana", "z_image")
-ALL = CONFIGS + sorted(path for f in FAMILIES for path in (ROOT / "configs" / f).glob("*.yaml"))
+ALL = CONFIGS + sorted(path for f in FAMILIES for path in (ROOT / "configs" / f).glob("[!_]*.yaml"))
 VARIANTS = sorted((ROOT / "configs/variants").glob("*gb.yaml"))  # _nf4 is for larger models
 MEMORY = {
     "model": {"gradient_checkpointing", "quantization", "offload_text_encoders", "decode_batch"},

@@ -24,7 +24,7 @@ from typing import Annotated, Any, Literal
 
 import regex
 import torch
-from huggingface_hub import HfApi, errors, snapshot_download
+from huggingface_hub import HfApi, errors
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
@@ -38,6 +38,7 @@ from flowalign.config.section import did_you_mean
 from flowalign.system.escape import shown
 from flowalign.system.files import replacing
 from flowalign.system.hub_address import HubAddress
+from flowalign.system.hub_files import FAILED, HTTP_ERROR, HubError, HubFiles
 from flowalign.system.manifest import Damaged, Foreign, check_manifest, write_manifest
 
 log = logging.getLogger("flowalign")
@@ -53,15 +54,10 @@ NAME = re.compile(  # of a layer in diffusers, as far as a name tells
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 MATCHING_S = 20.0  # for all patterns of a description: a stranger's may take for ever
-HTTP_ERROR: Any = errors.HfHubHTTPError.__bases__[0]  # of requests or httpx
 
 
 class AdapterError(ValueError):
     """A folder that holds no adapter that can be read: what was seen, what is possible."""
-
-
-class HubError(OSError):
-    """What the Hub did not do, in its own words."""
 
 
 # Where it lies -----------------------------------------------------------------------------------
@@ -89,46 +85,46 @@ def adapter_folder(source: str | Path, *, newest: bool = False) -> Path:
     return of_run if (of_run / ADAPTER).is_file() and not (folder / ADAPTER).exists() else folder
 
 
-def _download(source: str, newest: bool) -> Path:
-    """The folder in huggingface_hub's cache with the files of an adapter, but no folders in it; or
-    the one file that the source names."""
+def hub_files(source: str) -> HubFiles:
+    """The files of an adapter on the Hub, but no folders beside them; or the one file that the
+    source names."""
     address = HubAddress.parse(source)
     assert address is not None, source
     path, file = address.path, address.path.endswith(".safetensors")
     folder = path.rpartition("/")[0] if file else path
     prefix = glob.escape(f"{folder}/") if folder else ""
     weights = glob.escape(path) if file else f"{prefix}*.safetensors"
+    patterns = (f"{prefix}*.json", f"{prefix}README.md", weights)
+    ignored = (f"{prefix}*/*",)  # checkpoints, say: as large as the adapter
+    return HubFiles(address.repository, patterns, ignored, address.revision)
 
-    def get(local: bool) -> Path:
-        snapshot = snapshot_download(
-            address.repository,
-            revision=address.revision,
-            allow_patterns=[f"{prefix}*.json", f"{prefix}README.md", weights],
-            ignore_patterns=[f"{prefix}*/*"],  # checkpoints, say: as large as the adapter
-            local_files_only=local,
-        )
-        return Path(snapshot) / path
 
+def _download(source: str, newest: bool) -> Path:
+    """The folder, or file, of an adapter in huggingface_hub's cache."""
+    address, files = HubAddress.parse(source), hub_files(source)
+    assert address is not None, source
+    folder = address.path
     try:
         if not newest:
             with suppress(errors.LocalEntryNotFoundError):  # not in the cache: ask the Hub
-                return get(local=True)
-        if not file:  # gigabytes of what is refused, such as a pipeline, stay there
+                return files.download(local_files_only=True) / folder
+        # gigabytes of what is refused, such as a pipeline, stay there
+        if not folder.endswith(".safetensors"):
             with suppress(OSError, HTTP_ERROR):  # no network: the cache has it, or not
                 about = HfApi().model_info(address.repository, revision=address.revision)
                 paths = [PurePosixPath(file.rfilename) for file in about.siblings or ()]
                 names = [path.name for path in paths if path.parent == PurePosixPath(folder)]
                 revision = address.revision or "main"
                 _choose(names, f"{address.repository}@{revision}/{folder}".rstrip("/"))
-        return get(local=False)
-    except (HTTP_ERROR, OSError, errors.HFValidationError) as error:
+        return files.download() / folder
+    except FAILED as error:
         what = f"there is no folder {source!r}, and it cannot be downloaded"
         raise HubError(f"{what}: {shown(str(error), 600)}") from error
 
 
 def _adapter_file(folder: Path) -> Path:
-    """The weights in a folder (or the file itself): diffusers' file, else peft's, else the only
-    .safetensors file."""
+    """The weights in a folder (or the file itself): diffusers' or peft's file (peft's first where
+    the folder describes it), else the only .safetensors file."""
     if folder.is_file():
         return folder
     if not folder.is_dir():
@@ -144,7 +140,8 @@ def _choose(names: Sequence[str], folder: str) -> str:
     if "model_index.json" in names:
         raise AdapterError("it is a whole pipeline; name a LoRA (null is the base)")
     candidates = [name for name in names if name.endswith(".safetensors")]
-    usual = [name for name in (ADAPTER, PEFT_ADAPTER) if name in candidates]
+    both = (PEFT_ADAPTER, ADAPTER) if PEFT_CONFIG in names else (ADAPTER, PEFT_ADAPTER)
+    usual = [name for name in both if name in candidates]
     if usual or len(candidates) == 1:
         return (usual or candidates)[0]
     if candidates:

@@ -27,6 +27,7 @@ from flowalign.backbone.tiny import T5_LENGTH
 from flowalign.backbone.z_image import ZImage
 from flowalign.system import packages
 from flowalign.system.files import expanded
+from flowalign.system.hub_files import TEXTS, WEIGHTS, HubFiles
 
 FAMILIES: dict[str, type[Family]] = {
     family.pipeline: family for family in (SD3, Flux, Flux2, Flux2Klein, QwenImage, ZImage, Sana)
@@ -76,6 +77,14 @@ def model_index(model: str, **hub: Any) -> dict[str, Any]:
         return {**content, "_class_name": str(content["_class_name"])}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise model_error(model, error) from error
+
+
+def hub_files(model: str, revision: str | None = None) -> list[HubFiles]:
+    """What `load_pipeline` reads of a model on the Hub: the parts in their folders, safetensors
+    without variant, and no files of other programs beside them. [] for a folder here."""
+    weights = (*WEIGHTS, *(f"diffusion_pytorch_{name}" for name in WEIGHTS))
+    patterns = (*TEXTS, *(f"*/{name}" for name in weights))
+    return [] if Path(resolve(model)).is_dir() else [HubFiles(model, patterns, revision=revision)]
 
 
 def check_packages(model: str, index: Mapping[str, Any]) -> None:

@@ -30,6 +30,7 @@ COMMANDS = {
     ),
     "merge": ("flowalign.commands.cli:merge", "Merge LoRA adapters of one base into one."),
     "data": ("flowalign.commands.prompts.cli:main", "Prompt sets: generate, fetch, list."),
+    "fetch": ("flowalign.commands.fetch:main", "Download what a config reads."),
     "doctor": ("flowalign.commands.doctor:main", "Examine a config or a reward before a run."),
     "serve-reward": (
         "flowalign.rewards.service.server:main",

@@ -18,6 +18,8 @@ from flowalign import rewards as reward_registry
 from flowalign.backbone import ModelError, family_of
 from flowalign.backbone.loading import pipeline_name
 from flowalign.backbone.structure import find, known
+from flowalign.commands import recipe
+from flowalign.commands.prompts.fetch import missing_sets
 from flowalign.config import (
     LABELS,
     STAGES,
@@ -91,6 +93,9 @@ def main(argv: Sequence[str]) -> int:
     with replacing(out) as part:
         text = "\n".join([*head, _Writer(every).text(config)])
         part.write_text(f"{text}\n", encoding="utf-8")
+    stages, _ = recipe.read_stages(config, out.parent)
+    for name, commands in missing_sets(stages.values()).items():
+        notes.append(f"there is no {name}" + (f": {' or '.join(commands)}" if commands else ""))
     print("\n".join([str(out), *notes]))
     fits = "" if draft.model == "tiny" else " --gpu 4090 --hours 24"  # whatever the user has
     if any(map(reward_registry.own_code, draft.rewards)):

@@ -35,7 +35,7 @@ from flowalign.eval.suite import image_sets
 from flowalign.system import files, manifest
 from flowalign.system.manifest import Damaged
 from flowalign.teachers import merge as merging
-from flowalign.training.preflight import Launch, scale_problems, world_problems
+from flowalign.training.preflight import Launch, once, scale_problems, world_problems
 from flowalign.training.report import page
 from flowalign.training.report.progress import recorded
 from flowalign.training.run import lock, processes
@@ -63,7 +63,7 @@ def run(
     another number of processes. Raises ConfigError, before any stage runs, with everything that is
     wrong in any of them.
     """
-    stages, problems = _read_stages(config, home)
+    stages, problems = read_stages(config, home)
     state = processes.state(*stages.values())  # one group of processes serves all stages
     launch = Launch(state.num_processes, any_world=any_world)
     if problems := _problems(config, stages, problems, launch):
@@ -138,17 +138,17 @@ def examine(config: Any, home: Path, launch: Launch = HERE) -> tuple[dict[str, S
     """The config of every stage that can be read, by name, and everything that keeps them from
     starting here: what `train` and `eval` refuse. A stage that is no recipe is named by its
     folder."""
-    stages, problems = _read_stages(config, home)
+    stages, problems = read_stages(config, home)
     if config.is_recipe or config.merges:
         return stages, _problems(config, stages, problems, launch)
-    problems = world_problems(config, launch)
+    problems = once(world_problems(config, launch))
     if not config.trains and config.given and not problems:
         model = config.model if config.adapters else None
         _, problems = image_sets(config.benchmarks, "benchmarks", model, config.given)
     return stages, problems
 
 
-def _read_stages(config: Any, home: Path) -> tuple[dict[str, Stage], list[str]]:
+def read_stages(config: Any, home: Path) -> tuple[dict[str, Stage], list[str]]:
     """The stages that can be read, and what is wrong with the others."""
     if not config.is_recipe:
         return {Path(config.output).name: config}, []
@@ -225,7 +225,7 @@ def _problems(
         )
     # Only a sound recipe is compared with what ran before.
     if problems:
-        return problems
+        return once(problems)
     done = [stage for name, stage in stages.items() if damages[name] is None]
     again = [s.output for name, s in stages.items() if damages[name] is not None]
     return [text for stage in done for text in _stale(stage, again)]

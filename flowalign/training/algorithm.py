@@ -77,7 +77,7 @@ class Keeps:
     actions: bool = False  # sampled successors of the trained states, and their log-probs
     noise_levels: int = 0  # states an image, made of its latents; 0 = states of its trajectory
     targets: Sequence[str] = ()  # dtype of each velocity that is stored for every state
-    labels: bool = False  # teachers (and the anchor) label every state
+    labels: int = 0  # forward passes of the teacher (and of the anchor) for the label of a state
     taught_images: bool = False  # teachers sample the images
     policies: Sequence[str] = ()  # frozen copies of the student's adapter
     compared: Sequence[Compared] = ()

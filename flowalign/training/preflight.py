@@ -7,7 +7,8 @@ on as `Inputs`, so that no file is read twice.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -83,7 +84,7 @@ def check_world(config: Stage, launch: Launch) -> Inputs:
     before any model is loaded."""
     inputs = Inputs(config.model)
     if problems := world_problems(config, launch, inputs):
-        raise ConfigError(problems)
+        raise ConfigError(once(problems))
     return inputs
 
 
@@ -93,6 +94,15 @@ def world_problems(config: Stage, launch: Launch, inputs: Inputs | None = None) 
     `doctor` all ask this. inputs: keeps what is opened."""
     inputs = Inputs(config.model) if inputs is None else inputs
     return [text for check in CHECKS for text in check(config, launch, inputs)]
+
+
+def once(problems: Iterable[str]) -> list[str]:
+    """Problems that say the same of several keys, each once, behind the first of them."""
+    keys = defaultdict[str, list[str]](list)
+    for key, colon, text in (problem.partition(": ") for problem in problems):
+        keys[colon + text].append(key)
+    more = (f" and {len(of) - 1} more" if len(of) > 1 else "" for of in keys.values())
+    return [of[0] + others + text for (text, of), others in zip(keys.items(), more, strict=True)]
 
 
 def _packages(config: Any, launch: Launch, inputs: Inputs) -> Iterator[str]:
@@ -172,8 +182,7 @@ def _scoring(config: Any, launch: Launch, inputs: Inputs) -> Iterator[str]:
                 yield f"{where}: {_text(error)}"
                 continue
             for name in missing:
-                needed = f"reward {reward.name!r} needs {name}, which is not installed."
-                yield f"{where}: {needed} {packages.hint(name)}"
+                yield f"{where}: needs {name}, which is not installed. {packages.hint(name)}"
             graded = judged.place.startswith("tasks.") and config.trains
             if graded and algorithm_class(config).needs_gradients:
                 if not rewards.is_differentiable(reward.name):

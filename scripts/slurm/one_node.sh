@@ -3,8 +3,9 @@
 # One node, a process per GPU. Arguments are those of train.py; change resources on sbatch's command line, as in
 # `sbatch --gpus-per-node=4 --time=8:00:00 ...`. Run it in the root of the checkout, where .venv is used if it exists.
 # Two minutes before the time is over the run saves, ends with status 75 and is requeued; then it goes on from there. An
-# update must take less than that, or say `sbatch --signal=B:USR1@600`. A run that is killed goes on from its last
-# checkpoint (train.checkpoint_every).
+# update or evaluation must take less than that, or say `sbatch --signal=B:USR1@600`: `flowalign doctor --gpus 8` knows the
+# number. Nodes without network: `flowalign fetch` on the login node, and HF_HUB_OFFLINE=1. A run that is killed goes on
+# from its last checkpoint (train.checkpoint_every).
 # FLOWALIGN_ACCELERATE names another file of configs/accelerate. Not yet run under a real Slurm.
 #SBATCH --job-name=flowalign
 #SBATCH --nodes=1

@@ -8,6 +8,7 @@ is learnt, as far as that was measured (CUTS): on the tiny model alone. Reasons 
 from __future__ import annotations
 
 import json
+import math
 import os
 import shlex
 from bisect import bisect_right
@@ -24,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from flowalign.backbone.structure import local_folder
-from flowalign.commands.doctor.count import Ranks, evaluated_images, predict, ranks_of
+from flowalign.commands.doctor.count import Ranks, evaluated_images, judge_bytes, predict, ranks_of
 from flowalign.commands.doctor.pace import DEFAULT_GPU, GPUS, Gpu, Pace, Times, present_gpu, times
 from flowalign.commands.findings import Finding, fault, note, ok, show
 from flowalign.config import ADAPTER, ConfigError, ModelConfig, Stage, parse
@@ -104,10 +105,17 @@ class Forecast:
         if self.estimate is None:
             return
         yield from fits(self)
+        if unknown := judge_bytes(self.stage)[2]:
+            yield note(f"memory: not included: {', '.join(unknown)}")
         if self.times is None:
             yield note("time: the rate of this device is not known; --gpu or --tflops says it")
         elif self.times.unknown:
             yield note(f"time: not included: {', '.join(self.times.unknown)}")
+        if self.times and self.stage.trains and self.device.gpus > 1:
+            longest = max(self.times.update, self.times.evaluation)
+            warned = 60 * math.ceil((1.5 * longest + 30) / 60)  # hours may be too low by a third
+            text = f"at most {longest:.0f} s, an update or an evaluation, pass before a run can end"
+            yield note(f"queue: {text}: sbatch --signal=B:USR1@{warned}")
 
     def show(self) -> None:
         """Print what is resident, and the peak, FLOPs and seconds of each phase."""

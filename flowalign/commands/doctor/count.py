@@ -11,7 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -35,6 +35,7 @@ from flowalign.commands.doctor.meter import (
 )
 from flowalign.config import Stage, TrainingStage
 from flowalign.config.model import LoraConfig, ModelConfig
+from flowalign.rewards import declared, leaves
 from flowalign.training.algorithm import STUDENT, Compared, algorithm_class
 from flowalign.training.data import PromptError, load_prompts
 from flowalign.training.report.drift.monitor import checked
@@ -109,7 +110,7 @@ def predict(
     the updates whose drawn states are averaged; None = the first DRAWS. models: those of earlier
     calls with the same device and ranks, whose passes are not measured again; filled here. Raises
     LookupError where the shapes of model.id are not known. Not included: torch.compile, and the
-    memory of rewards, of kernels (cuDNN, GEMM workspaces) and of the device's context.
+    memory of rewards' activations, of kernels (cuDNN, GEMM workspaces) and of the device's context.
     """
     models, ranks, key = {} if models is None else models, ranks or {}, _model_key(config)
     model: Any = models.get(key)
@@ -121,9 +122,40 @@ def predict(
     elif model is None:
         given = (ranks_of(i, LoraConfig(), ranks, config.model) for i in config.inputs.values())
         model = models[key] = _Model(config.model, device_type, given)
-    parts = {name: count for name, count in model.parts(config, processes).items() if count}
+    staying, visiting, _ = judge_bytes(config)
+    held = {**model.parts(config, processes), "reward models (their files)": staying}
+    parts = {name: count for name, count in held.items() if count}
     evaluation = _evaluation(config, model, processes) if config.evaluations else None
-    return Estimate(config, processes, parts, phases, evaluation, model.width)
+
+    def scored(phase: Phase) -> Phase:  # images are scored while the next ones are sampled
+        scores = phase.kind == "sampling" and phase.name != "text"
+        return replace(phase, bytes=phase.bytes + visiting * scores)
+
+    return Estimate(
+        config, processes, parts, [*map(scored, phases)], evaluation and scored(evaluation),
+        model.width,
+    )  # fmt: skip
+
+
+def judges(stage: Stage) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(name, options) of the rewards that a stage scores with, and of what they are made of."""
+    for reward in (r for judged in stage.judged for r in judged.rewards.values()):
+        yield from leaves(reward.name, reward.options, imports=False)
+
+
+def judge_bytes(config: Stage) -> tuple[int, int, list[str]]:
+    """Bytes of reward models, by the size of their files: those that stay on the device, and the
+    largest of those that are there while they score; and the rewards whose size is not known."""
+    staying, visiting, unknown = dict[str, float](), [0.0], list[str]()
+    for name, options in judges(config):
+        files = declared(name, imports=False).files(**options)
+        unknown += [name] if files is None and name not in unknown else []
+        size = sum((files or {}).values())
+        if options.get("offload") or (options.get("detector_options") or {}).get("offload"):
+            visiting.append(size)
+        elif options.get("device") != "cpu":
+            staying[f"{name} {options}"] = size
+    return int(1e9 * sum(staying.values())), int(1e9 * max(visiting)), unknown
 
 
 def evaluated_images(config: Stage) -> dict[str, int]:
@@ -474,8 +506,7 @@ class _Update:
             batch = min(config.batch_sizes["student.label_batch"], self.pairs)
             anchor = [base.forward(batch, s) for base, s in model.targets.get("anchor", ())]
             meters = [self._teachers(batch), *anchor]
-            flops = sum(meter.flops for meter in meters) / batch * self.pairs
-            flops *= config.student.substeps
+            flops = sum(meter.flops for meter in meters) / batch * self.pairs * self.keeps.labels
             peak = self.stored + max(meter.peak for meter in meters)
             if any(len(sources) > 1 for sources in model.targets.values()):
                 peak += self.pairs * model.latent  # summed in float32

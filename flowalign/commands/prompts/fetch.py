@@ -9,14 +9,15 @@ from __future__ import annotations
 import hashlib
 import random
 import re
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from flowalign.config import Stage
 from flowalign.system.files import expanded, replacing
 from flowalign.system.http import Client
 from flowalign.training.data import PromptError, load_prompts
-from flowalign.training.sources import File, Source
+from flowalign.training.sources import File, Source, commands
 from flowalign.types import PromptBatch
 
 MAX_BYTES = 64 * 2**20  # the largest, dpg_bench.csv, has 7.4 MB
@@ -57,6 +58,17 @@ def fetch(source: Source, out: str | Path, *, force: bool = False) -> list[Path]
     for file in source.files:
         paths += _fetch(file, expanded(Path(out)), paths, force)
     return paths
+
+
+def missing_sets(stages: Iterable[Stage]) -> dict[str, list[str]]:
+    """{prompt set that is not here: the commands that write one of this name}."""
+    sets = [source for s in stages for judged in s.judged for source in judged.prompts.values()]
+    names = dict.fromkeys(source.partition("#")[0] for source in sets)
+    return {
+        name: commands(name)
+        for name in names
+        if not name.startswith("tiny/") and not Path(name).expanduser().exists()
+    }
 
 
 def about(source: Source) -> str:

@@ -60,7 +60,7 @@ class Opd(Algorithm[Labels]):
         return Keeps(
             actions=config.needs_actions,
             targets=[config.student.label_dtype] * (2 if config.anchor else 1),
-            labels=True,
+            labels=config.student.substeps,
         )
 
     @classmethod

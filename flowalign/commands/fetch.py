@@ -1,0 +1,88 @@
+"""`flowalign fetch`: what a config reads from elsewhere, onto this machine.
+
+Models, adapters and judges go into the Hub's own cache; prompt sets are written by `flowalign
+data`. What is to be downloaded is asked of the code that loads it.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+from flowalign import rewards
+from flowalign.backbone import adapters, loading
+from flowalign.commands import recipe
+from flowalign.commands.doctor.count import judges
+from flowalign.commands.prompts import cli as data
+from flowalign.commands.prompts.fetch import missing_sets
+from flowalign.config import ConfigError, Stage, load
+from flowalign.system.exit import refusing
+from flowalign.system.hub_files import HubError, HubFiles
+from flowalign.training.report.progress import quiet
+
+
+@refusing("fetch")
+def main(argv: Sequence[str]) -> int:
+    """Download what a config reads: models, adapters, judges and prompt sets."""
+    parser = argparse.ArgumentParser("flowalign fetch", description=main.__doc__)
+    parser.add_argument("--config", required=True, help="a YAML file of any stage or a recipe")
+    parser.add_argument("--variant", help="a YAML file of keys by stage: other hardware")
+    parser.add_argument("--check", action="store_true", help="only say what is missing: status 1")
+    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="change the config")
+    args = parser.parse_args(argv)
+    quiet()
+    config = load(args.config, args.overrides, stage=Stage, variant=args.variant)
+    stages, problems = recipe.read_stages(config, Path(args.config).parent)
+    if problems:
+        raise ConfigError(problems)
+    lacking = list(_files(stages.values(), args.check))
+    for name, commands in missing_sets(stages.values()).items():
+        # an earlier one may have written it, too; they write below data/
+        if commands and not (args.check or Path(name).exists()) and name.startswith("data/"):
+            data.main(commands[0].split()[2:])
+    sets = missing_sets(stages.values()).items()
+    lacking += [f"{name} ({' or '.join(commands) or 'yours'})" for name, commands in sets]
+    for text in lacking:
+        print(f"missing: {text}")
+    return 1 if lacking else 0
+
+
+def needed(stages: Iterable[Stage]) -> dict[HubFiles, str]:
+    """{what the stages read from the Hub: the source of an adapter, or ""}. Code that a config
+    names is not run. Of a judge that downloads from elsewhere it is said."""
+    found = dict[HubFiles, str]()
+    for stage in stages:
+        for model in (*([stage.model] if stage.samples else []), *stage.bases.values()):
+            found |= dict.fromkeys(loading.hub_files(model.id, model.revision), "")
+        sources = filter(adapters.is_hub_id, stage.inputs.values())
+        found |= {adapters.hub_files(source): source for source in sources}
+        for name, options in judges(stage):
+            judge = rewards.declared(name, imports=False)
+            files = judge.hub_files(**options)
+            found |= dict.fromkeys(files, "")
+            if not files and judge.files(**options) is None:
+                print(f"not looked at: what reward {name} downloads by itself")
+    return found
+
+
+def _files(stages: Iterable[Stage], check: bool) -> Iterator[str]:
+    """Download what the cache lacks, or only say it (`check`); and say what the Hub refuses."""
+    lacking = dict[HubFiles, str]()
+    for files, source in needed(stages).items():
+        try:
+            sizes = files.missing()
+        except HubError as error:
+            yield str(error)
+            continue
+        text = f"{files.repository}: {len(sizes)} files, {sum(sizes.values()) / 1e9:.3g} GB"
+        if sizes and check:
+            yield text
+        else:
+            print(f"to download: {text}" if sizes else f"here: {files.repository}", flush=True)
+            lacking |= {files: source} if sizes else {}
+    for files, source in lacking.items():
+        try:  # an adapter's own way refuses what is none
+            adapters.adapter_folder(source, newest=True) if source else files.download()
+        except (OSError, ValueError) as error:  # a gated model, say: the others still come
+            yield f"{files.repository}: {error}"

@@ -1,0 +1,60 @@
+"""Files of a repository on the Hub that are read here: what the cache lacks, and its download."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import HfApi, errors, snapshot_download, try_to_load_from_cache
+from huggingface_hub.utils import filter_repo_objects
+
+from flowalign.system.escape import shown
+
+TEXTS = ("*.json", "*.txt", "*.model", "*.jinja")  # configs and tokenizers
+WEIGHTS = ("model.safetensors", "model-*-of-*.safetensors")  # as transformers names them
+HTTP_ERROR: Any = errors.HfHubHTTPError.__bases__[0]  # of requests or httpx
+FAILED = (HTTP_ERROR, OSError, errors.HFValidationError)
+
+
+class HubError(OSError):
+    """What the Hub did not do, in its own words."""
+
+
+@dataclass(frozen=True)
+class HubFiles:
+    """The files that match a pattern, and none of `ignored`. revision: None = main."""
+
+    repository: str
+    patterns: tuple[str, ...]
+    ignored: tuple[str, ...] = ()
+    revision: str | None = None
+
+    @property
+    def chosen(self) -> dict[str, Any]:
+        return {"allow_patterns": [*self.patterns], "ignore_patterns": [*self.ignored]}
+
+    def missing(self) -> dict[str, int]:
+        """{file: bytes} that the cache lacks of what the Hub has now. Raises HubError if the Hub
+        does not say, and the cache does not know that it has all of them."""
+        at: dict[str, Any] = {"repo_id": self.repository, "revision": self.revision}
+        try:
+            about = HfApi().model_info(**at, files_metadata=True)
+        except FAILED as error:
+            with suppress(*FAILED):
+                self.download(local_files_only=True)
+                return {}
+            raise HubError(f"{self.repository}: {shown(str(error), 600)}") from error
+        sizes = {file.rfilename: file.size or 0 for file in about.siblings or ()}
+        if not (names := [*filter_repo_objects(sizes, **self.chosen)]):
+            raise HubError(f"{self.repository} has no file {' or '.join(self.patterns)}")
+        at["revision"] = about.sha
+        lost = (n for n in names if not isinstance(try_to_load_from_cache(filename=n, **at), str))
+        return {name: sizes[name] for name in lost}
+
+    def download(self, **hub: Any) -> Path:
+        """Their folder in the cache. What came before is not sent again. hub: options of
+        `snapshot_download`, whose errors it raises."""
+        options = {"revision": self.revision, **self.chosen, **hub}
+        return Path(snapshot_download(self.repository, **options))
