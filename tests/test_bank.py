@@ -149,7 +149,8 @@ def test_a_label_of_substeps_leads_where_the_teachers_own_path_does(
         for column, step in enumerate(found.steps):
             x = start = found.states[row : row + 1, column]
             text = found.conditioning.select(torch.tensor([row]))
-            path = torch.linspace(*found.sigmas[step : step + 2].tolist(), 4).tolist()
+            first, last = found.sigmas[step : step + 2].tolist()
+            path = torch.linspace(first, last, 4).tolist()
             for sigma, following in zip(path, path[1:], strict=False):
                 with torch.no_grad():
                     v = backbone.velocity(x, sigma, text, guidance=scales[name])
