@@ -10,6 +10,11 @@ GPU's own bf16 matrix products the counted operations reach.
 Every case has a time limit, and runs in a process of its own kind: what fails, or is not
 installed, is a row that says why. Results are written after each case, to docs/gpu.md and
 docs/gpu_NAME.json. `--device cpu --width 0.05 --layers 2 --size 64` tries all of it without a GPU.
+
+With --trace every student's row also says by which kernels its third update spends its time, and
+how long the GPU waits. The rows of "half of the chip" (docs/gpu.md), of compiled models:
+`python benchmarks/gpu.py --trace --cases "matrix products" "write the Medium" "32 images"
+"rollouts of 16" "micro-batch 16" --prompts 32`.
 """
 
 from __future__ import annotations
@@ -66,6 +71,7 @@ class Setup:
     layers: int | None
     size: int
     prompts: int
+    trace: bool = False
 
 
 @dataclass(frozen=True)
@@ -299,13 +305,14 @@ def updated(config: Any, setup: Setup, case: Case) -> Mapping[str, Any]:
     expected = predict(config, device_type=setup.device)
     AcceleratorState._reset_state(reset_partial_state=True)
     with deterministic(config.train.deterministic):
-        seconds, peak = measured(config, setup.device)
+        seconds, peak, kernels = measured(config, setup.device, setup.trace)
     return {
         "seconds": seconds,
         "images": config.rollout.prompts * config.rollout.copies,
         "peak": peak,
         "predicted": expected.peak,
         "flops": {phase.name: phase.flops for phase in expected.phases},
+        "kernels": kernels,
     }
 
 
@@ -363,8 +370,20 @@ PARTS: Mapping[str, Callable[[Any, Any], Any]] = {  # of an update: its loop, wh
 }
 
 
-def measured(config: Any, device: str) -> tuple[dict[str, float], int | None]:
-    """Seconds of the parts of a second update, and the peak of memory (None on a CPU)."""
+KERNELS = {  # families, by parts of a name; the first that fits
+    "attention": ("flash", "fmha", "attention", "sdpa"),
+    "matrix products": ("gemm", "nvjet", "cutlass", "cublas", "addmm", "::mm", "::bmm"),
+    "fused by Inductor": ("triton",),
+    "optimizer": ("multi_tensor", "adam", "foreach"),
+    "copies": ("memcpy", "memset", "copy"),
+}
+
+
+def measured(
+    config: Any, device: str, trace: bool = False
+) -> tuple[dict[str, float], int | None, dict[str, dict[str, float]]]:
+    """Seconds of the parts of a second update, the peak of memory (None on a CPU), and if asked for
+    the seconds of a third update by part and family of kernels (`traced`)."""
     from flowalign.commands import build
 
     loop, *_ = build.wire(config)
@@ -380,7 +399,32 @@ def measured(config: Any, device: str) -> tuple[dict[str, float], int | None]:
             if device == "cuda":
                 torch.cuda.synchronize()
             seconds[name] = time.perf_counter() - began
-    return seconds, torch.cuda.max_memory_allocated() if device == "cuda" else None
+    peak = torch.cuda.max_memory_allocated() if device == "cuda" else None
+    return seconds, peak, traced(loop, device) if trace else {}
+
+
+def traced(loop: Any, device: str) -> dict[str, dict[str, float]]:
+    """{part: {family of kernels: seconds}} of an update; "waiting": of the GPU, for no kernel. On a
+    CPU operators stand for kernels."""
+    from torch.profiler import ProfilerActivity, profile
+
+    cuda, made, found = device == "cuda", None, {}
+    loop.update += 1
+    for name, call in PARTS.items():
+        began = time.perf_counter()
+        with profile(activities=[ProfilerActivity.CUDA if cuda else ProfilerActivity.CPU]) as run:
+            made = call(loop, made)
+            if cuda:
+                torch.cuda.synchronize()
+            wall = time.perf_counter() - began
+        families = dict.fromkeys([*KERNELS, "other"], 0.0)
+        for event in run.key_averages():
+            said = event.key.lower()
+            fits = (f for f, parts in KERNELS.items() if any(part in said for part in parts))
+            spent = event.self_device_time_total if cuda else event.self_cpu_time_total
+            families[next(fits, "other")] += spent / 1e6
+        found[name] = families | {"waiting": max(0.0, wall - sum(families.values()))}
+    return found
 
 
 # The cases ---------------------------------------------------------------------------------------
@@ -394,6 +438,8 @@ JUDGES = ("benchmarks=[{name: geneval, prompts: tiny/geneval_test, limit: 16, re
           "geneval, options: {detector: tiny}}}, {name: preference, prompts: tiny/preference_test, "
           "limit: 16, reward: {name: pickscore, options: {model: tiny, normalizer: 28}}}]",
           "models={base: null, ocr: tiny/ocr}", "fidelity=null")  # fmt: skip
+COMPILED = ("model.compile=true", "rollout.batch_size=8", "student.label_batch=16",
+            "optimizer.micro_batch=8")  # fmt: skip
 FLUX = ("flux/teacher_pickscore_nft.yaml", "model.gradient_checkpointing=true",
         "rollout.batch_size=2", "optimizer.micro_batch=2")  # fmt: skip
 
@@ -420,6 +466,11 @@ def cases() -> list[Case]:
              environment=(("CUBLAS_WORKSPACE_CONFIG", ":4096:8"),)),
         Case("pytest -m gpu", tests, limit=150),
         Case("compiled", student, ("model.compile=true",), alone=True, limit=180),
+        Case("32 images", student, COMPILED, alone=True, limit=180),
+        Case("rollouts of 16", student, (*COMPILED, "rollout.batch_size=16"), alone=True,
+             limit=180),
+        Case("micro-batch 16", student, (*COMPILED, "optimizer.micro_batch=16"), alone=True,
+             limit=180),
         Case("write FLUX.1-dev", written_flux, limit=180),
         Case("FLUX.1-dev, NFT", teacher, FLUX, limit=120),
         Case("FLUX.1-dev, NFT, nf4", teacher, (*FLUX, "model.quantization=nf4"), limit=150),
@@ -563,7 +614,18 @@ def table(rows: Sequence[Mapping[str, Any]], about: Mapping[str, Any]) -> str:
         said = row["state"] + (f": {row['note']}" if row.get("note") else "")
         cells = [row["case"], said.replace("|", "/"), *_numbers(row, speed)]
         lines.append(f"| {' | '.join(cells)} |")
-    return head + "\n".join(lines) + "\n"
+    return head + "\n".join([*lines, *_kernels(rows)]) + "\n"
+
+
+def _kernels(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The traces as a table, a line a part of a case: ms."""
+    columns = ["ms of kernels in", *KERNELS, "other", "waiting"]
+    lines = [
+        f"| {row['case']}: {part} | " + " | ".join(f"{1e3 * s:.0f}" for s in spent.values()) + " |"
+        for row in rows
+        for part, spent in (row.get("kernels") or {}).items()
+    ]
+    return ["", f"| {' | '.join(columns)} |", "|---" * len(columns) + "|", *lines] if lines else []
 
 
 def _numbers(row: Mapping[str, Any], speed: float | None) -> list[str]:
@@ -589,6 +651,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--layers", type=int, help="of the transformer, instead of 24")
     parser.add_argument("--size", type=int, default=512, help="pixels")
     parser.add_argument("--prompts", type=int, default=8, help="images of a rollout")
+    parser.add_argument("--trace", action="store_true", help="students' time by kernels, too")
     parser.add_argument("--out", type=Path, default=ROOT / "docs", help="folder of the results")
     args = parser.parse_args(argv)
     if args.device == "cuda" and not torch.cuda.is_available():
@@ -608,7 +671,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     chosen = [case for case in cases() if args.cases is None or case.name in args.cases]
     with TemporaryDirectory() as folder:
-        setup = Setup(Path(folder), args.device, args.width, args.layers, args.size, args.prompts)
+        size = args.width, args.layers, args.size, args.prompts
+        setup = Setup(Path(folder), args.device, *size, args.trace)
         rows = run_all(chosen, setup, args.minutes, write)
     print(table(rows, about))
     return int(any(row["state"] in ("failed", "too long") for row in rows))
