@@ -28,6 +28,7 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import set_seed
 from diffusers import AutoencoderKL, SD3Transformer2DModel, StableDiffusion3Pipeline
 from matplotlib.figure import Figure
+from PIL import Image
 from torch import Tensor
 
 from flowalign import config
@@ -368,6 +369,27 @@ def ascending(model: str, output: Path, *overrides: str) -> config.TrainingStage
         "stage": "gradient",
         "gradient": {"batch": 3, "tau": 1e3, "old": {"decay": 0.5, "rise": 0.25}},
     }
+    return config.parse(raw, overrides)
+
+
+def pairs(
+    model: str, output: Path, *overrides: str, rows: int = 8, images: int = 32
+) -> config.TrainingStage:
+    """The same run on pairs of small images, with their noise, at three noise levels."""
+    raw = settings(model, output).model_dump(mode="json", exclude={"grpo", "stage", "rollout"})
+    folder = output.parent
+    for number in range(2 * rows):
+        generator = torch.Generator().manual_seed(number)
+        pixels = torch.randint(256, (images, 32, 3), generator=generator, dtype=torch.uint8)
+        Image.fromarray(pixels.numpy()).save(folder / f"{number}.png")
+    listed = [
+        {"prompt": PROMPTS[row], "chosen": f"{2 * row}.png", "rejected": f"{2 * row + 1}.png",
+         "chosen_noise": [0, row, 0], "rejected_noise": [0, row, 1]}
+        for row in range(rows)
+    ]  # fmt: skip
+    (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in listed))
+    raw["tasks"] = [{"name": "red", "prompts": str(folder / "pairs.jsonl")}]
+    raw |= {"stage": "dpo", "dpo": {"states": 3}, "rollout": {"steps": 4, "prompts": 2}}
     return config.parse(raw, overrides)
 
 

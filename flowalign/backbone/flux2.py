@@ -83,13 +83,24 @@ class Flux2(Family):
 
     def decode(self, latents: Tensor) -> Tensor:
         """Latents, normalised by the autoencoder's batch norm -> images [B,3,H,W] in [-1,1]."""
-        vae = self.pipe.vae
-        mean = vae.bn.running_mean.view(1, -1, 1, 1)
-        std = torch.sqrt(vae.bn.running_var.view(1, -1, 1, 1) + vae.config.batch_norm_eps)
+        vae, (mean, std) = self.pipe.vae, self._norm()
         latents = latents * std + mean
         b, c, h, w = latents.shape
         latents = latents.reshape(b, c // 4, 2, 2, h, w).permute(0, 1, 4, 2, 5, 3)
         return vae.decode(latents.reshape(b, c // 4, 2 * h, 2 * w).to(vae.dtype)).sample
+
+    def encode_image(self, images: Tensor) -> Tensor:
+        vae, (mean, std) = self.pipe.vae, self._norm()
+        latents = vae.encode(images.to(vae.dtype)).latent_dist.mode().float()
+        b, c, h, w = latents.shape
+        latents = latents.reshape(b, c, h // 2, 2, w // 2, 2).permute(0, 1, 3, 5, 2, 4)
+        return (latents.reshape(b, 4 * c, h // 2, w // 2) - mean) / std
+
+    def _norm(self) -> tuple[Tensor, Tensor]:
+        """Mean and standard deviation [1,C,1,1] of the autoencoder's batch norm."""
+        vae = self.pipe.vae
+        std = torch.sqrt(vae.bn.running_var + vae.config.batch_norm_eps)
+        return vae.bn.running_mean.view(1, -1, 1, 1), std.view(1, -1, 1, 1)
 
 
 class Flux2Klein(Flux2):

@@ -46,7 +46,7 @@ SAMPLING = (*TEACHERS, "opd", "sft", "recipe", "eval")
 USED = {  # options that say what a config holds, by the stages that have it
     "reward": SAMPLING,
     "teachers": ("opd", "sft", "recipe", "merge", "eval"),
-    "prompts": SAMPLING,
+    "prompts": (*SAMPLING, "dpo"),
 }
 NONE = "none"  # a task without a reward
 LABELS_AT = 1.5  # CFG scale of the labels of teachers that have absorbed CFG (docs/log)
@@ -182,7 +182,7 @@ class Draft:
             shipped = [teacher["adapter"] for teacher in self.student["teachers"].values()]
             data = _average(list(self.adapters.values()) or shipped) | {"method": "concat"}
         else:
-            makers = {"recipe": self._recipe, "eval": self._evaluation}
+            makers = {"recipe": self._recipe, "eval": self._evaluation, "dpo": self._pairs}
             data = makers.get(self.like, self._student)()
         model = self.eval["model"] | data.get("model", {}) | {"id": self.model}
         card = card_of(self.model)
@@ -228,6 +228,14 @@ class Draft:
             of = self.eval["sampling"] if stage == "grpo" else self.student["rollout"]
             data |= {"model": {}, "rollout": data["rollout"] | {"guidance": of["guidance"]}}
         return data
+
+    def _pairs(self) -> dict[str, Any]:
+        """The shipped teacher from pairs, of the user's if --prompts names them."""
+        file = self.folder / "dpo.yaml"
+        data = read(file if file.is_file() else SD35 / "teacher_votes_dpo.yaml")
+        (task,) = data["tasks"]
+        (pairs,) = _one_each("--prompts", self.prompts, 1)
+        return data | {"tasks": [task | ({"prompts": pairs} if pairs else {})]}
 
     def _student(self) -> dict[str, Any]:
         """A student of the teachers that are given, else of the shipped ones, a task for each."""

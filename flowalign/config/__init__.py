@@ -40,6 +40,7 @@ from flowalign.config.stages.evaluation import (
     ReportConfig,
 )
 from flowalign.config.stages.merge import MergeStage
+from flowalign.config.stages.pairs import DpoConfig, DpoStage
 from flowalign.config.stages.rewards import (
     AwmConfig,
     AwmStage,

@@ -122,6 +122,12 @@ class Algorithm(ABC, Generic[P]):
         """What a stage keeps. updates: those that shares are averaged over; None = all."""
 
     @classmethod
+    def row_problems(cls, config: Any, source: str, prompts: PromptBatch) -> Iterator[str]:
+        """What it cannot learn from in a task's prompt set, which `source` names; by default
+        nothing. Asked before a model is loaded."""
+        yield from ()
+
+    @classmethod
     def trained_steps(cls, config: Any, update: int) -> tuple[int, ...]:
         """The steps whose states an update trains: a function of (seed, update)."""
         return tuple(range(*window_of(config.rollout, update)))

@@ -247,8 +247,8 @@ def _bases(config: Any, launch: Launch, inputs: Inputs) -> Iterator[str]:
 
 
 def _training(config: Any, launch: Launch, inputs: Inputs) -> Iterator[str]:
-    """Settings against determinism, layers that the model does not have, and a folder that holds
-    another run."""
+    """Settings against determinism, layers that the model does not have, prompts that nothing can
+    be learnt from, and a folder that holds another run."""
     if not config.trains:
         return
     if config.train.deterministic and config.model.attention not in REPEATABLE:
@@ -260,6 +260,11 @@ def _training(config: Any, launch: Launch, inputs: Inputs) -> Iterator[str]:
             if not spec.adapted([target]):
                 text = f"By default (null) they are {', '.join(spec.family.targets)}."
                 yield f"lora.targets: no layer of {config.model.id} ends with {target!r}. {text}"
+    for index, task in enumerate(config.tasks):
+        with suppress(PromptError, OSError):  # said before
+            prompts = inputs.prompts(task.prompts, task.name)
+            for text in algorithm_class(config).row_problems(config, task.prompts, prompts):
+                yield f"tasks.{index}.prompts: {text}"
     if launch.resume is not None:
         given = {"resume": launch.resume, "any_world": launch.any_world, "pending": launch.pending}
         yield from resuming.problems(config, launch.processes, **given)
@@ -352,7 +357,7 @@ def _trained(source: str, made: Mapping[Path, Any]) -> list[float]:
     if not stage and not adapters.is_hub_id(source):
         with suppress(ConfigError):
             stage = load(adapters.adapter_folder(source).parent / "config.yaml", stage=Stage)
-    if stage and stage.trains:
+    if stage and stage.trains and stage.own_scale:
         return [stage.guidance]
     return [scale for part in (stage.inputs.values() if stage else ()) for scale in
             _trained(part, made)]  # fmt: skip

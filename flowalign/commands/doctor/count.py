@@ -275,6 +275,11 @@ class _Model:
 
         return self.measured(ascend, "VAE", "gradient", batch)
 
+    def read(self, size: tuple[int, int]) -> int:
+        """Peak bytes of the VAE's encoder on an image."""
+        image = torch.empty(1, 3, *size, device="meta")
+        return self.measured(partial(self.backbone.encode_image, image), "VAE", "encoder").peak
+
     def latents(self, rows: int) -> Tensor:
         """[rows,C,h,w], float32."""
         return torch.empty(rows, *self.latent_shape, device="meta")
@@ -438,8 +443,8 @@ class _Update:
         """Trained states of an image, and the mean number of forward passes of its rollout over
         these updates."""
         config, passes = self.config, self.config.rollout.steps
-        if self.keeps.noise_levels:
-            return self.keeps.noise_levels, passes
+        if self.keeps.noise_levels:  # of latents that are sampled, or else read
+            return self.keeps.noise_levels, passes * self.keeps.latents
         trained = [algorithm_class(config).trained_steps(config, update) for update in updates]
         if self.keeps.latents:  # the rollout runs to its end
             return len(trained[0]), passes
@@ -455,6 +460,10 @@ class _Update:
         flops = 0.0 if settings.text_cache else meter.flops / batch * self.prompts
         yield Phase("text", "sampling", peak, flops)
 
+        if not self.forwards:  # images are read, each once in a run
+            peak = self.rollout_bytes + model.read(settings.size)
+            yield Phase("VAE encode", "sampling", peak, 0.0)
+            return
         batch = min(rollout.batch_size, self.images)
         if self.keeps.taught_images:
             meter = self._teachers(batch)

@@ -21,6 +21,8 @@ class TrainingStage(Job):
     trains = True
     algorithm: ClassVar[str]
     """module:Class of what is learnt (`flowalign.training.algorithm.Algorithm`)."""
+    own_scale: ClassVar[bool] = True
+    """Whether its adapter is for the CFG scale of its loss, and not for that of its start."""
     seed: Seed = 0
     """Seed of prompts, noise and initial weights."""
     lora: LoraConfig = LoraConfig()

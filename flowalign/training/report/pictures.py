@@ -224,6 +224,8 @@ KINDS = (  # title, axis, metrics or the beginning of their names, style
     ("targets on noised images", "mean square", metrics.FIXED_NOISED, ""),
     ("shares of the images", "share",
      [metrics.KEPT_SHARE, metrics.CLIP_FRACTION, metrics.INVALID_SHARE], ""),
+    ("pairs ranked as chosen", "share", [metrics.PAIR_ACCURACY], NOISY),
+    ("gain of the pairs", "mean square", [metrics.MARGIN, metrics.CHOSEN_GAIN], NOISY),
     ("loss", "loss", [metrics.LOSS], ""),
 )  # fmt: skip
 
