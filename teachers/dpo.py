@@ -6,11 +6,10 @@ configs/tiny/dpo.yaml is a run.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import islice
+from itertools import product
 from pathlib import Path
-from typing import Any
 
 import torch
 from PIL import Image
@@ -29,7 +28,6 @@ from flowalign.types import PromptBatch, Rollout, StepLoss
 
 IMAGES = ("chosen", "rejected")  # of a row: what the copies 0 and 1 of its prompt are
 REFERENCE = "reference"  # a frozen copy of the adapter that the run starts from
-SHOWN = 5  # bad rows of a file that are named
 
 
 class Dpo(Algorithm[Targets]):
@@ -38,6 +36,8 @@ class Dpo(Algorithm[Targets]):
     def __init__(self, parts: Parts) -> None:
         super().__init__(parts)
         self.settings = self.config.dpo
+        if self.backbone.family.guidance == "embedded":  # an input of the one velocity field
+            self.guidance = self.config.guidance
         self.reference = REFERENCE if self.config.lora.init else None  # None = the base
         if self.reference:
             self.backbone.copy_adapter(STUDENT, self.reference)
@@ -47,49 +47,51 @@ class Dpo(Algorithm[Targets]):
     @classmethod
     def keeps(cls, config: DpoStage, updates: Sequence[int] | None = None) -> Keeps:
         """Noised states with the velocity to match; the reference is asked at each."""
-        init = config.lora.init
+        reference = STUDENT if config.lora.init else None  # in size
         return Keeps(
             noise_levels=config.dpo.states,
             targets=["float32"],
-            policies=[REFERENCE] if init else [],
-            compared=[Compared(STUDENT if init else None, 1.0)],
+            policies=[REFERENCE] if reference else [],
+            compared=[Compared(reference, 1.0)],
         )
 
     @classmethod
     def row_problems(cls, config: DpoStage, source: str, prompts: PromptBatch) -> Iterator[str]:
-        """Rows without images of the model's size, or without the noise that is to be known."""
-        folder, (height, width) = Path(source).parent, config.model.size
-        known = config.dpo.noise == "known"
-        bad = (
-            f"row {number}: {text}"
-            for number, row in enumerate(prompts.metadata, 1)
-            for text in pair_problems(row, folder, (width, height), known)
-        )
-        yield from islice(bad, SHOWN)
+        """Images that cannot be read or have another size than the model's, and noise that is not
+        known though it is to be."""
+        height, width = config.model.size
+        for (number, row), kind in product(enumerate(prompts.metadata, 1), IMAGES):
+            name, noise = row.get(kind), row.get(f"{kind}_noise")
+            try:
+                with Image.open(Path(source).parent / name) as image:
+                    if image.size != (width, height):
+                        seen = "{}x{}".format(*image.size)
+                        yield f"row {number}: {name} has {seen} pixels; want {width}x{height}."
+            except (OSError, ValueError, TypeError) as error:  # it may be no text
+                text = f"`{kind}` is {name!r:.80}; want an image, by its path from the file"
+                yield f"row {number}: {text} ({error})."
+            whole = isinstance(noise, list) and [type(n) for n in noise] == [int] * 3
+            if config.dpo.noise == "known" and not (whole and min(noise) >= 0):
+                text = f"`{kind}_noise` is {noise!r:.80}; want [seed, prompt, image]"
+                yield f"row {number}: {text}, as `flowalign vote` writes it. Or use noise: fresh."
 
     def prepare(self, rollout: Rollout, update: int) -> Targets:
         """The pairs of an update at noise levels of their own."""
         key, shift = (self.config.seed, update), self.backbone.shift(self.config.rollout.steps)
-        levels = [
-            stratified(shift, self.settings.states, (*key, Stream.LEVELS, prompt))
-            for prompt in rollout.group.tolist()
-        ]
-        kinds = [IMAGES[copy] for copy in rollout.copy.tolist()]
-        rows = list(zip(rollout.batch.tasks, rollout.batch.metadata, kinds, strict=True))
+        count, groups = self.settings.states, rollout.group.tolist()
+        levels = [stratified(shift, count, (*key, Stream.LEVELS, prompt)) for prompt in groups]
+        kinds, batch = [IMAGES[copy] for copy in rollout.copy.tolist()], rollout.batch
+        rows = list(zip(batch.tasks, batch.metadata, kinds, strict=True))
         clean = torch.stack([self._latent(self.folders[task] / row[k]) for task, row, k in rows])
         noise = None
         if self.settings.noise == "known":
-            noise = torch.stack([known_noise(row[f"{k}_noise"], clean[0]) for _, row, k in rows])
+            drawn = (row[f"{kind}_noise"] for _, row, kind in rows)
+            shape = clean.shape[1:]  # as `flowalign sample` draws it
+            noise = torch.stack([Noise((s,)).draw(p, c, shape, 0)[0] for s, p, c in drawn])
         # as copies 0, so that both images of a pair draw the same noise
         pairs = replace(rollout, latents=clean, copy=torch.zeros_like(rollout.copy))
         states, target = noised(pairs, torch.stack(levels), (*key, Stream.NOISE), noise)
-        return Targets(
-            rollout=replace(states, copy=rollout.copy),
-            keep=torch.ones(len(rollout), dtype=torch.bool),
-            metrics={},
-            notes=[""] * len(rollout),
-            velocity=target,
-        )
+        return Targets.of(replace(states, copy=rollout.copy), target)
 
     def loss(self, pairs: Pairs, velocity: Tensor, prepared: Targets) -> StepLoss:
         """The mean of `dpo_loss` over the pairs of images."""
@@ -128,36 +130,3 @@ def dpo_loss(
     gain = velocity_error(reference.detach(), target) - velocity_error(velocity, target)
     gain = gain.view(-1, 2)
     return -logsigmoid(beta / 2 * (gain[:, 0] - gain[:, 1])), gain.detach()
-
-
-# Rows --------------------------------------------------------------------------------------------
-
-
-def known_noise(noise: Sequence[int], like: Tensor) -> Tensor:
-    """The noise [C,h,w] that `flowalign sample` began an image with: noise is [seed, number of the
-    prompt, number of the image]."""
-    seed, prompt, copy = noise
-    return Noise((seed,)).draw(prompt, copy, like.shape, 0)[0].to(like)
-
-
-def pair_problems(
-    row: Mapping[str, Any], folder: Path, size: tuple[int, int], known: bool
-) -> Iterator[str]:
-    """What is wrong with a row. size: width and height of its images; known: whether it needs
-    their noise."""
-    for kind in IMAGES:
-        name, noise = row.get(kind), row.get(f"{kind}_noise")
-        if not isinstance(name, str):
-            yield f"`{kind}` is {name!r:.80}; want the path of an image, relative to the file."
-            continue
-        try:
-            with Image.open(folder / name) as image:
-                if image.size != size:
-                    seen, wanted = ("{}x{}".format(*s) for s in (image.size, size))
-                    yield f"{name} has {seen} pixels; want {wanted}, as in `model`."
-        except (OSError, ValueError) as error:
-            yield f"{name} is no image that can be read ({error})."
-        whole = isinstance(noise, list) and len(noise) == 3 and all(type(n) is int for n in noise)
-        if known and not (whole and min(noise) >= 0):
-            text = f"`{kind}_noise` is {noise!r:.80}; want [seed, prompt, image]"
-            yield f"{text}, as `flowalign vote` writes it, or dpo.noise: fresh."

@@ -372,15 +372,12 @@ def ascending(model: str, output: Path, *overrides: str) -> config.TrainingStage
     return config.parse(raw, overrides)
 
 
-def pairs(
-    model: str, output: Path, *overrides: str, rows: int = 8, images: int = 32
-) -> config.TrainingStage:
-    """The same run on pairs of small images, with their noise, at three noise levels."""
-    raw = settings(model, output).model_dump(mode="json", exclude={"grpo", "stage", "rollout"})
-    folder = output.parent
+def write_pairs(folder: Path, rows: int = 8, size: tuple[int, int] = (32, 32)) -> Path:
+    """A file of pairs beside their images of random pixels, of height and width, with a noise."""
+    folder.mkdir(parents=True, exist_ok=True)
     for number in range(2 * rows):
         generator = torch.Generator().manual_seed(number)
-        pixels = torch.randint(256, (images, 32, 3), generator=generator, dtype=torch.uint8)
+        pixels = torch.randint(256, (*size, 3), generator=generator, dtype=torch.uint8)
         Image.fromarray(pixels.numpy()).save(folder / f"{number}.png")
     listed = [
         {"prompt": PROMPTS[row], "chosen": f"{2 * row}.png", "rejected": f"{2 * row + 1}.png",
@@ -388,7 +385,15 @@ def pairs(
         for row in range(rows)
     ]  # fmt: skip
     (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in listed))
-    raw["tasks"] = [{"name": "red", "prompts": str(folder / "pairs.jsonl")}]
+    return folder / "pairs.jsonl"
+
+
+def pairs(
+    model: str, output: Path, *overrides: str, rows: int = 8, size: tuple[int, int] = (32, 32)
+) -> config.TrainingStage:
+    """The same run on pairs of images, two an update, at three noise levels."""
+    raw = settings(model, output).model_dump(mode="json", exclude={"grpo", "stage", "rollout"})
+    raw["tasks"] = [{"name": "red", "prompts": str(write_pairs(output.parent, rows, size))}]
     raw |= {"stage": "dpo", "dpo": {"states": 3}, "rollout": {"steps": 4, "prompts": 2}}
     return config.parse(raw, overrides)
 

@@ -57,7 +57,7 @@ def test_the_steps_of_z_image_turbo_are_those_of_its_card() -> None:
     torch.testing.assert_close(found, 3 * even / (1 + 2 * even))
 
 
-@pytest.mark.parametrize("stage", ["nft", "awm", "sft"])
+@pytest.mark.parametrize("stage", ["nft", "awm", "sft", "dpo"])
 def test_a_distilled_model_is_not_trained_back_to_straight_paths(stage: str) -> None:
     teachers = {"teachers": {"red": {"adapter": None}}} if stage == "sft" else {}
     found = against(run(TURBO, "rollout.kind=ode", stage=stage, **teachers))

@@ -40,10 +40,10 @@ from flowalign.config.stages.evaluation import (
     ReportConfig,
 )
 from flowalign.config.stages.merge import MergeStage
-from flowalign.config.stages.pairs import DpoConfig, DpoStage
 from flowalign.config.stages.rewards import (
     AwmConfig,
     AwmStage,
+    DpoStage,
     ForwardConfig,
     ForwardStage,
     GradientConfig,

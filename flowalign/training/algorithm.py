@@ -114,7 +114,7 @@ class Algorithm(ABC, Generic[P]):
     def __init__(self, parts: Parts) -> None:
         self.config, self.backbone = parts.config, parts.backbone
         self.accelerator, self.teachers = parts.accelerator, parts.teachers
-        self.guidance: float = parts.config.guidance
+        self.guidance: float = parts.config.loss_guidance
 
     @classmethod
     @abstractmethod

@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from flowalign.training.data import PromptError, load_prompts
 from flowalign.training.run import resume as resuming
 from flowalign.types import PromptBatch
 
+BAD_ROWS = 5  # of a prompt set that are named, at most
 FEW = 8  # steps, at most, of a model that was distilled to few
 # torch's own attention obeys train.deterministic; the kernels of other packages do not know of it
 REPEATABLE = (None, "native", "_native_math", "_native_flash", "_native_efficient")
@@ -263,8 +265,8 @@ def _training(config: Any, launch: Launch, inputs: Inputs) -> Iterator[str]:
     for index, task in enumerate(config.tasks):
         with suppress(PromptError, OSError):  # said before
             prompts = inputs.prompts(task.prompts, task.name)
-            for text in algorithm_class(config).row_problems(config, task.prompts, prompts):
-                yield f"tasks.{index}.prompts: {text}"
+            found = algorithm_class(config).row_problems(config, task.prompts, prompts)
+            yield from (f"tasks.{index}.prompts: {text}" for text in islice(found, BAD_ROWS))
     if launch.resume is not None:
         given = {"resume": launch.resume, "any_world": launch.any_world, "pending": launch.pending}
         yield from resuming.problems(config, launch.processes, **given)
@@ -357,7 +359,7 @@ def _trained(source: str, made: Mapping[Path, Any]) -> list[float]:
     if not stage and not adapters.is_hub_id(source):
         with suppress(ConfigError):
             stage = load(adapters.adapter_folder(source).parent / "config.yaml", stage=Stage)
-    if stage and stage.trains and stage.own_scale:
+    if stage and stage.trains:
         return [stage.guidance]
     return [scale for part in (stage.inputs.values() if stage else ()) for scale in
             _trained(part, made)]  # fmt: skip
@@ -373,7 +375,7 @@ def against_card(config: TrainingStage) -> Iterator[tuple[str, str]]:
     steps, guidance = card
     distilled = steps <= FEW
     level = "fault" if distilled else "note"
-    if distilled and config.stage in ("nft", "awm", "sft"):
+    if distilled and config.stage in ("nft", "awm", "sft", "dpo"):
         text = f"was distilled to {steps} steps, and {config.stage} trains it back to straight"
         text += " paths, which take many. Use the model that it was distilled from, or grpo at"
         yield level, f"card: {name} {text} {steps} steps."

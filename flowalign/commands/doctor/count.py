@@ -354,7 +354,7 @@ class _Trained(_Model):
         its gradients are added to those of others, which are there already."""
         core, recomputes = self.backbone.core, config.model.gradient_checkpointing
         x, cond = self.inputs(batch)
-        velocity = partial(self.backbone.velocity, x, 0.5, cond, guidance=config.guidance)
+        velocity = partial(self.backbone.velocity, x, 0.5, cond, guidance=config.loss_guidance)
         core.disable_gradient_checkpointing()
         if recomputes:
             # the modes of `measure` do not reach into the backward pass, where blocks run again
@@ -386,7 +386,7 @@ def _model_key(config: Stage) -> str:
     key = [model, fp8, config.inputs]
     if isinstance(config, TrainingStage):
         start = config.alarm is not None and config.alarm.reference == "start"
-        key += [config.lora, config.labellers, config.guidance, start]
+        key += [config.lora, config.labellers, config.guidance, config.loss_guidance, start]
     return repr(key)
 
 
@@ -529,7 +529,9 @@ class _Update:
         meter = model.updated(batch, config, compared, summed=pairs > batch)
         step = 3 * lora if model.device_type == "cuda" else lora  # gradients, and foreach's copies
         peak = self.stored + max(meter.peak, step)
-        each = [model.forward(batch, Source(c.adapter, config.guidance)).flops for c in compared]
+        each = [
+            model.forward(batch, Source(c.adapter, config.loss_guidance)).flops for c in compared
+        ]
         flops = meter.flops - sum((1 - c.share) * f for c, f in zip(compared, each, strict=True))
         sizes = {"optimizer.micro_batch": batch}
         return Phase("update", "learning", peak, flops / batch * self.pairs, sizes)

@@ -52,7 +52,7 @@ def _numbers(config: TrainingStage) -> Iterator[Finding]:
             yield note(text) if name == "anchor" else fault(text)
     if trained != config.rollout.guidance:
         yield note(f"guidance: trained at {trained}, rollouts at {config.rollout.guidance}.")
-    if config.evaluates and config.own_scale and evaluation.guidance != trained:
+    if config.evaluates and evaluation.guidance != trained:
         yield fault(
             f"guidance: trained at {trained}, evaluated at {evaluation.guidance}, which is another "
             f"sampler. Set evaluation.guidance = {trained}."

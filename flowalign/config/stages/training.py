@@ -21,8 +21,6 @@ class TrainingStage(Job):
     trains = True
     algorithm: ClassVar[str]
     """module:Class of what is learnt (`flowalign.training.algorithm.Algorithm`)."""
-    own_scale: ClassVar[bool] = True
-    """Whether its adapter is for the CFG scale of its loss, and not for that of its start."""
     seed: Seed = 0
     """Seed of prompts, noise and initial weights."""
     lora: LoraConfig = LoraConfig()
@@ -37,8 +35,13 @@ class TrainingStage(Job):
 
     @property
     def guidance(self) -> float:
-        """The CFG scale at which the adapter is trained."""
+        """The CFG scale for which the adapter is trained."""
         return self.rollout.guidance
+
+    @property
+    def loss_guidance(self) -> float:
+        """The CFG scale of the velocities in the loss."""
+        return self.guidance
 
     @property
     def needs_actions(self) -> bool:
