@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import torch
 from PIL import Image
@@ -61,7 +62,8 @@ class Dpo(Algorithm[Targets]):
         known though it is to be."""
         height, width = config.model.size
         for (number, row), kind in product(enumerate(prompts.metadata, 1), IMAGES):
-            name, noise = row.get(kind), row.get(f"{kind}_noise")
+            name: Any = row.get(kind)
+            noise: Any = row.get(f"{kind}_noise")
             try:
                 with Image.open(Path(source).parent / name) as image:
                     if image.size != (width, height):

@@ -394,7 +394,11 @@ def pairs(
     """The same run on pairs of images, two an update, at three noise levels."""
     raw = settings(model, output).model_dump(mode="json", exclude={"grpo", "stage", "rollout"})
     raw["tasks"] = [{"name": "red", "prompts": str(write_pairs(output.parent, rows, size))}]
-    raw |= {"stage": "dpo", "dpo": {"states": 3}, "rollout": {"steps": 4, "prompts": 2}}
+    raw |= {
+        "stage": "dpo",
+        "dpo": {"states": 3},
+        "rollout": {"steps": 4, "prompts": 2, "copies": 2, "guidance": 1.0},
+    }
     return config.parse(raw, overrides)
 
 

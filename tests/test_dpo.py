@@ -106,7 +106,8 @@ def test_known_noise_is_what_an_image_was_sampled_from(random_model: str, tmp_pa
         zip(rollout.copy.tolist(), rollout.batch.metadata, strict=True)
     ):
         key = metadata[("chosen_noise", "rejected_noise")[copy]]
-        expected = Noise(key[:1]).draw(*key[1:], noise.shape[2:], 0)
+        seed, prompt, copy = key
+        expected = Noise((seed,)).draw(prompt, copy, noise.shape[2:], 0)
         assert_close(noise[row], expected.expand_as(noise[row]), atol=1e-5, rtol=0)
 
 

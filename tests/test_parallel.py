@@ -177,9 +177,9 @@ def gradient(model: str, folder: Path, *overrides: str) -> Path:
 
 
 def dpo(model: str, folder: Path, *overrides: str) -> Path:
-    """A run from a LoRA, with two noise levels a pair of which each process has one."""
+    """A run from a LoRA, a pair a process. A large beta would make much of rounding."""
     start = fakes.teachers(model, folder)["even"]
-    overrides = ("optimizer.micro_batch=2", "train.updates=2", f"lora.init={start}",
+    overrides = ("optimizer.micro_batch=2", "train.updates=2", f"lora.init={start}", "dpo.beta=10",
                  *LINEAR, *overrides)  # fmt: skip
     return written(fakes.pairs(model, folder / "run" / "alone", *overrides), folder)
 
