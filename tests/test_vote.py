@@ -41,6 +41,7 @@ def test_a_choice_is_written_with_the_noise_of_both_images(folder: Path) -> None
     assert state == {"pair": 0, "prompt": PROMPTS[0], "done": 0, "total": 2}
     left, right = (web.get(f"/image/0/{side}") for side in (0, 1))
     assert left.headers["content-type"] == "image/png" and left.content != right.content
+    assert left.headers["cache-control"] == "no-store"
     for _ in range(2):
         state = web.post("/vote", json={"pair": 0, "choice": 2}).json()
         assert state == {"pair": 1, "prompt": PROMPTS[1], "done": 1, "total": 2}

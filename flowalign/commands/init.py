@@ -219,8 +219,9 @@ class Draft:
         """The shipped teacher of a reward; where the family has none of this stage, the one of SD35
         with the family's guidance."""
         for folder in (self.folder, SD35):
-            configs = [read(file) for file in sorted(folder.glob("teacher_*.yaml"))]
-            found = {c["tasks"][0]["reward"]["name"]: c for c in configs if c["stage"] == stage}
+            files = [file for name in ("teacher_*", "dpo") for file in folder.glob(f"{name}.yaml")]
+            configs = [c for c in map(read, sorted(files)) if c["stage"] == stage]
+            found = {c["tasks"][0].get("reward", {}).get("name"): c for c in configs}
             if found:
                 break
         data = found.get(reward) or found.get("ocr") or next(iter(found.values()))
@@ -231,8 +232,7 @@ class Draft:
 
     def _pairs(self) -> dict[str, Any]:
         """The shipped teacher from pairs, of the user's if --prompts names them."""
-        file = self.folder / "dpo.yaml"
-        data = read(file if file.is_file() else SD35 / "teacher_votes_dpo.yaml")
+        data = self._teacher("dpo", "")
         (task,) = data["tasks"]
         (pairs,) = _one_each("--prompts", self.prompts, 1)
         return data | {"tasks": [task | ({"prompts": pairs} if pairs else {})]}

@@ -79,8 +79,10 @@ class Ballot:
         return self.state()
 
     def image(self, number: int, right: bool) -> FileResponse:
-        """An image by the number of its pair: no path can be asked for."""
-        return FileResponse(self.folder / self._pair(number)[right]["file"])
+        """An image by the number of its pair: no path can be asked for. A browser must not keep it:
+        another folder has the same numbers."""
+        path = self.folder / self._pair(number)[right]["file"]
+        return FileResponse(path, headers={"Cache-Control": "no-store"})
 
     def _pair(self, number: int) -> list[dict[str, Any]]:
         if not 0 <= number < len(self.pairs):

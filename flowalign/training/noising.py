@@ -1,4 +1,4 @@
-"""Clean latents with noise added: the states that sft, nft and awm learn from.
+"""Clean latents with noise added: the states that sft, nft, awm and dpo learn from.
 
 At x_sigma = (1 - sigma) x0 + sigma eps the velocity eps - x0 is that of flow matching (2210.02747,
 eq. 23 for this path). The noise is a function of a key and of an image's number in the batch.
