@@ -65,7 +65,7 @@ def settings(model: str, output: Path, stage: str) -> config.TrainingStage:
         both = [*test_nft.STAGES[stage], "optimizer.updates_per_rollout=2"]
         return fakes.forward(model, output, *shared, *both, stage=stage)
     if stage == "dpo":
-        return fakes.pairs(model, output, *shared)
+        return fakes.pairs(model, output, *shared, "dpo.beta=10")  # of little rounding
     more = DISTILLED if stage == "opd" else ["sft.states=3"]
     return fakes.distillation(model, output, *shared, *more, stage=stage)
 
