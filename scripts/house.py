@@ -24,17 +24,17 @@ from pathlib import Path
 LINKED = ("rewards", "teachers", "eval")
 # Lines a room may have. A change that needs more says so here.
 BUDGET = {
-    "backbone": 3228,
-    "commands": 4266,
-    "config": 2163,
+    "backbone": 3260,
+    "commands": 4418,
+    "config": 2215,
     "credit": 244,
     "eval": 2249,
     "flowalign": 64,
     "rewards": 4346,
     "sde": 185,
     "system": 1185,
-    "teachers": 1274,
-    "training": 4980,
+    "teachers": 1408,
+    "training": 5004,
     "types": 260,
 }
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)

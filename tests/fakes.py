@@ -28,6 +28,7 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import set_seed
 from diffusers import AutoencoderKL, SD3Transformer2DModel, StableDiffusion3Pipeline
 from matplotlib.figure import Figure
+from PIL import Image
 from torch import Tensor
 
 from flowalign import config
@@ -367,6 +368,36 @@ def ascending(model: str, output: Path, *overrides: str) -> config.TrainingStage
     raw |= {
         "stage": "gradient",
         "gradient": {"batch": 3, "tau": 1e3, "old": {"decay": 0.5, "rise": 0.25}},
+    }
+    return config.parse(raw, overrides)
+
+
+def write_pairs(folder: Path, rows: int = 8, size: tuple[int, int] = (32, 32)) -> Path:
+    """A file of pairs beside their images of random pixels, of height and width, with a noise."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for number in range(2 * rows):
+        generator = torch.Generator().manual_seed(number)
+        pixels = torch.randint(256, (*size, 3), generator=generator, dtype=torch.uint8)
+        Image.fromarray(pixels.numpy()).save(folder / f"{number}.png")
+    listed = [
+        {"prompt": PROMPTS[row], "chosen": f"{2 * row}.png", "rejected": f"{2 * row + 1}.png",
+         "chosen_noise": [0, row, 0], "rejected_noise": [0, row, 1]}
+        for row in range(rows)
+    ]  # fmt: skip
+    (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in listed))
+    return folder / "pairs.jsonl"
+
+
+def pairs(
+    model: str, output: Path, *overrides: str, rows: int = 8, size: tuple[int, int] = (32, 32)
+) -> config.TrainingStage:
+    """The same run on pairs of images, two an update, at three noise levels."""
+    raw = settings(model, output).model_dump(mode="json", exclude={"grpo", "stage", "rollout"})
+    raw["tasks"] = [{"name": "red", "prompts": str(write_pairs(output.parent, rows, size))}]
+    raw |= {
+        "stage": "dpo",
+        "dpo": {"states": 3},
+        "rollout": {"steps": 4, "prompts": 2, "copies": 2, "guidance": 1.0},
     }
     return config.parse(raw, overrides)
 

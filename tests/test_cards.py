@@ -57,12 +57,13 @@ def test_the_steps_of_z_image_turbo_are_those_of_its_card() -> None:
     torch.testing.assert_close(found, 3 * even / (1 + 2 * even))
 
 
-@pytest.mark.parametrize("stage", ["nft", "awm", "sft"])
+@pytest.mark.parametrize("stage", ["nft", "awm", "sft", "dpo"])
 def test_a_distilled_model_is_not_trained_back_to_straight_paths(stage: str) -> None:
     teachers = {"teachers": {"red": {"adapter": None}}} if stage == "sft" else {}
-    found = against(run(TURBO, "rollout.kind=ode", stage=stage, **teachers))
+    given = "rollout={kind: ode, copies: 2}"
+    found = against(run(TURBO, given, stage=stage, **teachers))
     assert [level for level, _ in found] == ["fault"] and "straight" in found[0][1]
-    assert not against(run("Tongyi-MAI/Z-Image", "rollout.kind=ode", stage=stage, **teachers))
+    assert not against(run("Tongyi-MAI/Z-Image", given, stage=stage, **teachers))
     assert not against(run(TURBO))  # GRPO at its own steps
 
 

@@ -121,6 +121,7 @@ TWICE = "optimizer.updates_per_rollout=2"
         pytest.param("nft", [*NFT, TWICE], id="nft with two steps"),
         pytest.param("awm", [*AWM, TWICE], id="awm with two steps"),
         pytest.param("gradient", FORWARD, id="gradient"),
+        pytest.param("dpo", [], id="dpo"),
     ],
 )
 def test_so_they_are_under_every_algorithm(random_model, tmp_path, stage: str, given: list[str]):
@@ -129,8 +130,8 @@ def test_so_they_are_under_every_algorithm(random_model, tmp_path, stage: str, g
         if stage == "grpo":
             return state(run(random_model, output, *words, *overrides, resume=resume))
         make = fakes.distillation if stage in ("opd", "sft") else fakes.forward
-        kind = {} if stage == "gradient" else {"stage": stage}
-        make = fakes.ascending if stage == "gradient" else make
+        kind = {} if stage in ("gradient", "dpo") else {"stage": stage}
+        make = {"gradient": fakes.ascending, "dpo": fakes.pairs}.get(stage, make)
         loop = fakes.wired(make(random_model, output, *words, *overrides, **kind))
         assert loop.resume() == resume
         loop.run()

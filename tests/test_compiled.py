@@ -2,12 +2,15 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import fakes
 import pytest
 import torch
 from agreement import assert_same
+from torch.testing import assert_close
 
+from flowalign.training.algorithm import pairs_of
 from flowalign.training.loop import Loop
 
 # aot_eager compiles the same graphs under the same guards, and leaves out the code generation
@@ -50,6 +53,24 @@ def test_compiled_rollout_labels_and_update_are_the_eager_ones(
     eager = run(random_model, tmp_path / "eager", *given)
     compiled = run(random_model, tmp_path / "compiled", *given, backend=backend)
     assert_same(eager, compiled, values=1e-5, gradients=1e-5)
+
+
+@pytest.mark.slow
+def test_a_compiled_loss_of_pairs_is_the_eager_one(random_model: str, tmp_path: Path) -> None:
+    """With the reference of a run that starts from a LoRA."""
+    start = fakes.teachers(random_model, tmp_path)["even"]
+    found = []
+    for backend in (None, "aot_eager"):
+        given = fakes.pairs(random_model, tmp_path / "run", f"lora.init={start}", "dpo.beta=10")
+        loop = fakes.wired(given, moved=True)
+        if backend:
+            loop.backbone.compile(backend=backend)
+        prepared: Any = loop.algorithm.prepare(loop.rollout(0), 0)
+        (pairs,) = pairs_of(prepared.rollout, prepared.keep, 32)
+        loss = loop.algorithm.loss(pairs, loop.algorithm.velocity(pairs), prepared).total
+        found.append((loss.detach(), fakes.gradient(loop, loss)))
+    for eager, compiled in zip(*found, strict=True):
+        assert_close(compiled, eager, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.long

@@ -37,7 +37,10 @@ def is_one(texts, kind, key):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", TINY, ids=lambda path: path.stem)
-def test_a_shipped_config_has_no_fault(path):
+def test_a_shipped_config_has_no_fault(path, tmp_path, monkeypatch):
+    """Pairs are where one makes them."""
+    monkeypatch.chdir(tmp_path)
+    fakes.write_pairs(tmp_path / "outputs" / "tiny" / "pairs", size=(96, 96))
     stages, problems = recipe.examine(config.load(path, stage=config.Stage), path.parent)
     assert problems == []
     (stage, *more) = stages.values()
@@ -45,10 +48,12 @@ def test_a_shipped_config_has_no_fault(path):
         assert faults(plan.examine(stage)) == []
 
 
-@pytest.mark.parametrize("kind", ["grpo", "opd", "sft", "ode"])
+@pytest.mark.parametrize("kind", ["grpo", "opd", "sft", "ode", "dpo"])
 def test_a_sound_run_has_no_fault_with_its_model(random_model, tmp_path, kind):
     if kind == "grpo":
         run = fakes.settings(random_model, tmp_path / "run")
+    elif kind == "dpo":
+        run = fakes.pairs(random_model, tmp_path / "run")
     else:
         more = ["rollout.kind=ode", "student.weighting=velocity"] if kind == "ode" else []
         stage = "sft" if kind == "sft" else "opd"

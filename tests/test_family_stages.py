@@ -22,7 +22,8 @@ from flowalign.teachers.merge import merge
 from flowalign.training.loop import Loop
 
 MODELS = [name for name in families.PIPELINES if name not in ("sd3", "schnell")]
-STAGES = ("nft", "gradient", "opd")  # add noise to images, decode with a gradient, sample with it
+# add noise to images, decode with a gradient, encode, sample with the teachers
+STAGES = ("nft", "gradient", "dpo", "opd")
 LENGTH = 64  # tokens: the templates of FLUX.2 and Qwen-Image leave room for the prompts
 
 
@@ -47,6 +48,8 @@ def settings(model: str, output: Path, stage: str, updates: int) -> TrainingStag
         return fakes.forward(model, output, *shared, stage=stage)
     if stage == "gradient":
         return fakes.ascending(model, output, *shared)
+    if stage == "dpo":
+        return fakes.pairs(model, output, *shared, size=(64, 32))
     more = ["anchor={adapter: null, weight: 0.5}"] if stage == "opd" else []
     return fakes.distillation(model, output, *shared, *more, stage=stage)
 

@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import fakes
 import pytest
 import torch
 import yaml
@@ -104,9 +105,12 @@ def test_what_is_written_for_any_stage_reward_and_prompts_can_run(
             if prompts:
                 words += ["--prompts", *[prompts] * (1 + (taught and stage != "eval"))]
         config = written(*words)
-        for name in re.findall(r"data/[\w/]+\.\w+", Path("own.yaml").read_text()):
+        named = re.findall(r"data/[\w/]+\.\w+", Path("own.yaml").read_text())
+        for name in named if stage != "dpo" else ():
             Path("data").mkdir(exist_ok=True)
             Path(name).write_text(PROMPTS["kites.jsonl" if name.endswith("l") else "signs.txt"])
+        if stage == "dpo":
+            fakes.write_pairs(Path(config.tasks[0].prompts).parent, 1, config.model.size)
         _, problems = recipe.examine(config, Path())
         assert problems == [], (reward, prompts)
 

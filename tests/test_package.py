@@ -31,7 +31,7 @@ LEVELS = {
 BY_NAME = {
     "flowalign.eval.__main__": {"flowalign.commands.evaluate"},  # python -m flowalign.eval is it
     "flowalign.config.stages.rewards": {
-        f"flowalign.teachers.{name}" for name in ("grpo", "nft", "awm", "gradient")
+        f"flowalign.teachers.{name}" for name in ("grpo", "nft", "awm", "gradient", "dpo")
     },
     "flowalign.config.stages.students": {
         f"flowalign.training.student.{name}" for name in ("opd", "sft")

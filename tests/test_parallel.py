@@ -176,6 +176,14 @@ def gradient(model: str, folder: Path, *overrides: str) -> Path:
     return written(fakes.ascending(model, folder / "run" / "alone", *overrides), folder)
 
 
+def dpo(model: str, folder: Path, *overrides: str) -> Path:
+    """A run from a LoRA, a pair a process. A large beta would make much of rounding."""
+    start = fakes.teachers(model, folder)["even"]
+    overrides = ("optimizer.micro_batch=2", "train.updates=2", f"lora.init={start}", "dpo.beta=10",
+                 *LINEAR, *overrides)  # fmt: skip
+    return written(fakes.pairs(model, folder / "run" / "alone", *overrides), folder)
+
+
 def half(model: str, folder: Path) -> Path:
     given = ["model.dtype=bfloat16", "model.gradient_checkpointing=true", "train.updates=2",
              "rollout.guidance=4.5", "optimizer.micro_batch=4", "rollout.batch_size=4",
@@ -188,7 +196,7 @@ def half(model: str, folder: Path) -> Path:
 def folders(random_model: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """What one process makes of each of these runs: folder/run/alone beside folder/config.yaml."""
     found = {}
-    for make in (grpo, opd, sft, nft, awm, gradient, half):
+    for make in (grpo, opd, sft, nft, awm, gradient, dpo, half):
         folder = tmp_path_factory.mktemp(make.__name__)
         assert fakes.command("--config", make(random_model, folder)) == 0
         found[make.__name__] = folder

@@ -51,6 +51,7 @@ def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clip_extra: None) -> I
         (folder / f"ocr_{name}.txt").write_text(f'a sign that says "{thing}"')
         (folder / f"pickscore_sfw_{name}.txt").write_text(f"a {thing} over a lake")
     (folder / "drawbench.txt").write_text("a clock over a lake")
+    fakes.write_pairs(folder / "votes", 1, (512, 512))
     picture = tmp_path / "brand" / "pictures" / "a.png"
     picture.parent.mkdir(parents=True)
     picture.touch()

@@ -213,6 +213,11 @@ class Backbone:
         """The same, all at once, and with a gradient where the latents have one."""
         return (self.family.decode(latents).float() / 2 + 0.5).clamp(0, 1)  # the VAE has [-1, 1]
 
+    @torch.no_grad()
+    def encode_image(self, images: Tensor) -> Tensor:
+        """Images [B,3,H,W] in [0,1] -> latents [B,C,h,w], float32: the mode, so always the same."""
+        return self.family.encode_image(images.to(self.device) * 2 - 1)
+
     # Adapters ----------------------------------------------------------------------------------
 
     def add_adapter(

@@ -267,6 +267,12 @@ class Family(ABC):
         latents = latents / vae.config.scaling_factor + (vae.config.shift_factor or 0.0)
         return vae.decode(latents.to(vae.dtype)).sample
 
+    def encode_image(self, images: Tensor) -> Tensor:
+        """`decode` backwards, by the mode of the VAE: images [B,3,H,W] in [-1,1] -> [B,C,h,w]."""
+        vae = self.pipe.vae
+        latents = vae.encode(images.to(vae.dtype)).latent_dist.mode().float()
+        return (latents - (vae.config.shift_factor or 0.0)) * vae.config.scaling_factor
+
 
 def packed(x: Tensor) -> Tensor:
     """[B,C,h,w] -> [B, h/2 * w/2, 4C], row by row; in a token the channels come first."""

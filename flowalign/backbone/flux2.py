@@ -7,6 +7,7 @@ from typing import Any, Literal
 import torch
 from diffusers.pipelines.flux2.pipeline_flux2 import compute_empirical_mu
 from torch import Tensor
+from torch.nn.functional import pixel_shuffle, pixel_unshuffle
 
 from flowalign.backbone.family import BFL_ATTENTION, JOINT_ATTENTION, Family, Text, by_prompt
 from flowalign.backbone.flux import Flux, bfl_names
@@ -83,13 +84,20 @@ class Flux2(Family):
 
     def decode(self, latents: Tensor) -> Tensor:
         """Latents, normalised by the autoencoder's batch norm -> images [B,3,H,W] in [-1,1]."""
+        vae, (mean, std) = self.pipe.vae, self._norm()
+        latents = pixel_shuffle(latents * std + mean, 2)
+        return vae.decode(latents.to(vae.dtype)).sample
+
+    def encode_image(self, images: Tensor) -> Tensor:
+        vae, (mean, std) = self.pipe.vae, self._norm()
+        latents = vae.encode(images.to(vae.dtype)).latent_dist.mode().float()
+        return (pixel_unshuffle(latents, 2) - mean) / std
+
+    def _norm(self) -> tuple[Tensor, Tensor]:
+        """Mean and standard deviation [1,C,1,1] of the autoencoder's batch norm."""
         vae = self.pipe.vae
-        mean = vae.bn.running_mean.view(1, -1, 1, 1)
-        std = torch.sqrt(vae.bn.running_var.view(1, -1, 1, 1) + vae.config.batch_norm_eps)
-        latents = latents * std + mean
-        b, c, h, w = latents.shape
-        latents = latents.reshape(b, c // 4, 2, 2, h, w).permute(0, 1, 4, 2, 5, 3)
-        return vae.decode(latents.reshape(b, c // 4, 2 * h, 2 * w).to(vae.dtype)).sample
+        std = torch.sqrt(vae.bn.running_var + vae.config.batch_norm_eps)
+        return vae.bn.running_mean.view(1, -1, 1, 1), std.view(1, -1, 1, 1)
 
 
 class Flux2Klein(Flux2):

@@ -59,11 +59,20 @@ class QwenImage(PackedFamily):
 
     def decode(self, latents: Tensor) -> Tensor:
         """Latents, normalised channel by channel -> images [B,3,H,W] in [-1,1]."""
-        vae, shape = self.pipe.vae, (1, -1, 1, 1)
-        mean = latents.new_tensor(vae.config.latents_mean).view(shape)
-        std = latents.new_tensor(vae.config.latents_std).view(shape)
+        vae, (mean, std) = self.pipe.vae, self._scales(latents)
         frames = (latents * std + mean)[:, :, None]
         return vae.decode(frames.to(vae.dtype)).sample[:, :, 0]
+
+    def encode_image(self, images: Tensor) -> Tensor:
+        vae, (mean, std) = self.pipe.vae, self._scales(images)
+        frames = vae.encode(images[:, :, None].to(vae.dtype)).latent_dist.mode()
+        return (frames[:, :, 0].float() - mean) / std
+
+    def _scales(self, like: Tensor) -> list[Tensor]:
+        """Mean and standard deviation [1,C,1,1] of the channels."""
+        config = self.pipe.vae.config
+        both = config.latents_mean, config.latents_std
+        return [like.new_tensor(values).view(1, -1, 1, 1) for values in both]
 
 
 def _norm(velocity: Tensor) -> Tensor:

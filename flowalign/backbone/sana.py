@@ -106,3 +106,7 @@ class Sana(Family):
     def decode(self, latents: Tensor) -> Tensor:
         vae = self.pipe.vae
         return vae.decode((latents / vae.config.scaling_factor).to(vae.dtype)).sample
+
+    def encode_image(self, images: Tensor) -> Tensor:
+        vae = self.pipe.vae
+        return vae.encode(images.to(vae.dtype)).latent.float() * vae.config.scaling_factor

@@ -28,6 +28,7 @@ COMMANDS = {
         "flowalign.commands.sample:main",
         "Sample images with a model and an optional LoRA.",
     ),
+    "vote": ("flowalign.commands.vote:main", "Choose the better of two images, for `stage: dpo`."),
     "merge": ("flowalign.commands.cli:merge", "Merge LoRA adapters of one base into one."),
     "data": ("flowalign.commands.prompts.cli:main", "Prompt sets: generate, fetch, list."),
     "fetch": ("flowalign.commands.fetch:main", "Download what a config reads."),

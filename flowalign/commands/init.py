@@ -47,7 +47,7 @@ SAMPLING = (*TEACHERS, "opd", "sft", "recipe", "eval")
 USED = {  # options that say what a config holds, by the stages that have it
     "reward": SAMPLING,
     "teachers": ("opd", "sft", "recipe", "merge", "eval"),
-    "prompts": SAMPLING,
+    "prompts": (*SAMPLING, "dpo"),
 }
 NONE = "none"  # a task without a reward
 LABELS_AT = 1.5  # CFG scale of the labels of teachers that have absorbed CFG (docs/log)
@@ -186,7 +186,7 @@ class Draft:
             shipped = [teacher["adapter"] for teacher in self.student["teachers"].values()]
             data = _average(list(self.adapters.values()) or shipped) | {"method": "concat"}
         else:
-            makers = {"recipe": self._recipe, "eval": self._evaluation}
+            makers = {"recipe": self._recipe, "eval": self._evaluation, "dpo": self._pairs}
             data = makers.get(self.like, self._student)()
         model = self.eval["model"] | data.get("model", {}) | {"id": self.model}
         card = card_of(self.model)
@@ -223,8 +223,9 @@ class Draft:
         """The shipped teacher of a reward; where the family has none of this stage, the one of SD35
         with the family's guidance."""
         for folder in (self.folder, SD35):
-            configs = [read(file) for file in sorted(folder.glob("teacher_*.yaml"))]
-            found = {c["tasks"][0]["reward"]["name"]: c for c in configs if c["stage"] == stage}
+            files = [file for name in ("teacher_*", "dpo") for file in folder.glob(f"{name}.yaml")]
+            configs = [c for c in map(read, sorted(files)) if c["stage"] == stage]
+            found = {c["tasks"][0].get("reward", {}).get("name"): c for c in configs}
             if found:
                 break
         data = found.get(reward) or found.get("ocr") or next(iter(found.values()))
@@ -232,6 +233,13 @@ class Draft:
             of = self.eval["sampling"] if stage == "grpo" else self.student["rollout"]
             data |= {"model": {}, "rollout": data["rollout"] | {"guidance": of["guidance"]}}
         return data
+
+    def _pairs(self) -> dict[str, Any]:
+        """The shipped teacher from pairs, of the user's if --prompts names them."""
+        data = self._teacher("dpo", "")
+        (task,) = data["tasks"]
+        (pairs,) = _one_each("--prompts", self.prompts, 1)
+        return data | {"tasks": [task | ({"prompts": pairs} if pairs else {})]}
 
     def _student(self) -> dict[str, Any]:
         """A student of the teachers that are given, else of the shipped ones, a task for each."""

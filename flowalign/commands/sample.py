@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -35,6 +36,7 @@ from flowalign.types import PromptBatch
 TINY = (10, 1.0)  # as the tiny configs train and evaluate
 MULTIPLE = 16  # of pixels: the VAE's factor 8, patches of 2
 SHOWN = 256  # pixels: a grid shows wider images smaller than they are
+LISTED = "images.jsonl"  # the list of a folder of images
 FORMATS = (".png", ".jpg", ".jpeg", ".webp", ".pdf")
 
 
@@ -49,7 +51,7 @@ def parser() -> argparse.ArgumentParser:
     add("--model", help="tiny, a folder or a Hub id; default: the LoRA's, or tiny")
     add("--lora", help="an adapter folder, such as outputs/.../adapter, or Hub id")
     help = "file of the grid; default: samples.png, or the next free number. Images above "
-    help += f"{SHOWN} pixels are also written in full size, to a folder of the same name"
+    help += f"{SHOWN} pixels, and several of a prompt, also go one by one to a folder of that name"
     add("--out", type=Path, help=help)
     add("--images", type=_number(int, 1), default=1, metavar="N", help="per prompt")
     of_the_model = "default: as in the LoRA's run, else as the model has it"
@@ -82,7 +84,7 @@ def main(argv: Sequence[str]) -> int:
     family = partial(read_family, ModelConfig(id=args.model)) if args.model else None
     lora = read_lora(args.lora, newest=True, family=family) if args.lora else None
     plan = settle(args, lora)
-    write(plan.out, draw(args.prompts, plan, lora), args.prompts, args.images)
+    write(plan, draw(args.prompts, plan, lora), args.prompts)
     return 0
 
 
@@ -184,14 +186,27 @@ def draw(prompts: Sequence[str], plan: Plan, lora: Lora | None) -> Tensor:
         return generate(backbone, batch, sampling, copies=plan.images).cpu()
 
 
-def write(out: Path, images: Tensor, prompts: Sequence[str], copies: int) -> None:
-    """The grid, and large images one by one; prints where they are."""
-    if images.shape[-1] > SHOWN:
+def write(plan: Plan, images: Tensor, prompts: Sequence[str]) -> None:
+    """The grid; and one by one large images, and several of a prompt (`write_images`). Prints where
+    they are."""
+    out, copies = plan.out, plan.images
+    if images.shape[-1] > SHOWN or copies > 1:
         with replacing(out.with_suffix("")) as folder:
-            folder.mkdir()
-            for number, image in enumerate(images):
-                prompt, copy = divmod(number, copies)
-                (folder / f"{prompt + 1:03d}_{copy + 1:02d}.png").write_bytes(png(image))
+            write_images(folder, images, prompts, plan.sampling.seed)
         print(f"{out.with_suffix('')}/: {len(images)} images in full size")
     grid(out, images, [prompt for prompt in prompts for _ in range(copies)])
     print(out)
+
+
+def write_images(folder: Path, images: Tensor, prompts: Sequence[str], seed: int) -> None:
+    """Images [P*N,3,H,W] of P prompts as files of a new folder, and its list of them: the file, the
+    prompt, and what the initial noise is drawn by (`flowalign.teachers.dpo.known_noise`)."""
+    folder.mkdir(parents=True)
+    rows = []
+    for number, image in enumerate(images):
+        prompt, copy = divmod(number, len(images) // len(prompts))
+        name = f"{prompt + 1:03d}_{copy + 1:02d}.png"
+        (folder / name).write_bytes(png(image))
+        row = {"file": name, "prompt": prompts[prompt], "noise": [seed, prompt, copy]}
+        rows.append(json.dumps(row, ensure_ascii=False) + "\n")
+    (folder / LISTED).write_text("".join(rows), encoding="utf-8")

@@ -43,6 +43,7 @@ from flowalign.config.stages.merge import MergeStage
 from flowalign.config.stages.rewards import (
     AwmConfig,
     AwmStage,
+    DpoStage,
     ForwardConfig,
     ForwardStage,
     GradientConfig,

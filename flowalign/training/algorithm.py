@@ -114,12 +114,18 @@ class Algorithm(ABC, Generic[P]):
     def __init__(self, parts: Parts) -> None:
         self.config, self.backbone = parts.config, parts.backbone
         self.accelerator, self.teachers = parts.accelerator, parts.teachers
-        self.guidance: float = parts.config.guidance
+        self.guidance: float = parts.config.loss_guidance
 
     @classmethod
     @abstractmethod
     def keeps(cls, config: Any, updates: Sequence[int] | None = None) -> Keeps:
         """What a stage keeps. updates: those that shares are averaged over; None = all."""
+
+    @classmethod
+    def row_problems(cls, config: Any, source: str, prompts: PromptBatch) -> Iterator[str]:
+        """What it cannot learn from in a task's prompt set, which `source` names; by default
+        nothing. Asked before a model is loaded."""
+        yield from ()
 
     @classmethod
     def trained_steps(cls, config: Any, update: int) -> tuple[int, ...]:

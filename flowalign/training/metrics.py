@@ -34,6 +34,9 @@ INVALID_SHARE = "invalid_share"
 KEPT_SHARE = "kept_share"  # share of images whose advantage is not 0
 MOVED_SHARE = "moved_share"  # of the images, along their reward's gradient
 MOVED_GAIN = "moved_gain"  # what it gained them, mean
+PAIR_ACCURACY = "pair_accuracy"  # share of the pairs whose chosen image gained more
+MARGIN = "margin"  # what it gained more, mean: of mean |v - (eps - x0)|^2, below the reference's
+CHOSEN_GAIN = "chosen_gain"  # what the chosen image itself gained
 TAU = "tau"  # the price of the distance that they move is 1 / (2 tau)
 CLIP_FRACTION = "clip_fraction"
 RATIO_ERROR = "ratio_error"  # largest |ratio - 1| of a micro-batch
@@ -88,6 +91,9 @@ MEANINGS = {
     TEACHER_ERROR: "The distance to the teacher; should fall for every curve.",
     FIXED_PATH: "The distance to the target on the teacher's own path; should fall.",
     KEPT_SHARE: "kept_share: the share of images that count (advantage not 0); near 1 is good.",
+    PAIR_ACCURACY: "pair_accuracy: the share of pairs that the model ranks as their voters did.",
+    MARGIN: "margin: how much more the chosen images gained than the rejected ones; should rise.",
+    CHOSEN_GAIN: "chosen_gain: below 0 the model fits the chosen images, too, worse than before.",
     CLIP_FRACTION: "clip_fraction: the share of clipped policy ratios; should be below 0.5.",
     INVALID_SHARE: "invalid_share: the share of images without a reward; should be 0.",
     SKIPPED: "skipped_steps: optimizer steps left out for NaN or infinity; should be 0.",

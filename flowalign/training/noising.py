@@ -1,4 +1,4 @@
-"""Clean latents with noise added: the states that sft, nft and awm learn from.
+"""Clean latents with noise added: the states that sft, nft, awm and dpo learn from.
 
 At x_sigma = (1 - sigma) x0 + sigma eps the velocity eps - x0 is that of flow matching (2210.02747,
 eq. 23 for this path). The noise is a function of a key and of an image's number in the batch.
@@ -59,18 +59,21 @@ def of_sampler(
     return sigmas[torch.from_numpy(bounds[:-1] + drawn.astype(int))]
 
 
-def noised(rollout: Rollout, sigmas: Tensor, key: tuple[int, ...]) -> tuple[Rollout, Tensor]:
+def noised(
+    rollout: Rollout, sigmas: Tensor, key: tuple[int, ...], noise: Tensor | None = None
+) -> tuple[Rollout, Tensor]:
     """A rollout whose states are its last latents at the noise levels sigmas, each image and level
     with a noise of its own, and the velocity eps - x0 [B,S,C,h,w] there. sigmas: [S] for all
-    images, or [B,S]."""
+    images, or [B,S]. noise: [B,C,h,w] of the images, at all levels; None = drawn by the key."""
     assert rollout.latents is not None
     count, clean = sigmas.shape[-1], rollout.latents[:, None]  # [B,1,C,h,w]
-    source = Noise(key)
-    drawn = [
-        source.draw(prompt, copy, clean.shape[2:], count - 1)
-        for prompt, copy in zip(rollout.group.tolist(), rollout.copy.tolist(), strict=True)
-    ]
-    noise = torch.stack(drawn).to(clean)
+    if noise is None:
+        source, shape = Noise(key), clean.shape[2:]
+        places = zip(rollout.group.tolist(), rollout.copy.tolist(), strict=True)
+        noise = torch.stack([source.draw(*place, shape, count - 1) for place in places])
+    else:
+        noise = noise[:, None].repeat(1, count, 1, 1, 1)
+    noise = noise.to(clean)
     noisy = torch.empty_like(noise)
     for level in range(count):  # one by one, which saves memory
         sigma = sigmas[..., level].to(clean).view(-1, 1, 1, 1)

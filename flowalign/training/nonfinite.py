@@ -41,7 +41,7 @@ def fault_of_rollout(rollout: Rollout) -> NotFinite | None:
     at. Images are left to their reward, which masks them."""
     ends = [rollout.latents, rollout.log_probs]
     if rollout.latents is None:
-        ends += [rollout.states[:, -1]] if rollout.steps else []
+        ends.append(rollout.states[:, -1:])  # none where no state is kept
         ends += [] if rollout.next_states is None else [rollout.next_states[:, -1]]
     broken = torch.stack([_broken(end) for end in ends if end is not None]).any(0)
     if not broken.any():

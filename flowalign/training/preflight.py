@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from flowalign.training.data import PromptError, load_prompts
 from flowalign.training.run import resume as resuming
 from flowalign.types import PromptBatch
 
+BAD_ROWS = 5  # of a prompt set that are named, at most
 FEW = 8  # steps, at most, of a model that was distilled to few
 # torch's own attention obeys train.deterministic; the kernels of other packages do not know of it
 REPEATABLE = (None, "native", "_native_math", "_native_flash", "_native_efficient")
@@ -256,8 +258,8 @@ def _bases(config: Any, launch: Launch, inputs: Inputs) -> Iterator[str]:
 
 
 def _training(config: Any, launch: Launch, inputs: Inputs) -> Iterator[str]:
-    """Settings against determinism, layers that the model does not have, and a folder that holds
-    another run."""
+    """Settings against determinism, layers that the model does not have, prompts that nothing can
+    be learnt from, and a folder that holds another run."""
     if not config.trains:
         return
     if config.train.deterministic and config.model.attention not in REPEATABLE:
@@ -269,6 +271,11 @@ def _training(config: Any, launch: Launch, inputs: Inputs) -> Iterator[str]:
             if not spec.adapted([target]):
                 text = f"By default (null) they are {', '.join(spec.family.targets)}."
                 yield f"lora.targets: no layer of {config.model.id} ends with {target!r}. {text}"
+    for index, task in enumerate(config.tasks):
+        with suppress(PromptError, OSError):  # said before
+            prompts = inputs.prompts(task.prompts, task.name)
+            found = algorithm_class(config).row_problems(config, task.prompts, prompts)
+            yield from (f"tasks.{index}.prompts: {text}" for text in islice(found, BAD_ROWS))
     if launch.resume is not None:
         given = {"resume": launch.resume, "any_world": launch.any_world, "pending": launch.pending}
         yield from resuming.problems(config, launch.processes, **given)
@@ -377,7 +384,7 @@ def against_card(config: TrainingStage) -> Iterator[tuple[str, str]]:
     steps, guidance = card
     distilled = steps <= FEW
     level = "fault" if distilled else "note"
-    if distilled and config.stage in ("nft", "awm", "sft"):
+    if distilled and config.stage in ("nft", "awm", "sft", "dpo"):
         text = f"was distilled to {steps} steps, and {config.stage} trains it back to straight"
         text += " paths, which take many. Use the model that it was distilled from, or grpo at"
         yield level, f"card: {name} {text} {steps} steps."

@@ -37,7 +37,7 @@ class Stream(IntEnum):
 
     STATES = 1  # which states an update trains
     SFT = 2  # noise levels and noise of sft
-    NOISE = 4  # noise on the images that nft and awm learn from
+    NOISE = 4  # noise on the images that nft, awm and dpo learn from
     LEVELS = 5  # their noise levels
     FIXED = 6  # states that stay the same through a run
 

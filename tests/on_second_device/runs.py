@@ -64,6 +64,8 @@ def settings(model: str, output: Path, stage: str) -> config.TrainingStage:
     if stage in test_nft.STAGES:
         both = [*test_nft.STAGES[stage], "optimizer.updates_per_rollout=2"]
         return fakes.forward(model, output, *shared, *both, stage=stage)
+    if stage == "dpo":
+        return fakes.pairs(model, output, *shared, "dpo.beta=10")  # of little rounding
     more = DISTILLED if stage == "opd" else ["sft.states=3"]
     return fakes.distillation(model, output, *shared, *more, stage=stage)
 
@@ -75,7 +77,7 @@ def trained(config: config.TrainingStage) -> Loop:
     return loop
 
 
-@pytest.mark.parametrize("stage", ["grpo", "nft", "awm", "opd", "sft"])
+@pytest.mark.parametrize("stage", ["grpo", "nft", "awm", "opd", "sft", "dpo"])
 def test_a_stage_gives_the_numbers_of_the_cpu(
     random_model: str, tmp_path: Path, stage: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -298,6 +298,11 @@ class _Model:
 
         return self.measured(ascend, "VAE", "gradient", batch)
 
+    def read(self, size: tuple[int, int]) -> int:
+        """Peak bytes of the VAE's encoder on an image."""
+        image = torch.empty(1, 3, *size, device="meta")
+        return self.measured(partial(self.backbone.encode_image, image), "VAE", "encoder").peak
+
     def latents(self, rows: int) -> Tensor:
         """[rows,C,h,w], float32."""
         return torch.empty(rows, *self.latent_shape, device="meta")
@@ -370,7 +375,7 @@ class _Trained(_Model):
         its gradients are added to those of others, which are there already."""
         core, recomputes = self.backbone.core, config.model.gradient_checkpointing
         x, cond = self.inputs(batch)
-        velocity = partial(self.backbone.velocity, x, 0.5, cond, guidance=config.guidance)
+        velocity = partial(self.backbone.velocity, x, 0.5, cond, guidance=config.loss_guidance)
         core.disable_gradient_checkpointing()
         if recomputes:
             # the modes of `measure` do not reach into the backward pass, where blocks run again
@@ -402,7 +407,7 @@ def _model_key(config: Stage) -> str:
     key = [model, fp8, config.inputs]
     if isinstance(config, TrainingStage):
         start = config.alarm is not None and config.alarm.reference == "start"
-        key += [config.lora, config.labellers, config.guidance, start]
+        key += [config.lora, config.labellers, config.guidance, config.loss_guidance, start]
     return repr(key)
 
 
@@ -457,8 +462,8 @@ class _Update:
         """Trained states of an image, and the mean number of forward passes of its rollout over
         these updates."""
         config, passes = self.config, self.config.rollout.steps
-        if self.keeps.noise_levels:
-            return self.keeps.noise_levels, passes
+        if self.keeps.noise_levels:  # of latents that are sampled, or else read
+            return self.keeps.noise_levels, passes * self.keeps.latents
         trained = [algorithm_class(config).trained_steps(config, update) for update in updates]
         if self.keeps.latents:  # the rollout runs to its end
             return len(trained[0]), passes
@@ -474,6 +479,10 @@ class _Update:
         flops = 0.0 if settings.text_cache else meter.flops / batch * self.prompts
         yield Phase("text", "sampling", peak, flops)
 
+        if not self.forwards:  # images are read, each once in a run
+            peak = self.rollout_bytes + model.read(settings.size)
+            yield Phase("VAE encode", "sampling", peak, 0.0)
+            return
         batch = min(rollout.batch_size, self.images)
         if self.keeps.taught_images:
             meter = self._teachers(batch)
@@ -539,7 +548,9 @@ class _Update:
         meter = model.updated(batch, config, compared, summed=pairs > batch)
         step = 3 * lora if model.device_type == "cuda" else lora  # gradients, and foreach's copies
         peak = self.stored + max(meter.peak, step)
-        each = [model.forward(batch, Source(c.adapter, config.guidance)).flops for c in compared]
+        each = [
+            model.forward(batch, Source(c.adapter, config.loss_guidance)).flops for c in compared
+        ]
         flops = meter.flops - sum((1 - c.share) * f for c, f in zip(compared, each, strict=True))
         sizes = {"optimizer.micro_batch": batch}
         return Phase("update", "learning", peak, flops / batch * self.pairs, sizes)

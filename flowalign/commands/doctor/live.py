@@ -139,10 +139,12 @@ def _pace(small: TrainingStage, folder: Path, device_type: str, judging: dict[st
     timed = [line for line in lines if metrics.SECONDS_UPDATE in line][1:]
     rolled, waited, updated = (sum(line[name] for line in timed) for name in metrics.SECONDS)
     flops = dict.fromkeys(KINDS, 0.0)
-    for phase in predict(small, device_type=device_type, drawn=range(1, UPDATES)).phases:
+    phases = predict(small, device_type=device_type, drawn=range(1, UPDATES)).phases
+    for phase in phases:
         flops[phase.kind] += len(timed) * phase.flops
-    rates = dict.fromkeys([*KINDS, "rewards"], flops["sampling"] / rolled)
-    rates["learning"] = flops["learning"] / updated
+    learning, sampled = flops["learning"] / updated, any(p.name == "rollout" for p in phases)
+    rate = flops["sampling"] / rolled if sampled else learning
+    rates = dict.fromkeys([*KINDS, "rewards"], rate) | {"learning": learning}
     waiting = None
     if small.learns_from_rewards:
         waiting = waited / (len(timed) * small.rollout.images)

@@ -14,7 +14,7 @@ from flowalign.config.section import ConfigError, FileName, Positive, Seed
 from flowalign.config.stages.base import Job, Stage, same_names
 from flowalign.config.stages.evaluation import EvalStage
 from flowalign.config.stages.merge import MergeStage
-from flowalign.config.stages.rewards import AwmStage, GradientStage, GrpoStage, NftStage
+from flowalign.config.stages.rewards import AwmStage, DpoStage, GradientStage, GrpoStage, NftStage
 from flowalign.config.stages.students import OpdStage, SftStage
 from flowalign.config.stages.training import TrainingStage
 from flowalign.system.packages import entry_points
@@ -60,6 +60,7 @@ STAGES: dict[str, type[Stage]] = {  # by the value of `stage`
     "nft": NftStage,
     "awm": AwmStage,
     "gradient": GradientStage,
+    "dpo": DpoStage,
     "opd": OpdStage,
     "sft": SftStage,
     "merge": MergeStage,

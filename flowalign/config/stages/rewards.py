@@ -1,4 +1,7 @@
-"""Learning from rewards: GRPO on trajectories; DiffusionNFT and AWM on clean images with noise."""
+"""Learning from rewards: GRPO on trajectories; DiffusionNFT and AWM on clean images with noise.
+
+And from pairs of images, of which people, or a reward, chose one: DPO.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from flowalign.config.learning import AdvantageConfig, AdvantageName
-from flowalign.config.rollout import steps_within
+from flowalign.config.rollout import RolloutConfig, steps_within
 from flowalign.config.section import (
     Decay,
     Many,
@@ -269,3 +272,45 @@ class GradientStage(PolicyStage):
     @property
     def batch_sizes(self) -> dict[str, int]:
         return super().batch_sizes | {"gradient.batch": self.gradient.batch}
+
+
+class DpoConfig(Section):
+    """Flow-DPO (2501.13918): Diffusion-DPO (2311.12908) for a flow."""
+
+    beta: Positive = 2000.0
+    """How near the model stays to the reference: a large beta is satisfied by a small margin. It
+    multiplies means over C, h, w, as in the code of Diffusion-DPO (2000 to 5000). The papers'
+    formulas have sums: their beta is this one divided by C h w. The same at all noise levels, which
+    Flow-DPO found better than beta (1 - sigma)^2."""
+    states: Steps = 4
+    """Noise levels at which each pair is trained, its own."""
+    noise: Literal["fresh", "known"] = "fresh"
+    """fresh: drawn, the same for both images of a pair. known: the noise that each image was
+    sampled from (PNAPO, 2605.09433), which `flowalign sample` and `vote` record."""
+
+
+class DpoStage(TrainingStage):
+    """A teacher from pairs: no reward is asked.
+
+    A row of a task's `prompts`, a .jsonl, has `prompt`, `chosen` and `rejected`: images of the size
+    of the model, their paths relative to the file. `flowalign vote` writes it. The reference is
+    what the run starts from: the base, or the LoRA of `lora.init`.
+    """
+
+    algorithm = "flowalign.teachers.dpo:Dpo"
+    stage: Literal["dpo"]  # pyright: ignore[reportIncompatibleVariableOverride]
+    """Learn from pairs of images."""
+    rollout: RolloutConfig = RolloutConfig(copies=2)
+    """How evaluations sample, and how many pairs an update has (`prompts`). copies: 2."""
+    dpo: DpoConfig = DpoConfig()
+
+    @property
+    def loss_guidance(self) -> float:
+        return 1.0  # the loss is that of one velocity field, also where it is used with CFG
+
+    def problems(self) -> Iterator[str]:
+        yield from super().problems()
+        if (copies := self.rollout.copies) != 2:
+            yield f"rollout.copies: {copies}, but a row has two images. Use 2."
+        if (size := self.optimizer.micro_batch) % 2:
+            yield f"optimizer.micro_batch: {size} would part a pair. Use an even number."

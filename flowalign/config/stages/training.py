@@ -35,8 +35,13 @@ class TrainingStage(Job):
 
     @property
     def guidance(self) -> float:
-        """The CFG scale at which the adapter is trained."""
+        """The CFG scale for which the adapter is trained."""
         return self.rollout.guidance
+
+    @property
+    def loss_guidance(self) -> float:
+        """The CFG scale of the velocities in the loss."""
+        return self.guidance
 
     @property
     def needs_actions(self) -> bool:

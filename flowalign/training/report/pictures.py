@@ -223,6 +223,8 @@ KINDS = (  # title, axis, metrics or the beginning of their names, style
     ("targets on the teachers' paths", "mean square", metrics.FIXED_PATH, ""),
     ("shares of the images", "share",
      [metrics.KEPT_SHARE, metrics.CLIP_FRACTION, metrics.INVALID_SHARE], ""),
+    ("pairs ranked as chosen", "share", [metrics.PAIR_ACCURACY], NOISY),
+    ("gain of the pairs", "mean square", [metrics.MARGIN, metrics.CHOSEN_GAIN], NOISY),
     ("loss", "loss", [metrics.LOSS], ""),
 )  # fmt: skip
 

@@ -26,6 +26,13 @@ class Targets(Prepared):
 
     velocity: Tensor  # [B,S,C,h,w] eps - x0 at the states
 
+    @staticmethod
+    def of(states: Rollout, velocity: Tensor) -> Targets:
+        """All images carry gradient, and nothing is said of them."""
+        keep = torch.ones(len(states), dtype=torch.bool)
+        notes = [""] * len(states)
+        return Targets(rollout=states, keep=keep, metrics={}, notes=notes, velocity=velocity)
+
 
 class Sft(Algorithm[Targets]):
     """The algorithm. The teachers sample without noise.
@@ -51,14 +58,7 @@ class Sft(Algorithm[Targets]):
     def prepare(self, rollout: Rollout, update: int) -> Targets:
         key = (self.config.seed, update, Stream.SFT)
         shift = self.backbone.shift(self.config.rollout.steps)
-        states, target = noised(rollout, stratified(shift, self.config.sft.states, key), key)
-        return Targets(
-            rollout=states,
-            keep=torch.ones(len(rollout), dtype=torch.bool),
-            metrics={},
-            notes=[""] * len(rollout),
-            velocity=target,
-        )
+        return Targets.of(*noised(rollout, stratified(shift, self.config.sft.states, key), key))
 
     def loss(self, pairs: Pairs, velocity: Tensor, prepared: Targets) -> StepLoss:
         """The mean of |v - (eps - x0)|^2."""

@@ -1,0 +1,134 @@
+"""A teacher from pairs of images: Flow-DPO (2501.13918), after Diffusion-DPO (2311.12908).
+
+Nothing is sampled: the images of an update are read from files, as latents that are encoded once.
+configs/tiny/dpo.yaml is a run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from flowalign.config import DpoStage
+from flowalign.system.images import read_image, stacked
+from flowalign.training import metrics
+from flowalign.training.algorithm import STUDENT, Algorithm, Compared, Keeps, Pairs, Parts
+from flowalign.training.losses import velocity_error
+from flowalign.training.noising import noised, stratified
+from flowalign.training.rollout import Noise, Stream
+from flowalign.training.student.sft import Targets
+from flowalign.types import PromptBatch, Rollout, StepLoss
+
+IMAGES = ("chosen", "rejected")  # of a row: what the copies 0 and 1 of its prompt are
+REFERENCE = "reference"  # a frozen copy of the adapter that the run starts from
+
+
+class Dpo(Algorithm[Targets]):
+    """The algorithm. The images of a pair follow one another, in a micro-batch too."""
+
+    def __init__(self, parts: Parts) -> None:
+        super().__init__(parts)
+        self.settings = self.config.dpo
+        if self.backbone.family.guidance == "embedded":  # an input of the one velocity field
+            self.guidance = self.config.guidance
+        self.reference = REFERENCE if self.config.lora.init else None  # None = the base
+        if self.reference:
+            self.backbone.copy_adapter(STUDENT, self.reference)
+        self.folders = {task.name: Path(task.prompts).parent for task in self.config.tasks}
+        self.latents: dict[Path, Tensor] = {}  # [C,h,w] on the CPU, of the images asked for so far
+
+    @classmethod
+    def keeps(cls, config: DpoStage, updates: Sequence[int] | None = None) -> Keeps:
+        """Noised states with the velocity to match; the reference is asked at each."""
+        reference = STUDENT if config.lora.init else None  # in size
+        return Keeps(
+            noise_levels=config.dpo.states,
+            targets=["float32"],
+            policies=[REFERENCE] if reference else [],
+            compared=[Compared(reference, 1.0)],
+        )
+
+    @classmethod
+    def row_problems(cls, config: DpoStage, source: str, prompts: PromptBatch) -> Iterator[str]:
+        """Images that cannot be read or have another size than the model's, and noise that is not
+        known though it is to be."""
+        height, width = config.model.size
+        for (number, row), kind in product(enumerate(prompts.metadata, 1), IMAGES):
+            name: Any = row.get(kind)
+            noise: Any = row.get(f"{kind}_noise")
+            try:
+                with Image.open(Path(source).parent / name) as image:
+                    if image.size != (width, height):
+                        seen = "{}x{}".format(*image.size)
+                        yield f"row {number}: {name} has {seen} pixels; want {width}x{height}."
+            except (OSError, ValueError, TypeError) as error:  # it may be no text
+                text = f"`{kind}` is {name!r:.80}; want an image, by its path from the file"
+                yield f"row {number}: {text} ({error})."
+            whole = isinstance(noise, list) and [type(n) for n in noise] == [int] * 3
+            if config.dpo.noise == "known" and not (whole and min(noise) >= 0):
+                text = f"`{kind}_noise` is {noise!r:.80}; want [seed, prompt, image]"
+                yield f"row {number}: {text}, as `flowalign vote` writes it. Or use noise: fresh."
+
+    def prepare(self, rollout: Rollout, update: int) -> Targets:
+        """The pairs of an update at noise levels of their own."""
+        key, shift = (self.config.seed, update), self.backbone.shift(self.config.rollout.steps)
+        count, groups = self.settings.states, rollout.group.tolist()
+        levels = [stratified(shift, count, (*key, Stream.LEVELS, prompt)) for prompt in groups]
+        kinds, batch = [IMAGES[copy] for copy in rollout.copy.tolist()], rollout.batch
+        rows = list(zip(batch.tasks, batch.metadata, kinds, strict=True))
+        clean = torch.stack([self._latent(self.folders[task] / row[k]) for task, row, k in rows])
+        noise = None
+        if self.settings.noise == "known":
+            drawn = (row[f"{kind}_noise"] for _, row, kind in rows)
+            shape = clean.shape[1:]  # as `flowalign sample` draws it
+            noise = torch.stack([Noise((s,)).draw(p, c, shape, 0)[0] for s, p, c in drawn])
+        # as copies 0, so that both images of a pair draw the same noise
+        pairs = replace(rollout, latents=clean, copy=torch.zeros_like(rollout.copy))
+        states, target = noised(pairs, torch.stack(levels), (*key, Stream.NOISE), noise)
+        return Targets.of(replace(states, copy=rollout.copy), target)
+
+    def loss(self, pairs: Pairs, velocity: Tensor, prepared: Targets) -> StepLoss:
+        """The mean of `dpo_loss` over the pairs of images."""
+        target = prepared.velocity[pairs.rows, pairs.columns]
+        with torch.no_grad(), self.backbone.adapter(self.reference):
+            reference = pairs.velocity(self.backbone, self.guidance)
+        loss, gain = dpo_loss(velocity, reference, target, beta=self.settings.beta)
+        margin = gain[:, 0] - gain[:, 1]
+        measured = {
+            metrics.PAIR_ACCURACY: float((margin > 0).float().mean()),
+            metrics.MARGIN: float(margin.mean()),
+            metrics.CHOSEN_GAIN: float(gain[:, 0].mean()),
+        }
+        return StepLoss(loss.mean(), measured)
+
+    def _latent(self, path: Path) -> Tensor:
+        """The latent [C,h,w] of a file, encoded when it is first asked for, and alone: so it does
+        not depend on the other images of an update."""
+        if path not in self.latents:
+            self.latents[path] = self.backbone.encode_image(stacked(read_image(path)))[0].cpu()
+        return self.latents[path].to(self.backbone.device)
+
+
+def dpo_loss(
+    velocity: Tensor, reference: Tensor, target: Tensor, *, beta: float
+) -> tuple[Tensor, Tensor]:
+    """The loss [B] of Flow-DPO (2501.13918), and the gains [B,2] of chosen and rejected images.
+
+        loss = -log sigmoid(beta / 2 (gain_chosen - gain_rejected))
+        gain = mean |v_ref - v*|^2 - mean |v - v*|^2,   v* = eps - x0
+
+    velocity, reference, target [2B,C,h,w]: chosen and rejected in turn; only velocity carries
+    gradient. Means are over C, h, w, where the paper has sums. A model that is the reference has
+    loss log 2.
+    """
+    gain = velocity_error(reference.detach(), target) - velocity_error(velocity, target)
+    gain = gain.view(-1, 2)
+    return -logsigmoid(beta / 2 * (gain[:, 0] - gain[:, 1])), gain.detach()
