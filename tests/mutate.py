@@ -62,7 +62,7 @@ MUTATIONS = [Mutation(*row) for row in [
      "rise * (steps + after)", "nft matching"),
     ("NFT, AWM: drift from the base", "teachers/forward.py", "policy + weight * drift",
      "policy - weight * drift", "matching nft awm"),
-    ("DPO: gain", "teachers/dpo.py", "gain[:, 0] - gain[:, 1]", "gain[:, 1] - gain[:, 0]", "dpo"),
+    ("DPO: gain", "teachers/dpo.py", "2 * (gain[:, 0] -", "2 * (gain[:, 0] +", "dpo"),
     ("gradient: target", "teachers/gradient.py", "(old - shift.to", "(old + shift.to", "gradient"),
     ("few steps: path of a teacher", "teachers/bank.py", "x + dt.view(", "x - dt.view(", "bank"),
     ("student: KL matching", LOSSES, "squared / (2 * unit.std.flatten() ** 2)",
