@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -68,46 +68,8 @@ def show(args: argparse.Namespace) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("flowalign data", description=(__doc__ or "").strip())
-    commands = parser.add_subparsers(required=True, metavar="generate | reword | fetch | list")
-
-    def command(name: str, run: Callable[..., int]) -> argparse.ArgumentParser:
-        made = commands.add_parser(name, help=run.__doc__, description=run.__doc__)
-        made.set_defaults(run=run)
-        return made
-
-    made = command("generate", generate)
-    made.add_argument("kind", choices=list(GENERATED))
-    made.add_argument("--count", type=int, help="prompts (default: 50000 geneval, 20000 ocr)")
-    made.add_argument("--seed", type=int, default=0)
-    made.add_argument("--out", help="default: data/geneval_train.jsonl, data/ocr_train.txt; the "
-                                    "validation set lies next to it, as x_val")  # fmt: skip
-    made.add_argument("--force", action="store_true", help="replace a file that differs")
-
-    made = command("reword", reword)
-    made.add_argument("file", help="a prompt set")
-    made.add_argument("--url", required=True, help="of the endpoint, such as http://host:8000/v1")
-    made.add_argument("--model", required=True, help="its name there")
-    made.add_argument("--name", default="reworded", help="of the wording (default: reworded)")
-    made.add_argument("--ask", default=rewording.ASK, help="what the model is told, with {prompt}")
-    made.add_argument("--token-env", metavar="NAME", help="environment variable with a token")
-    made.add_argument("--concurrency", type=int, default=8)
-    made.add_argument("--out", required=True, help="the .jsonl to write")
-    made.add_argument("--force", action="store_true", help="replace a file that differs")
-
-    made = command("fetch", fetch)
-    made.add_argument("names", nargs="+", choices=list(SOURCES), metavar="NAME",
-                      help=f"one or more of {', '.join(SOURCES)}")  # fmt: skip
-    made.add_argument("--out", default="data", help="folder (default: data)")
-    made.add_argument("--force", action="store_true", help="replace files that differ")
-
-    command("list", show)
-    return parser
-
-
 @refusing("data")
-def main(argv: Sequence[str]) -> int:
-    """The command line; 0 = done, 2 = it could not be done."""
-    args = _parser().parse_args(argv)
-    return args.run(args)
+def main(args: argparse.Namespace) -> int:
+    """Exit status; 0 = done, 2 = it could not be done."""
+    actions = {"generate": generate, "reword": reword, "fetch": fetch, "list": show}
+    return actions[args.action](args)
