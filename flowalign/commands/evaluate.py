@@ -30,6 +30,8 @@ from flowalign.training.sources import commands
 OTHERS = {  # what follows `eval` -> module:function
     "list": "flowalign.commands.evaluate:show",
     "compare": "flowalign.eval.compare:main",
+    "table": "flowalign.eval.seeds:main",
+    "curves": "flowalign.eval.curves:main",
 }
 FLAGS = ("model", "lora", "images", "benchmarks", "limit")  # what a config says itself
 

@@ -278,6 +278,25 @@ def metrics_plot(drawn: Sequence[Chart], path: Path, title: str = "") -> None:
     _save(figure, path)
 
 
+def held_out_plot(logs: Mapping[str, Path], path: Path) -> None:
+    """Plot the held-out scores of runs {name: metrics.jsonl}: a chart for the mean of the tasks,
+    and one a task, of its `overall` where there is one. Raises ValueError where none has a score.
+    """
+    scores: dict[str, dict[str, Curve]] = {}  # by chart, then by run
+    for run, file in logs.items():
+        log = read_metrics(file)
+        for name, curve in log.items():
+            task, _, metric = name.removeprefix(metrics.EVAL).partition("/")
+            overall = f"{metrics.EVAL}{task}/overall" in log
+            if name == metrics.HEADLINE:
+                scores.setdefault("mean of the tasks", {})[run] = curve
+            elif name.startswith(metrics.EVAL) and metric == ("overall" if overall else "reward"):
+                scores.setdefault(task, {})[run] = curve
+    if not scores:
+        raise ValueError(f"no held-out score in {', '.join(map(str, logs.values()))}.")
+    metrics_plot([Chart(title, "held-out score", c, "") for title, c in scores.items()], path)
+
+
 def _draw_chart(axis: Axes, chart: Chart) -> None:
     about, ones = "rollouts", np.ones(WINDOW)
     for label, points in chart.curves.items():
