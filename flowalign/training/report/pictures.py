@@ -84,9 +84,24 @@ def grid(
     path: Path, images: Tensor | Sequence[Tensor], captions: Sequence[str], *, title: str = ""
 ) -> None:
     """Write images [N,3,H,W] in [0,1] with a caption under each, as a PNG of COLUMNS columns."""
+    _save(_grid(images, captions, title), path)
+
+
+def sheet(images: Tensor | Sequence[Tensor], captions: Sequence[str]) -> Image.Image:
+    """The same for a notebook."""
+    return _image(_grid(images, captions))
+
+
+def _grid(images: Any, captions: Sequence[str], title: str = "") -> Figure:
     starts = range(0, len(images), COLUMNS)
     rows = [Row(images[i : i + COLUMNS], captions[i : i + COLUMNS]) for i in starts]
-    _save(_draw([Block(title, [], rows)]), path)
+    return _draw([Block(title, [], rows)])
+
+
+def _image(figure: Figure) -> Image.Image:
+    file = io.BytesIO()
+    figure.savefig(file)
+    return Image.open(file).convert("RGB")
 
 
 def gallery(
@@ -119,9 +134,7 @@ def gallery(
         Row([models[name][row] for name in models], [caption(name, row) for name in models], prompt)
         for row, prompt in enumerate(prompts)
     ]
-    file = io.BytesIO()
-    _draw([Block(title, list(models), rows)]).savefig(file)
-    return Image.open(file).convert("RGB")
+    return _image(_draw([Block(title, list(models), rows)]))
 
 
 LABEL, GAP = 1.55, 0.07  # inches: left of the images, and between them
