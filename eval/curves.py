@@ -35,19 +35,15 @@ def main(argv: Sequence[str]) -> int:
 
 
 def named_logs(texts: Sequence[str]) -> dict[str, Path]:
-    """{name: metrics.jsonl} of NAME=RUN, or of folders, which have their own names, or if two are
-    equal the paths. Raises ValueError for a folder without the log of a run."""
-    logs: dict[str, Path] = {}
-    names = [Path(text).name for text in texts if "=" not in text]
+    """{name: metrics.jsonl} of NAME=RUN, or of folders, which are their own names. Raises
+    ValueError for a folder without the log of a run."""
+    logs = {}
     for text in texts:
-        name, equals, run = text.partition("=")
-        folder = Path(expanded(run if equals else text))
-        log = folder / "metrics.jsonl"
+        name, _, run = text.rpartition("=")
+        folder = Path(expanded(run))
+        logs[name or run] = log = folder / "metrics.jsonl"
         if not log.is_file():
-            inside = ", ".join(str(path.parent) for path in sorted(folder.glob("*/metrics.jsonl")))
+            inside = ", ".join(str(path.parent) for path in sorted(folder.glob(f"*/{log.name}")))
             hint = f"; there are {inside}" if inside else ""
             raise ValueError(f"{folder} holds no {log.name} of a training run{hint}.")
-        if not equals:
-            name = folder.name if names.count(folder.name) == 1 else text
-        logs[name] = log
     return logs

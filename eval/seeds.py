@@ -37,31 +37,36 @@ class Cell(NamedTuple):
     mean: float
     error: float
 
-    def text(self, form: str = ".3f") -> str:
-        error = "" if math.isnan(self.error) else f" ± {self.error:.3f}"
-        return f"{self.mean:{form}}{error}"
-
 
 @dataclass(frozen=True)
 class SeedTable:
-    """Numbers of models over seeds.
+    """Numbers over seeds.
 
-    rows {model: {column: number}}: benchmarks, then averages. differences: the same of a model
-    minus another, by "A − B". bold {column: model}: the model that is ahead of every other one, in
-    the columns that have one (`ahead`).
+    rows {model: {column: number}}: benchmarks, then averages. gaps: the same of a model minus
+    another, by "A − B". bold {column: model}: the model that is `ahead` of every other one.
     """
 
     seeds: int
     rows: Mapping[str, Mapping[str, Cell]]
-    differences: Mapping[str, Mapping[str, Cell]]
+    gaps: Mapping[str, Mapping[str, Cell]]
     bold: Mapping[str, str]
 
     @property
     def columns(self) -> list[str]:
         return list(next(iter(self.rows.values())))
 
-    def __str__(self) -> str:
-        return markdown(self)
+    def texts(self, bold: str) -> tuple[list[list[str]], list[list[str]]]:
+        """The cells of rows and gaps, labels first. bold: the format of a bold number."""
+
+        def text(cell: Cell, sign: str = "") -> str:
+            error = "" if math.isnan(cell.error) else f" ± {cell.error:.3f}"
+            return f"{cell.mean:{sign}.3f}{error}"
+
+        rows = [
+            [m, *((bold if self.bold.get(c) == m else "{}").format(text(row[c])) for c in row)]
+            for m, row in self.rows.items()
+        ]
+        return rows, [[k, *(text(c, "+") for c in gap.values())] for k, gap in self.gaps.items()]
 
 
 def seed_table(
@@ -170,54 +175,35 @@ def cells(documents: Sequence[Document], first: str, second: str = "") -> dict[s
 
 
 def markdown(numbers: SeedTable) -> str:
-    """Both tables as Markdown, a number as mean ± standard error."""
-    heads = [f"{numbers.seeds} seed{'s' * (numbers.seeds > 1)}", *map(escaped, numbers.columns)]
-    rows = []
-    for model, row in numbers.rows.items():
-        marks = ["**" * (numbers.bold.get(column) == model) for column in row]
-        texts = [f"{m}{cell.text()}{m}" for m, cell in zip(marks, row.values(), strict=True)]
-        rows.append([escaped(model), *texts])
-    lines = table(heads, rows)
-    if numbers.differences:
-        rows = [[escaped(pair), *(cell.text("+.3f") for cell in row.values())]
-                for pair, row in numbers.differences.items()]  # fmt: skip
-        lines += ["", *table(["difference", *heads[1:]], rows)]
-    return "\n".join(lines) + "\n"
+    """Numbers, then gaps, as tables."""
+    heads, both = list(map(escaped, numbers.columns)), numbers.texts("**{}**")
+    rows, gaps = ([[escaped(label), *cells] for label, *cells in part] for part in both)
+    lines = table([f"{numbers.seeds} seed{'s' * (numbers.seeds > 1)}", *heads], rows)
+    return "\n".join([*lines, *(["", *table(["difference", *heads], gaps)] if gaps else [])]) + "\n"
 
 
 def latex(numbers: SeedTable) -> str:
-    """A tabular for the package booktabs, the differences below a rule."""
+    """A tabular for the package booktabs, the gaps below a rule."""
 
-    lines = [rf"\begin{{tabular}}{{l{'r' * len(numbers.columns)}}}", r"\toprule"]
-    lines += [_tex("", numbers.columns), r"\midrule"]
-    for model, row in numbers.rows.items():
-        bold = [numbers.bold.get(column) == model for column in row]
-        lines.append(_tex(model, [cell.text().replace("-", "−") for cell in row.values()], bold))
-    lines += [r"\midrule"] * bool(numbers.differences)
-    for pair, row in numbers.differences.items():
-        lines.append(_tex(pair, [cell.text("+.3f").replace("-", "−") for cell in row.values()]))
-    return "\n".join([*lines, r"\bottomrule", r"\end{tabular}"]) + "\n"
+    def plain(name: str) -> str:
+        return re.sub(r"[&%$#_{}]", r"\\\g<0>", re.sub(r"[\\~^]", " ", name))
 
-
-def _tex(label: str, cells: Sequence[str], bold: Sequence[bool] = ()) -> str:
-    """A row of a tabular."""
-    signs = {"±": r"$\pm$", "−": "$-$", "+": "$+$", "\\": r"\textbackslash{}"}
-    signs |= {"~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
-    texts = [
-        re.sub(r"[\\~^±−+&%$#_{}]", lambda sign: signs.get(sign[0], f"\\{sign[0]}"), text)
-        for text in (label, *cells)
-    ]
-    marked = itertools.zip_longest(texts, [False, *bold])
-    return " & ".join(rf"\textbf{{{text}}}" if b else text for text, b in marked) + r" \\"
+    columns = list(map(plain, numbers.columns))
+    lines = [rf"\begin{{tabular}}{{l{'r' * len(columns)}}}", r"\toprule"]
+    for part in filter(None, ([["", *columns]], *numbers.texts(r"\textbf{{{}}}"))):
+        rows = (" & ".join([plain(label), *cells]) for label, *cells in part)
+        lines += [*(rf"{row} \\" for row in rows), r"\midrule"]
+    text = "\n".join([*lines[:-1], r"\bottomrule", r"\end{tabular}", ""])
+    return re.sub(r"[±−]|(?<=[ {])-(?=\d)", lambda s: r"$\pm$" if s[0] == "±" else "$-$", text)
 
 
 def comma_separated(numbers: SeedTable) -> str:
-    """Models, then differences: a line each, with mean and standard error of every column."""
+    """Models, then gaps: a line each, with mean and standard error of every column."""
     file = io.StringIO()
     writer = csv.writer(file, lineterminator="\n")
     writer.writerow(["", *(name for c in numbers.columns for name in (c, f"{c}_stderr"))])
-    for label, row in (numbers.rows | numbers.differences).items():
-        writer.writerow([label, *(value for cell in row.values() for value in cell)])
+    for label, row in itertools.chain(numbers.rows.items(), numbers.gaps.items()):
+        writer.writerow([label, *itertools.chain(*row.values())])
     return file.getvalue()
 
 

@@ -24,18 +24,18 @@ from pathlib import Path
 LINKED = ("rewards", "teachers", "eval")
 # Lines a room may have. A change that needs more says so here.
 BUDGET = {
-    "backbone": 3224,
-    "commands": 4482,
-    "config": 2163,
+    "backbone": 3244,
+    "commands": 4625,
+    "config": 2204,
     "credit": 244,
-    "eval": 2277,
+    "eval": 2579,
     "flowalign": 64,
-    "rewards": 4300,
+    "rewards": 4275,
     "sde": 185,
-    "system": 1126,
-    "teachers": 1264,
-    "training": 5087,
-    "types": 260,
+    "system": 1132,
+    "teachers": 1278,
+    "training": 5168,
+    "types": 267,
 }
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 # Methods of lists, dicts, texts, files ...: a call of one of these names says nothing of its class.

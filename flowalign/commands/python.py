@@ -117,18 +117,16 @@ class Run:
         return require("pandas", "to_pandas needs").DataFrame(rows)
 
     def __repr__(self) -> str:
-        lines = [str(self.folder)]
+        lines = [f"kept: {chosen}" for chosen in [kept(self.folder)] if chosen]
         if (self.folder / "results.json").is_file():
-            heads, *rows, _ = self.results["tables"][0]["rows"]  # without the counts
-            named = ([f"{h} {c}" for h, c in zip(heads, row, strict=True)] for row in rows)
-            lines += [f"{cells[0].strip()}: {', '.join(cells[1:])}" for cells in named]
+            heads, *rows, _ = self.results["tables"][0]["rows"]  # the last has the counts
+            pairs = ((name, zip(heads[1:], row, strict=True)) for name, *row in rows)
+            lines = [f"{name}: {', '.join(map(' '.join, both))}" for name, both in pairs]
         elif log := [row for row in self.metrics if metrics.LOSS in row]:
-            said = ", ".join(map(" ".join, figures(log[-1])))
-            lines.append(f"update {log[-1][metrics.UPDATE]}: {said}")
-        if chosen := kept(self.folder):
-            lines.append(f"kept: {chosen}")
-        more = [f"and {len(lines) - LINES + 1} more"] if len(lines) > LINES else []
-        return "\n".join([*lines[: LINES - len(more)], *more])
+            numbers = ", ".join(map(" ".join, figures(log[-1])))
+            lines.insert(0, f"update {log[-1][metrics.UPDATE]}: {numbers}")
+        cut = [f"and {len(lines) - LINES + 2} more"] if len(lines) >= LINES else []
+        return "\n".join([str(self.folder), *lines[: LINES - 1 - len(cut)], *cut])
 
     def _repr_html_(self) -> str:
         tables = self.results.get("tables", []) if (self.folder / "results.json").is_file() else []
