@@ -7,7 +7,7 @@ Every folder holds a run of benchmarks/seeds.yaml. The fourth task asks for Noto
 prompts ("two dogs"); the base draws a quarter of them so. The student of the folder gets it in
 three ways, each with as many forward passes: a teacher by NFT, then distillation from all four
 teachers; NFT on the new task alone; NFT on all four tasks. Writes FOLDER/one_more/, of which
-benchmarks/seeds.py makes one table.
+`flowalign eval table` makes one table.
 """
 
 from __future__ import annotations

@@ -5,4 +5,4 @@ import sys
 from flowalign.system.exit import end_process, run
 
 if __name__ == "__main__":
-    end_process(run("eval", "flowalign.commands.evaluate:main", sys.argv[1:]))
+    end_process(run("eval", sys.argv[1:], "flowalign.commands.evaluate:main"))

@@ -40,9 +40,10 @@ class Column(NamedTuple):
 
 
 def load_results(path: str | Path) -> dict[str, Any]:
-    """A results.json; Incomparable if it is none, is damaged by the manifest next to it, or is of
-    another version. Its rows are not looked at."""
+    """A results.json, or that of a folder; Incomparable if it is none, is damaged by the manifest
+    next to it, or is of another version. Its rows are not looked at."""
     path = Path(path)
+    path = path / "results.json" if path.is_dir() else path
     try:
         with suppress(manifest.Foreign):
             manifest.check_manifest(path.parent, [path.name])
@@ -91,6 +92,8 @@ def differences(
         problems.append(f"no benchmark in common: {listed[0]} and {listed[1]}")
     for name in shared:
         for key, x, y in _unequal(first["benchmarks"][name], second["benchmarks"][name]):
+            if key == "average":  # says how it is shown, and older files lack it
+                continue
             problems.append(f"{name}: {key} is {x!r} and {y!r}")
         a, b = (list(map(key_of, model["images"][name])) for model in models)
         count = min(len(a), len(b))  # a smaller `limit` takes the first prompts

@@ -110,7 +110,9 @@ def document(config: EvalStage, results: Results, versions: Mapping[str, str]) -
     return {
         "version": VERSION,
         "config": config.model_dump(mode="json"),
-        "benchmarks": {benchmark.name: _about(benchmark) for benchmark in results.benchmarks},
+        "benchmarks": {
+            b.name: _about(b) | {"average": results.counts_in(b)} for b in results.benchmarks
+        },
         "models": models,
         "compare": {
             model: {other: listed(results.difference(model, other)) for other in others}

@@ -59,6 +59,14 @@ class Results:
     def columns(self) -> list[Benchmark]:
         return [b for b in self.benchmarks if self.own is None or b.name in self.own]
 
+    def counts_in(self, benchmark: Benchmark) -> str | None:
+        """The average that a benchmark counts in: "average", or with a `matrix` "own" or "others";
+        None for a judge that counts in none."""
+        if not as_reward(benchmark.reward).averaged:
+            return None
+        own = "own" if self.crossed else "average"
+        return own if benchmark in self.columns else "others"
+
     @cached_property
     def crossed(self) -> Table | None:
         """`matrix`; kept, as the tables and results.json have it."""

@@ -9,10 +9,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Metadata = Sequence[Mapping[str, Any]]  # a mapping an image: what its reward needs to judge it
 
@@ -108,6 +108,13 @@ class Rollout:
         return self.schedule.sigmas
 
 
+def float32(values: Tensor | Sequence[float]) -> Tensor:
+    """Values as a tensor of that type."""
+    import torch  # here: commands that make no tensor start without it
+
+    return torch.as_tensor(values, dtype=torch.float32)
+
+
 @dataclass(frozen=True)
 class Scores:
     """What a reward says of B images: value [B]; parts {name: [B]}; valid [B], False = it failed.
@@ -125,14 +132,14 @@ class Scores:
     @staticmethod
     def of(value: Tensor | Sequence[float], **parts: Tensor) -> Scores:
         """Scores whose valid mask is read off the values: NaN and infinity are failures."""
-        value = torch.as_tensor(value, dtype=torch.float32)
-        return Scores(value=value, valid=torch.isfinite(value), parts=parts)
+        value = float32(value)
+        return Scores(value=value, valid=value.isfinite(), parts=parts)
 
     @staticmethod
     def of_rows(rows: Sequence[Mapping[str, float]], reasons: Mapping[int, str]) -> Scores:
         """From the numbers of each image: its `value`, and parts, of which it may lack some."""
         columns = {
-            name: torch.tensor([row.get(name, math.nan) for row in rows], dtype=torch.float32)
+            name: float32([row.get(name, math.nan) for row in rows])
             for name in dict.fromkeys(name for row in rows for name in row)
         }
         return replace(Scores.of(columns.pop("value"), **columns), reasons=reasons)

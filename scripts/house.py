@@ -24,18 +24,18 @@ from pathlib import Path
 LINKED = ("rewards", "teachers", "eval")
 # Lines a room may have. A change that needs more says so here.
 BUDGET = {
-    "backbone": 3260,
-    "commands": 4418,
-    "config": 2215,
+    "backbone": 3280,
+    "commands": 4575,
+    "config": 2256,
     "credit": 244,
-    "eval": 2249,
+    "eval": 2551,
     "flowalign": 64,
     "rewards": 4346,
     "sde": 185,
-    "system": 1185,
-    "teachers": 1408,
-    "training": 5004,
-    "types": 260,
+    "system": 1191,
+    "teachers": 1422,
+    "training": 5085,
+    "types": 267,
 }
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 # Methods of lists, dicts, texts, files ...: a call of one of these names says nothing of its class.

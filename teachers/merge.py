@@ -7,6 +7,7 @@ update that no adapter had.
 
 from __future__ import annotations
 
+import argparse
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,7 +23,10 @@ from flowalign.backbone.adapters import Lora, describe, read_lora, write_lora
 from flowalign.backbone.structure import read_family
 from flowalign.config import ADAPTER, ModelConfig
 from flowalign.system.escape import escaped, table
+from flowalign.system.exit import refusing
 from flowalign.system.files import expanded
+from flowalign.training.report import results
+from flowalign.training.report.progress import quiet
 
 METHODS = ("concat", "svd", "ties", "dare")
 BLOCK = re.compile(r"transformer_blocks\.(\d+)\.")
@@ -225,3 +229,13 @@ def _common_base(
                     "same base."
                 )
     return named.get("the base", (None,))[0]
+
+
+@refusing("merge")
+def main(args: argparse.Namespace) -> int:
+    """`flowalign merge`; exit status 0 = merged, 2 = refused."""
+    quiet()
+    report = merge(**vars(args))
+    print(report if report.worst > 1e-6 else report.summary)  # layers, where one has an error
+    print(results.merged(args.out))
+    return 0

@@ -16,11 +16,10 @@ from accelerate.utils import gather_object
 from torch import Tensor
 
 from flowalign.config import AdvantageConfig, EarlierConfig
-from flowalign.credit import ADVANTAGES
 from flowalign.rewards import as_reward
 from flowalign.rewards.scoring import AsyncScorer, TaskRewards
 from flowalign.training import metrics
-from flowalign.training.algorithm import Parts, Prepared, TrainingError
+from flowalign.training.algorithm import Parts, Prepared, TrainingError, advantage_function
 from flowalign.training.losses import clip_fraction
 from flowalign.training.report.pictures import score_text
 from flowalign.training.rollout import OnImages
@@ -43,6 +42,7 @@ class Scored:
         self.weights = {
             name: dict(as_reward(reward).weights or {}) for name, reward in parts.rewards.items()
         }
+        self.variant = advantage_function(settings.advantage)
         self.running = RunningRewards.of(settings, parts.prompts)
         self.max_invalid_share = train.max_invalid_share
         score = TaskRewards(parts.rewards)
@@ -81,8 +81,8 @@ class Scored:
             average = self.running.average(keys, update)
             self.running.add(keys, value, valid, update)
             more = self._earlier(average)
-        variant, limit = ADVANTAGES[self.settings.advantage], self.settings.advantage_clip
-        advantages = variant(value, group, valid=valid, task=task, **more).clamp(-limit, limit)
+        limit = self.settings.advantage_clip
+        advantages = self.variant(value, group, valid=valid, task=task, **more).clamp(-limit, limit)
         first = self.accelerator.process_index * len(rollout)
         advantage = advantages[first : first + len(rollout)]
         measured = {

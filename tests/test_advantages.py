@@ -12,12 +12,15 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.testing import assert_close
 
+from flowalign import credit
+from flowalign.commands.card import origins
 from flowalign.config import ConfigError, parse, to_yaml
+from flowalign.config.learning import ADVANTAGES
 from flowalign.credit import adora, gated, gdpo
 from flowalign.rewards.scoring import score
 from flowalign.teachers.scored import RunningRewards
-from flowalign.training.algorithm import TrainingError
-from flowalign.training.preflight import Launch, check_world
+from flowalign.training.algorithm import TrainingError, advantage_function
+from flowalign.training.preflight import Launch, check_world, own_code, world_problems
 from flowalign.types import PromptBatch, Scores
 
 ROOT = Path(__file__).parents[1]
@@ -154,3 +157,62 @@ def test_two_processes_have_the_advantages_of_one(random_model: str, tmp_path: P
             assert ends[0].keys() == ends[1].keys()
             for key in ends[0]:
                 assert_close(ends[0][key], ends[1][key], rtol=1e-5, atol=1e-5)
+
+
+# Advantages of the user's ------------------------------------------------------------------------
+
+
+def centred(value: Tensor, group: Tensor) -> Tensor:
+    """The reward, minus the mean of its prompt."""
+    means = [value[group == g].mean() for g in group]
+    return value - torch.stack(means)
+
+
+def short(value: Tensor, group: Tensor) -> Tensor:
+    return value[:1]
+
+
+def infinite(value: Tensor, group: Tensor) -> Tensor:
+    return value / 0
+
+
+OWN = "test_advantages:centred"
+
+
+def test_the_names_of_a_config_are_those_of_the_library() -> None:
+    assert tuple(credit.ADVANTAGES) == ADVANTAGES
+
+
+def test_a_function_of_the_users_is_called_with_the_valid_images_of_a_task() -> None:
+    value, group = torch.tensor([1.0, 3.0, torch.nan, 5.0, 9.0]), torch.tensor([0, 0, 0, 1, 1])
+    valid, task = ~value.isnan(), torch.tensor([0, 0, 0, 1, 1])
+    found = advantage_function(OWN)(value, group, valid=valid, task=task)
+    assert found.tolist() == [-1.0, 1.0, 0.0, -2.0, 2.0]
+
+
+@pytest.mark.parametrize("bad", ["missing", "short", "infinite"])
+def test_one_that_gives_no_advantages_is_refused_before_a_model_is_loaded(bad: str, tmp_path: Path):
+    own = f"grpo.advantage=test_advantages:{bad}"
+    given = fakes.settings("no such model", tmp_path / "run", own)
+    with pytest.raises(ConfigError) as error:
+        check_world(given, Launch())
+    assert any(p.startswith("grpo.advantage: ") and bad in p for p in error.value.problems)
+    assert not any("advantage" in p for p in world_problems(given, Launch(trust=False)))
+    assert own_code(given)["grpo.advantage"] == [f"test_advantages:{bad}"]
+
+
+def test_one_may_be_an_entry_point_and_a_run_learns_by_it(
+    random_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    info = tmp_path / "site" / "own-1.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: own\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[flowalign.advantages]\ncentred = {OWN}\n")
+    monkeypatch.syspath_prepend(info.parent)
+    given = fakes.settings(random_model, tmp_path / "run", "grpo.advantage=centred")
+    loop = fakes.wired(given, moved=True)
+    rollout = loop.rollout(0)
+    found: Any = loop.prepare(rollout)
+    scores = fakes.redness(Tensor(rollout.images), [], []).value
+    assert_close(found.advantage, centred(scores, rollout.group))
+    assert "advantages by `centred`" in origins(tmp_path, given)

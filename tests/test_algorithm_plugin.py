@@ -1,7 +1,10 @@
 """An algorithm from outside the library: named by an entry point, it is a stage like any other."""
 
 import json
+import re
+import sys
 from pathlib import Path
+from typing import Any
 
 import fakes
 import pytest
@@ -71,6 +74,31 @@ def test_init_writes_its_config(tmp_path, monkeypatch, capsys) -> None:
     assert cli.main(["init", "--stage", "toy", "--teachers", "tiny/ocr", "--force"]) == 2
     assert cli.main(["init", "--stage", "bad"]) == 2
     assert "Missing" in capsys.readouterr().err
+
+
+def test_the_examples_of_the_api_page_run(
+    random_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = (fakes.ROOT / "docs" / "api.md").read_text()
+    info = tmp_path / "site" / "positive-1.0.dist-info"
+    info.mkdir(parents=True)
+    for name, code in re.findall(r"```python\n# (\w+\.py)\n(.*?)```", text, re.S):
+        (info.parent / name).write_text(code)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: positive\nVersion: 1.0\n")
+    point = "[flowalign.algorithms]\npositive = positive:PositiveStage\n"
+    (info / "entry_points.txt").write_text(point)
+    monkeypatch.syspath_prepend(info.parent)
+    raw = fakes.settings(random_model, tmp_path / "run").model_dump(mode="json", exclude={"grpo"})
+    raw["rollout"] |= {"kind": "ode", "window": None}
+    own = {"advantage": "my_advantages:centred"}
+    config = parse({**raw, "stage": "positive", "positive": own}, stage=TrainingStage)
+    loop = fakes.wired(config, moved=True)
+    prepared: Any = loop.prepare(loop.rollout(0))
+    advantage = prepared.advantage.cpu()
+    assert prepared.keep.tolist() == (advantage > 0).tolist() and 0 < prepared.keep.sum() < 8
+    assert advantage.view(2, 4).sum(1).abs().max() < 1e-6
+    loop.run()
+    assert {"my_advantages", "positive"} <= sys.modules.keys()
 
 
 @pytest.mark.usefixtures("installed")

@@ -8,7 +8,7 @@ import torch
 
 from flowalign import rewards
 from flowalign.commands.cli import main
-from flowalign.commands.doctor import diagnose
+from flowalign.commands.doctor.live import diagnose
 from flowalign.rewards.ocr import OCR
 from flowalign.types import Scores
 

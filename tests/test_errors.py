@@ -4,22 +4,17 @@ A score = effect of the seed + of the prompt + of both + of the image. The promp
 shared by all seeds; all but the seeds' are correlated over judges of the same images.
 """
 
-import sys
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from fakes import ROOT
 from numpy.typing import NDArray
 
-from flowalign.eval import stats
+from flowalign.eval import seeds, stats
 from flowalign.eval.stats import AVERAGE
 from flowalign.eval.suite import Benchmark, Judged
 from flowalign.eval.table import Results
 from flowalign.types import PromptBatch
-
-sys.path.append(str(ROOT / "benchmarks"))
-import seeds  # noqa: E402  # pyright: ignore[reportMissingImports]
 
 Array = NDArray[np.float64]
 DRAWS, REPORTED = 8000, 200  # of the number; of its error, which varies less
@@ -121,7 +116,7 @@ def evaluated(world: World, models: list[dict[str, list[dict]]]) -> tuple[float,
 
 
 def over_seeds(world: World, models: list[list[dict[str, list[dict]]]]) -> tuple[float, float]:
-    """The same of several evaluations, one a seed: by benchmarks/seeds.py."""
+    """The same of several evaluations, one a seed: by flowalign.eval.seeds."""
     judges = world.judges.items()
     about = {n: {"headline": "right" if tagged else None} for n, (_, tagged) in judges}
     documents = [
@@ -131,7 +126,7 @@ def over_seeds(world: World, models: list[list[dict[str, list[dict]]]]) -> tuple
         }
         for seed in range(world.seeds)
     ]
-    return seeds.cells(documents, *map(str, reversed(range(len(models)))))[-1]
+    return list(seeds.cells(documents, *map(str, reversed(range(len(models))))).values())[-1]
 
 
 def reported(world: World) -> tuple[float, float]:

@@ -20,8 +20,9 @@ from flowalign.backbone.structure import find
 from flowalign.commands.doctor import advise
 from flowalign.commands.doctor import count as count_module
 from flowalign.commands.doctor.count import predict
+from flowalign.commands.doctor.gpus import GPUS, WIDTH
 from flowalign.commands.doctor.meter import Meter, measure
-from flowalign.commands.doctor.pace import GPUS, WIDTH, Pace, times
+from flowalign.commands.doctor.pace import Pace, times
 
 sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
 import gpu  # noqa: E402  # pyright: ignore[reportMissingImports]

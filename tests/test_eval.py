@@ -254,7 +254,9 @@ def test_the_command_writes_results_table_and_grid(config: Path) -> None:
     models = results["models"]
     code = results["benchmarks"]["red"].pop("code")
     assert code.keys() == {"fakes:Faulty"}
-    assert results["benchmarks"] == {"red": {"reward": "Faulty", "headline": None}}
+    assert results["benchmarks"] == {
+        "red": {"reward": "Faulty", "headline": None, "average": "average"}
+    }
     assert list(models) == ["fresh", "base"] and models["base"]["settings"]["steps"] == 2
     first, second = models["fresh"]["images"]["red"]
     assert second["value"] is None and first["value"] == models["base"]["images"]["red"][0]["value"]

@@ -12,8 +12,8 @@ from huggingface_hub import constants
 
 from flowalign.backbone.adapters import describe, write_lora
 from flowalign.backbone.structure import model_spec
-from flowalign.commands import cli, recipe
-from flowalign.commands.init import CONFIGS, USED
+from flowalign.commands import CONFIGS, cli, recipe
+from flowalign.commands.init import USED
 from flowalign.config import (
     STAGES,
     RecipeStage,

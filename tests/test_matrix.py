@@ -27,6 +27,8 @@ def test_images_are_also_scored_by_the_judges_of_other_tasks_that_can(
     file = fakes.evaluation(random_model, tmp_path, ["a", "b"], *marks, matrix=True, models=models)
     assert main(["--config", str(file)]) == 0
     results = json.loads((tmp_path / "out" / "results.json").read_text())
+    marks = {name: judge["average"] for name, judge in results["benchmarks"].items()}
+    assert marks == {"objects": "own", "objects_red": "others", "red": "own"}
     found = results["models"]["again"]
     # the detector needs metadata, which the prompts of `red` have not
     assert list(found["images"]) == ["objects", "objects_red", "red"]

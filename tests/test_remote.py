@@ -20,7 +20,7 @@ from fastapi import FastAPI
 from PIL import Image
 
 from flowalign.backbone import Backbone
-from flowalign.commands import doctor
+from flowalign.commands import cli
 from flowalign.config import to_yaml
 from flowalign.rewards import build, build_on, check, describe, score
 from flowalign.rewards.service.client import Remote
@@ -192,7 +192,7 @@ def test_a_run_without_its_server_is_refused_in_seconds_before_a_model_is_loaded
     assert fakes.command("--config", tmp_path / "config.yaml") == 2
     said = capsys.readouterr().err
     assert "tasks.0.reward" in said and url in said
-    assert doctor.main(["--reward", "remote", f"urls={url}"]) != 0
+    assert cli.main(["doctor", "--reward", "remote", f"urls={url}"]) != 0
 
 
 def test_a_dead_server_of_several_is_only_warned_of(caplog: pytest.LogCaptureFixture) -> None:

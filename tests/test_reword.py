@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from test_vlm import serve as serve  # a fixture
 
-from flowalign.commands.prompts.cli import main
+from flowalign.commands.cli import main
 from flowalign.training.data import load_prompts
 
 ROWS = [
@@ -28,7 +28,7 @@ def test_new_words_stand_beside_the_old_and_rows_without_them_are_left_out(
         return next(text for word, text in ANSWERS.items() if word in said)
 
     judge = serve(answer)
-    words = ["reword", str(file), "--url", judge.url, "--model", "m", "--name", "new"]
+    words = ["data", "reword", str(file), "--url", judge.url, "--model", "m", "--name", "new"]
     assert main([*words, "--out", str(out)]) == 0
     assert "1 of 3 left out" in capsys.readouterr().err
     new = load_prompts(f"{out}#new", "t")
@@ -47,6 +47,6 @@ def test_what_loses_the_quoted_text_or_the_prompt_is_refused(
     file, out = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
     file.write_text(json.dumps(ROWS[1]))
     url = serve(lambda request: answer).url
-    words = ["reword", str(file), "--url", url, "--model", "m", "--out", str(out), *more]
+    words = ["data", "reword", str(file), "--url", url, "--model", "m", "--out", str(out), *more]
     assert main(words) == 2
     assert key in capsys.readouterr().err and not out.exists()

@@ -9,15 +9,15 @@ import pytest
 import torch
 
 from flowalign.backbone.adapters import describe, read_lora, write_lora
-from flowalign.commands import cli, sample
-from flowalign.commands.sample import Plan, parser, settle
+from flowalign.commands import arguments, cli, sample
+from flowalign.commands.sample import Plan, settle
 from flowalign.config import to_yaml
 from flowalign.system.images import pixels_of
 from flowalign.training.algorithm import STUDENT
 
 
 def plan(*words: str, lora: str | None = None) -> Plan:
-    return settle(parser().parse_args(["a star", *words]), read_lora(lora) if lora else None)
+    return settle(arguments.sample(["a star", *words]), read_lora(lora) if lora else None)
 
 
 def chosen(own: Plan) -> tuple[int, float, int]:

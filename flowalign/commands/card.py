@@ -18,6 +18,7 @@ from huggingface_hub import ModelCard, ModelCardData
 from flowalign import __version__, rewards
 from flowalign.backbone.adapters import is_hub_id, read_lora
 from flowalign.config import Stage, TrainingStage, to_yaml
+from flowalign.config.learning import ADVANTAGES
 from flowalign.system.escape import block, code, escaped, table
 from flowalign.training import metrics
 from flowalign.training.preflight import span
@@ -133,6 +134,8 @@ def origins(folder: Path, config: Any) -> str:
             f"{escaped(name)}: {use} {judge(reward.name, reward.options)}"
             for name, reward in judges.items()
         ]
+    if config.credited and config.credited.advantage not in ADVANTAGES:
+        lines.append(f"advantages by {code(config.credited.advantage)}")
     if (report := folder / REPORT).is_file():
         first = report.read_text(encoding="utf-8").partition("\n")[0]
         lines.append(f"merged as: {escaped(first)}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import difflib
 import platform
 import re
@@ -14,7 +13,6 @@ from pathlib import Path
 
 from flowalign import __version__
 from flowalign.system import exit
-from flowalign.system.files import expanded
 
 COMMANDS = {
     "init": ("flowalign.commands.init:main", "Write a config, with the meaning of its keys."),
@@ -22,17 +20,23 @@ COMMANDS = {
         "flowalign.commands.train:main",
         "Train from a config, as `accelerate launch train.py`.",
     ),
-    "watch": ("flowalign.commands.cli:watch", "Write the page that shows a run, as it is now."),
+    "watch": (
+        "flowalign.training.report.page:main",
+        "Write the page that shows a run, as it is now.",
+    ),
     "eval": ("flowalign.commands.evaluate:main", "Score models on held-out prompts."),
     "sample": (
         "flowalign.commands.sample:main",
         "Sample images with a model and an optional LoRA.",
     ),
     "vote": ("flowalign.commands.vote:main", "Choose the better of two images, for `stage: dpo`."),
-    "merge": ("flowalign.commands.cli:merge", "Merge LoRA adapters of one base into one."),
-    "data": ("flowalign.commands.prompts.cli:main", "Prompt sets: generate, fetch, list."),
+    "merge": ("flowalign.teachers.merge:main", "Merge LoRA adapters of one base into one."),
+    "data": ("flowalign.commands.prompts.actions:main", "Prompt sets: fetch, reword, list."),
     "fetch": ("flowalign.commands.fetch:main", "Download what a config reads."),
-    "doctor": ("flowalign.commands.doctor:main", "Examine a config or a reward before a run."),
+    "doctor": (
+        "flowalign.commands.doctor.command:main",
+        "Examine a config or a reward before a run.",
+    ),
     "serve-reward": (
         "flowalign.rewards.service.server:main",
         "Serve a reward over HTTP, for runs that name it as `remote`.",
@@ -42,7 +46,22 @@ COMMANDS = {
         "Distil three tiny teachers into one student, in minutes.",
     ),
 }
-"""Name -> (module:function from arguments to exit status, what it does)."""
+"""Name -> (module:function from arguments to exit status, what it does). Of those whose arguments
+are read by a function of `commands.arguments` first, it takes what that returns."""
+ARGUMENTS = {
+    name: f"flowalign.commands.arguments:{name.replace('-', '_')}"
+    for name in (
+        "init",
+        "watch",
+        "sample",
+        "vote",
+        "merge",
+        "data",
+        "fetch",
+        "doctor",
+        "serve-reward",
+    )
+}
 REMOVED = {"push": "Upload an adapter with `hf upload OWNER/NAME RUN/adapter`."}
 
 
@@ -68,7 +87,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         text = f"no command {name!r}.{hint} Possible: {', '.join(COMMANDS)}."
         print(f"flowalign: {text}", file=sys.stderr)
         return 2
-    status = exit.run(name, COMMANDS[name][0], rest)
+    targets = [*filter(None, [ARGUMENTS.get(name)]), COMMANDS[name][0]]
+    status = exit.run(name, rest, *targets)
     if of_process:
         exit.end_process(status)
     return status
@@ -79,47 +99,6 @@ def version() -> str:
     libraries = ", ".join(f"{name} {metadata.version(name)}" for name in ("torch", "diffusers"))
     place, python = Path(__file__).parents[1], platform.python_version()
     return f"flowalign {__version__} ({place}), {libraries}, Python {python}"
-
-
-@exit.refusing("watch")
-def watch(argv: Sequence[str]) -> int:
-    """Write the page that shows a run or a recipe as it is now, RUN/report.html. A run writes it by
-    itself at each evaluation and at its end."""
-    parser = argparse.ArgumentParser("flowalign watch", description=watch.__doc__)
-    parser.add_argument("run", type=Path, help="the output folder of a run or a recipe")
-    run = parser.parse_args(argv).run
-    from flowalign.training.report import page
-
-    print(f"{page.write(expanded(run))}: open it in a browser")
-    return 0
-
-
-@exit.refusing("merge")
-def merge(argv: Sequence[str]) -> int:
-    """Merge LoRA adapters of one base into one, by adding their weight updates. The folder of --out
-    is the adapter: give it to --lora, lora.init or flowalign.load."""
-    parser = argparse.ArgumentParser("flowalign merge", description=merge.__doc__)
-    parser.add_argument("adapters", nargs="+", help="adapter folders, such as outputs/.../adapter")
-    parser.add_argument("--out", required=True, help="the adapter's folder, to be written")
-    parser.add_argument("--method", default="concat", help="concat (exact), svd, ties or dare")
-    parser.add_argument("--weights", nargs="+", type=float, help="one each; default: 1, the sum")
-    parser.add_argument("--rank", type=int, help="of the result; default: the largest given")
-    parser.add_argument("--density", type=float, default=0.5, help="what ties and dare keep")
-    parser.add_argument("--seed", type=int, default=0, help="of what dare drops")
-    depth = "scales of the first and the last block (LiNeS)"
-    parser.add_argument("--lines", nargs=2, type=float, metavar=("SHALLOW", "DEEP"), help=depth)
-    parser.add_argument("--model", help="the base, for LoRAs under another program's names")
-    args = vars(parser.parse_args(argv))
-    from flowalign.training.report.progress import quiet
-
-    quiet()
-    from flowalign.teachers import merge as merging
-    from flowalign.training.report import results
-
-    report = merging.merge(args.pop("adapters"), out := args.pop("out"), **args)
-    print(report if report.worst > 1e-6 else report.summary)  # layers, where one has an error
-    print(results.merged(out))
-    return 0
 
 
 if __name__ == "__main__":

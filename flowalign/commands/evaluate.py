@@ -8,21 +8,31 @@ of every model). The same command continues a run that was killed.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
+from flowalign.commands import CONFIGS, SD35
 from flowalign.config import BenchmarkConfig, ConfigError, EvalStage, load, parse, read
 from flowalign.config.safe_yaml import dump_yaml
 from flowalign.config.section import did_you_mean
 from flowalign.system.escape import table
 from flowalign.system.files import replacing
+from flowalign.training.data import PromptError, load_prompts
 from flowalign.training.run import lock
 from flowalign.training.sources import commands
 
+OTHERS = {  # what follows `eval` -> module:function
+    "list": "flowalign.commands.evaluate:show",
+    "compare": "flowalign.eval.compare:main",
+    "table": "flowalign.eval.seeds:main",
+    "curves": "flowalign.eval.curves:main",
+}
 FLAGS = ("model", "lora", "images", "benchmarks", "limit")  # what a config says itself
 
 
@@ -57,12 +67,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     by SIGTERM, 75 by SIGUSR1.
     """
     argv = sys.argv[1:] if argv is None else argv
-    if argv[:1] == ["list"]:
-        return show(argv[1:])
-    if argv[:1] == ["compare"]:
-        from flowalign.eval.compare import main as compare
-
-        return compare(argv[1:])
+    if argv and argv[0] in OTHERS:
+        return resolve_name(OTHERS[argv[0]])(argv[1:])
     # before the other imports, which take seconds: --help, mistakes
     args = (flags := parser()).parse_args(argv)
     given = args.config is not None
@@ -124,8 +130,6 @@ def settings(args: argparse.Namespace) -> dict[str, Any]:
 
 def more_benchmarks(model: str) -> dict[str, dict[str, Any]]:
     """Those that no eval.yaml has, since their judges are large or their texts long."""
-    from flowalign.commands.init import CONFIGS, SD35
-
     folder = CONFIGS / "tiny" if model == "tiny" else SD35
     listed = read(folder / "_benchmarks.yaml")["benchmarks"]
     return {benchmark["name"]: benchmark for benchmark in listed}
@@ -136,13 +140,12 @@ def show(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser("flowalign eval list", description=show.__doc__)
     parser.add_argument("--model", default="tiny", help="tiny (default), a folder or a Hub id")
     model = parser.parse_args(argv).model
-    from flowalign import rewards
-    from flowalign.commands.card import judge
-    from flowalign.commands.init import SD35, family_folder
-    from flowalign.training.data import PromptError, load_prompts
+    rows, judges = [], json.loads(Path(__file__).with_name("judges.json").read_text())
+    folder = CONFIGS / "tiny"
+    if model != "tiny":
+        from flowalign.commands.init import family_folder
 
-    rows = []
-    folder = family_folder(model)
+        folder = family_folder(model)
     if folder is None:
         text = f"the family of {model} is not known here; these are Stable Diffusion 3.5's"
         print(f"flowalign eval list: note: {text}", file=sys.stderr)
@@ -152,13 +155,19 @@ def show(argv: Sequence[str]) -> int:
             number = str(len(load_prompts(benchmark["prompts"], "")))
         except (PromptError, OSError):
             number = "run " + (" or ".join(commands(benchmark["prompts"])) or "missing")
-        judges = [(r.name, r.options) for r in BenchmarkConfig(**benchmark).judges.values()]
-        files = [rewards.declared(name, imports=False).files(**o) for name, o in judges]
-        sizes = {file: size for part in files for file, size in (part or {}).items()}
+        about = [judges[key] for key in judge_keys(benchmark)]
+        sizes = {file: size for _, files in about for file, size in (files or {}).items()}
         total = f"{sum(sizes.values()):.2g} GB" if sizes else "-"
-        about = [number, str(benchmark.get("images", 1)), "; ".join(judge(*one) for one in judges)]
-        download = "?" if None in files else total
-        rows.append([benchmark["name"], benchmark["prompts"], *about, download])
+        download = "?" if None in [files for _, files in about] else total
+        images, texts = str(benchmark.get("images", 1)), "; ".join(text for text, _ in about)
+        rows.append([benchmark["name"], benchmark["prompts"], number, images, texts, download])
     heads = ["benchmark", "prompts", "number", "images a prompt", "judge", "download"]
     print("\n".join(table(heads, rows)))
     return 0
+
+
+def judge_keys(benchmark: Mapping[str, Any]) -> list[str]:
+    """The keys in judges.json of the judges of a shipped benchmark. The file has of each what
+    `card.judge` and `RewardBase.files` say, whose modules import torch and transformers."""
+    judges = BenchmarkConfig(**benchmark).judges.values()
+    return [f"{judge.name} {json.dumps(judge.options, sort_keys=True)}" for judge in judges]

@@ -7,14 +7,14 @@ data`. What is to be downloaded is asked of the code that loads it.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from flowalign import rewards
 from flowalign.backbone import adapters, loading
 from flowalign.commands import recipe
 from flowalign.commands.doctor.count import judges
-from flowalign.commands.prompts import cli as data
+from flowalign.commands.prompts import actions as data
 from flowalign.commands.prompts.fetch import missing_sets
 from flowalign.config import ConfigError, Stage, load
 from flowalign.system.exit import refusing
@@ -23,14 +23,8 @@ from flowalign.training.report.progress import quiet
 
 
 @refusing("fetch")
-def main(argv: Sequence[str]) -> int:
-    """Download what a config reads: models, adapters, judges and prompt sets."""
-    parser = argparse.ArgumentParser("flowalign fetch", description=main.__doc__)
-    parser.add_argument("--config", required=True, help="a YAML file of any stage or a recipe")
-    parser.add_argument("--variant", help="a YAML file of keys by stage: other hardware")
-    parser.add_argument("--check", action="store_true", help="only say what is missing: status 1")
-    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="change the config")
-    args = parser.parse_args(argv)
+def main(args: argparse.Namespace) -> int:
+    """Exit status: 0 all is here, 1 something is missing, 2 refused."""
     quiet()
     config = load(args.config, args.overrides, stage=Stage, variant=args.variant)
     stages, problems = recipe.read_stages(config, Path(args.config).parent)
@@ -40,7 +34,8 @@ def main(argv: Sequence[str]) -> int:
     for name, commands in missing_sets(stages.values()).items():
         # an earlier one may have written it, too; they write below data/
         if commands and not (args.check or Path(name).exists()) and name.startswith("data/"):
-            data.main(commands[0].split()[2:])
+            wanted = {"names": commands[0].split()[-1:], "out": "data", "force": False}
+            data.main(argparse.Namespace(action="fetch", **wanted))
     sets = missing_sets(stages.values()).items()
     lacking += [f"{name} ({' or '.join(commands) or 'yours'})" for name, commands in sets]
     for text in lacking:

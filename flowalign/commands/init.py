@@ -10,7 +10,7 @@ import argparse
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from pydantic_core import to_jsonable_python
 
@@ -18,7 +18,8 @@ from flowalign import rewards as reward_registry
 from flowalign.backbone import ModelError, family_of
 from flowalign.backbone.loading import pipeline_name
 from flowalign.backbone.structure import find, known
-from flowalign.commands import recipe
+from flowalign.commands import CONFIGS, SD35, recipe
+from flowalign.commands.arguments import NONE
 from flowalign.commands.prompts.fetch import missing_sets
 from flowalign.config import (
     LABELS,
@@ -30,17 +31,15 @@ from flowalign.config import (
     parse,
     read,
     stage_class,
-    stage_names,
 )
 from flowalign.config.loading import card_of
 from flowalign.config.model import ModelConfig
 from flowalign.config.safe_yaml import dump_yaml
+from flowalign.config.section import about
 from flowalign.system.exit import refusing
 from flowalign.system.files import expanded, replacing
 from flowalign.training.preflight import FEW
 
-CONFIGS = Path(__file__).parent / "configs"
-SD35 = CONFIGS / "sd35_medium"  # has configs for all stages
 WIDTH = 90  # of a comment
 TEACHERS = tuple(name for name, kind in STAGES.items() if issubclass(kind, RewardStage))
 SAMPLING = (*TEACHERS, "opd", "sft", "recipe", "eval")
@@ -49,38 +48,14 @@ USED = {  # options that say what a config holds, by the stages that have it
     "teachers": ("opd", "sft", "recipe", "merge", "eval"),
     "prompts": (*SAMPLING, "dpo"),
 }
-NONE = "none"  # a task without a reward
 LABELS_AT = 1.5  # CFG scale of the labels of teachers that have absorbed CFG (docs/log)
 SHARED = ("model", "output", "seed")  # keys that a recipe gives to its stages
 
 
-def parser() -> argparse.ArgumentParser:
-    about = "Write a config with the keys that matter and their meaning."
-    parser = argparse.ArgumentParser("flowalign init", description=about)
-    stages = " ".join(f"{name}: {_about(kind)}" for name, kind in STAGES.items())
-    add = parser.add_argument
-    add("--stage", choices=stage_names(), required=True, help=stages)
-    add("--model", default="tiny", help="tiny (default), a folder or a Hub id")
-    many = {"nargs": "+", "default": []}
-    add("--reward", metavar="NAME", **many,
-        help="what scores the images, such as ocr, geneval or my_rewards:redness; one per task "
-        f"(grpo, nft, awm, opd, sft; {NONE} = a task of opd or sft without one), teacher (recipe: "
-        "trained in it where no --teachers are given) or benchmark (eval)")  # fmt: skip
-    add("--teachers", "--loras", metavar="[NAME=]ADAPTER", **many,
-        help="adapters (folders, files or Hub ids) to learn from, merge or evaluate, each a task "
-        "of its name, by default that of the folder or file")  # fmt: skip
-    add("--prompts", metavar="FILE", **many,
-        help="one per reward or teacher; NAME_val.txt beside NAME.txt is held out")  # fmt: skip
-    add("--all", action="store_true", help="also write the keys at their defaults")
-    add("--out", type=Path, help="file to write; default: STAGE.yaml")
-    add("--force", action="store_true", help="replace a file that is there")
-    return parser
-
-
 @refusing("init")
-def main(argv: Sequence[str]) -> int:
+def main(arguments: argparse.Namespace) -> int:
     """Exit status: 0 written, 2 refused."""
-    args = vars(parser().parse_args(argv))
+    args = vars(arguments)
     every, force = args.pop("all"), args.pop("force")
     out = args["out"] = expanded(args["out"] or Path(f"{args['stage']}.yaml"))
     if out.exists() and not force:
@@ -431,7 +406,7 @@ class _Writer:
                 continue
             if (kind, key) not in self.explained:
                 self.explained.add((kind, key))
-                parts.append(_comment(field.description or _about(field.annotation)))
+                parts.append(_comment(field.description or about(field.annotation)))
             value = getattr(section, key)
             if key == "stages":
                 shared = {"model": section.model, "output": section.output}
@@ -454,10 +429,3 @@ class _Writer:
 
 def _comment(text: str) -> str:
     return "\n".join(f"# {line}" for line in textwrap.wrap(" ".join(text.split()), WIDTH))
-
-
-def _about(annotation: Any) -> str:
-    """The first paragraph about the section that a key holds: one, a list, or several by name."""
-    if isinstance(annotation, type) and issubclass(annotation, Section):
-        return (annotation.__doc__ or "").partition("\n\n")[0]
-    return next(filter(None, map(_about, get_args(annotation))), "")

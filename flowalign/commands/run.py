@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import logging
 import os
 import time
@@ -12,6 +13,7 @@ from typing import Any
 
 import torch
 
+from flowalign import rewards
 from flowalign.backbone import ModelError
 from flowalign.commands import recipe
 from flowalign.commands.build import wire
@@ -24,11 +26,23 @@ from flowalign.training import preflight
 from flowalign.training.algorithm import TrainingError
 from flowalign.training.preflight import Launch, against_card, check_world, span
 from flowalign.training.report import page, results
-from flowalign.training.report.progress import OnMetrics
+from flowalign.training.report.progress import OnMetrics, quiet
 from flowalign.training.run import lock, processes
 from flowalign.training.run.resume import checkpoints
 
 log = logging.getLogger("flowalign")
+
+
+def main(config: Job, args: argparse.Namespace, began: float) -> int:
+    """The rest of `flowalign train`: its exit status. args: of `train.parser`."""
+    quiet()
+    rewards.add_config_folder(args.config)
+    with exit_status() as status:
+        home = Path(args.config).parent
+        run_job(config, home, args.resume, began, args.allow_world_change)
+        if processes.state().is_main_process:
+            print(results.summary(config), flush=True)
+    return status.code
 
 
 def exit_status() -> processes.ExitStatus:

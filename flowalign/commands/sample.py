@@ -14,15 +14,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from flowalign.backbone import DTYPES, Backbone, family_of, pipeline_name, resolve
+from flowalign.backbone import Backbone, family_of, pipeline_name, resolve
 from flowalign.backbone.adapters import Lora, read_lora
 from flowalign.backbone.lora import misfit
 from flowalign.backbone.structure import known, read_family
+from flowalign.commands.arguments import SHOWN
 from flowalign.config import ConfigError, ModelConfig, SamplingConfig, load
 from flowalign.config.loading import card_of
 from flowalign.system import devices
@@ -34,52 +34,13 @@ from flowalign.training.rollout import generate
 from flowalign.types import PromptBatch
 
 TINY = (10, 1.0)  # as the tiny configs train and evaluate
-MULTIPLE = 16  # of pixels: the VAE's factor 8, patches of 2
-SHOWN = 256  # pixels: a grid shows wider images smaller than they are
 LISTED = "images.jsonl"  # the list of a folder of images
 FORMATS = (".png", ".jpg", ".jpeg", ".webp", ".pdf")
 
 
-def parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        "flowalign sample",
-        description="Sample images of prompts as one labelled grid. They are the images that an "
-        "evaluation with the same seed, steps and guidance scores.",
-    )
-    add = parser.add_argument
-    add("prompts", nargs="+", help="for example 'a red sign that says \"CAT\"'")
-    add("--model", help="tiny, a folder or a Hub id; default: the LoRA's, or tiny")
-    add("--lora", help="an adapter folder, such as outputs/.../adapter, or Hub id")
-    help = "file of the grid; default: samples.png, or the next free number. Images above "
-    help += f"{SHOWN} pixels, and several of a prompt, also go one by one to a folder of that name"
-    add("--out", type=Path, help=help)
-    add("--images", type=_number(int, 1), default=1, metavar="N", help="per prompt")
-    of_the_model = "default: as in the LoRA's run, else as the model has it"
-    add("--steps", type=_number(int, 1), help=of_the_model)
-    add("--guidance", type=_number(float, 0), help=f"CFG scale; 1 = none; {of_the_model}")
-    add("--size", type=_number(int, MULTIPLE, MULTIPLE), help=f"pixels; {of_the_model}")
-    add("--seed", type=_number(int, 0), default=0, help="of the initial noise")
-    add("--dtype", choices=DTYPES, help="default: bfloat16, float32 on a CPU")
-    return parser
-
-
-def _number(kind: type[int] | type[float], least: int, multiple: int | None = None) -> Any:
-    """What reads an option's number, finite and not below the least."""
-
-    def number(text: str) -> float:
-        value = kind(text)
-        if not least <= value < float("inf") or multiple and value % multiple:
-            wanted = f"a multiple of {multiple}" if multiple else f"a number from {least} up"
-            raise argparse.ArgumentTypeError(f"got {text!r}; want {wanted}")
-        return value
-
-    return number
-
-
 @refusing("sample")
-def main(argv: Sequence[str]) -> int:
+def main(args: argparse.Namespace) -> int:
     """Exit status: 0 done, 2 refused."""
-    args = parser().parse_args(argv)
     quiet()
     family = partial(read_family, ModelConfig(id=args.model)) if args.model else None
     lora = read_lora(args.lora, newest=True, family=family) if args.lora else None

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from pkgutil import resolve_name
 
 from flowalign.config import ConfigError, Job, load
 from flowalign.training.run import lock
@@ -38,21 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as error:  # before the libraries are imported, which takes many seconds
         print(error, file=sys.stderr)
         return 2
-    from flowalign.training.report.progress import quiet
-
-    quiet()  # before diffusers is imported, which logs while it is
-    from flowalign import rewards
-    from flowalign.commands import run
-    from flowalign.training.report import results
-    from flowalign.training.run import processes
-
-    rewards.add_config_folder(args.config)
-    with run.exit_status() as status:
-        home = Path(args.config).parent
-        run.run_job(config, home, args.resume, began, args.allow_world_change)
-        if processes.state().is_main_process:
-            print(results.summary(config), flush=True)
-    return status.code
+    return resolve_name("flowalign.commands.run:main")(config, args, began)
 
 
 def demo(argv: Sequence[str]) -> int:

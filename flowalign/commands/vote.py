@@ -10,7 +10,6 @@ import itertools
 import json
 import random
 import socket
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -102,13 +101,8 @@ def app(folder: Path) -> FastAPI:
 
 
 @refusing("vote")
-def main(argv: Sequence[str]) -> int:
+def main(args: argparse.Namespace) -> int:
     """Exit status: 0 ended, 2 refused."""
-    about = f"Vote on the images of a folder, in a browser. Choices go to FOLDER/{FILES[1]}."
-    parser = argparse.ArgumentParser("flowalign vote", description=about)
-    parser.add_argument("folder", type=Path, help="what `flowalign sample --images 2` wrote")
-    parser.add_argument("--port", type=int, default=8001, help="0: any that is free")
-    args = parser.parse_args(argv)
     web = server(app(expanded(args.folder)))
     with socket.create_server((HOST, args.port)) as listener:
         port = listener.getsockname()[1]

@@ -19,8 +19,10 @@ from flowalign.config.section import (
     Section,
     Share,
     as_tuple,
+    did_you_mean,
 )
 from flowalign.system.files import expanded
+from flowalign.system.packages import entry_points
 
 
 def _expanded(option: Any) -> Any:
@@ -66,7 +68,20 @@ class TaskConfig(Section):
         return self.validation is not None and self.reward is not None
 
 
-AdvantageName = Literal["group_std", "batch_std", "gaussian", "gdpo", "adora", "gated"]
+ADVANTAGES = ("group_std", "batch_std", "gaussian", "gdpo", "adora", "gated")
+PLUGINS = "flowalign.advantages"  # entry points: name -> module:function
+
+
+def _known_advantage(name: str) -> str:
+    known = [*ADVANTAGES, *(point.name for point in entry_points(PLUGINS))]
+    if ":" not in name and name not in known:
+        listed = ", ".join(map(repr, known))
+        hint = did_you_mean(name, known)
+        raise ValueError(f"got the text {name!r}; want {listed} or module:function.{hint}")
+    return name
+
+
+AdvantageName = Annotated[str, AfterValidator(_known_advantage)]
 
 
 class EarlierConfig(Section):
@@ -86,8 +101,9 @@ class AdvantageConfig(Section):
     """How rewards become advantages: of every stage that learns from rewards."""
 
     advantage: AdvantageName = "group_std"
-    """Variant of flowalign.credit. Statistics over a batch are per task. gdpo needs a reward with
-    several parts (`weighted`)."""
+    """group_std, batch_std, gaussian, gdpo, adora or gated (flowalign.credit), or yours: an entry
+    point of flowalign.advantages, or module:function. Statistics over a batch are per task. gdpo
+    needs a reward with several parts (`weighted`)."""
     earlier: EarlierConfig | None = None
     """What adora and gated make of earlier rollouts; null = the defaults."""
     advantage_clip: Positive = 5.0

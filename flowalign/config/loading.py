@@ -104,6 +104,24 @@ def read(path: str | Path, above: Sequence[Path] = ()) -> Any:
     return overlay(base if isinstance(base, Mapping) else {}, keys, source=str(path))
 
 
+class NoRun(ValueError):
+    """A folder that holds no run: what was seen, what to do."""
+
+
+def run_config(run: Path) -> Mapping[str, Any]:
+    """The keys in the config of a run's or a recipe's folder. Raises NoRun."""
+    try:
+        config = read(run / "config.yaml")
+        config["stage"]
+        return config
+    except (ConfigError, TypeError, KeyError, OSError) as error:
+        inside = ", ".join(str(path.parent) for path in sorted(run.glob("*/config.yaml"))[:8])
+        raise NoRun(
+            f"{run} is no run: it has no config.yaml with a `stage`. Name the `output` folder of a "
+            f"run of `flowalign train`{f', such as {inside}' if inside else ''}."
+        ) from error
+
+
 def overlay(*layers: Mapping[str, Any], source: str = "config", place: str = "") -> dict[str, Any]:
     """The layers, each laid over those before it, section by section; keys over a list of items
     with names change these items. ConfigError for an item that is not in the list.

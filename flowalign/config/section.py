@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 from pydantic import (
     AfterValidator,
@@ -145,3 +145,10 @@ def shown_value(value: Any) -> str:
     return (
         f"the {kinds.get(type(value), 'mapping')} {text if len(text) <= 80 else text[:77] + '...'}"
     )
+
+
+def about(annotation: Any) -> str:
+    """The first paragraph about the section that a key holds: one, a list, or several by name."""
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return (annotation.__doc__ or "").partition("\n\n")[0]
+    return next(filter(None, map(about, get_args(annotation))), "")

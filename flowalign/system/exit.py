@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pkgutil import resolve_name
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from flowalign.system import packages
 from flowalign.system.escape import harmless
@@ -22,24 +22,30 @@ LEVELS = {  # read by the libraries when they are imported; processes that are s
     "DIFFUSERS_VERBOSITY": "error",
     "TORCH_CPP_LOG_LEVEL": "ERROR",
 }
-Command = Callable[[Sequence[str]], int]
-"""From arguments to exit status."""
+Target = Callable[[Any], Any]
+"""From arguments, or what another target made of them, to that or an exit status."""
 LIBRARIES = (
     "accelerate", "bitsandbytes", "diffusers", "fastapi", "huggingface_hub",
     "open_clip", "peft", "starlette", "torch", "torchvision", "transformers", "triton", "uvicorn",
 )  # fmt: skip
 
 
-def run(name: str, target: str, argv: Sequence[str]) -> int:
+def run(name: str, argv: Sequence[str], *targets: str) -> int:
     """Run the command `flowalign NAME`; its exit status. 2 where a package is missing, 130 after
     Ctrl-C, 143 after SIGTERM, 75 after SIGUSR1, each with one line on stderr; 141 without one where
     nobody reads its output any more (`| head`).
 
-    target: "module:function", from arguments to exit status. It is imported here, late.
+    targets: "module:function", each of what the one before returned, until one gives the exit
+    status. A target is imported when its turn comes, so that the first can refuse or print --help
+    before the heavy libraries are imported.
     """
     try:
         with interruptible(), silenced():
-            status = resolve_name(target)(list(argv))
+            status: Any = list(argv)
+            for target in targets:
+                status = resolve_name(target)(status)
+                if isinstance(status, int):
+                    break
             sys.stdout.flush()  # whoever reads it may be gone: said here, not while Python ends
             return status
     except packages.MissingPackage as error:
@@ -57,15 +63,15 @@ def run(name: str, target: str, argv: Sequence[str]) -> int:
         return error.code if isinstance(error, Interrupted) else CODES[signal.SIGINT]
 
 
-def refusing(name: str) -> Callable[[Command], Command]:
-    """Decorate the command `flowalign NAME`: a ValueError, OSError or ImportError, which says what
+def refusing(name: str) -> Callable[[Target], Target]:
+    """Decorate a target of `flowalign NAME`: a ValueError, OSError or ImportError, which says what
     is wrong with what was asked, becomes a line on stderr and exit status 2."""
 
-    def decorate(command: Command) -> Command:
+    def decorate(command: Target) -> Target:
         @functools.wraps(command)
-        def guarded(argv: Sequence[str]) -> int:
+        def guarded(given: Any) -> Any:
             try:
-                return command(argv)
+                return command(given)
             except (ValueError, OSError, ImportError) as error:
                 if isinstance(error, BrokenPipeError):
                     raise

@@ -9,7 +9,7 @@ its file, its config section (a `TrainingStage` whose `algorithm` names the clas
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pkgutil import resolve_name
 from typing import Any, ClassVar, Generic, TypeVar
@@ -20,6 +20,10 @@ from torch import Tensor
 
 from flowalign.backbone import Backbone
 from flowalign.config import TrainingStage
+from flowalign.config.learning import PLUGINS
+from flowalign.credit import ADVANTAGES
+from flowalign.rewards import load
+from flowalign.system.packages import entry_points
 from flowalign.training.nonfinite import TrainingError as TrainingError
 from flowalign.training.rollout import OnImages, clean_schedule, window_of
 from flowalign.types import (
@@ -34,6 +38,39 @@ from flowalign.types import (
 )
 
 STUDENT = "student"  # name of the adapter that is trained
+
+
+# Advantages --------------------------------------------------------------------------------------
+
+
+def advantage_function(name: str) -> Callable[..., Tensor]:
+    """(value [B], group [B], *, valid [B], task [B]) -> advantage [B] of a config's `advantage`: a
+    variant of `flowalign.credit`, or a function (value [b], group [b]) -> advantage [b] of yours,
+    at module:function or an entry point of the group flowalign.advantages.
+
+    Yours is called once a task, with the images whose reward is valid, of all processes, so with
+    complete groups; group is the number of an image's prompt. Raises ValueError where it cannot be
+    imported; the result raises TrainingError where it is not a tensor [b] of finite numbers.
+    """
+    if name in ADVANTAGES:
+        return ADVANTAGES[name]
+    points = {point.name: point.value for point in entry_points(PLUGINS)}
+    function = load(points.get(name, name), "advantage")
+
+    def advantages(value: Tensor, group: Tensor, *, valid: Tensor, task: Tensor) -> Tensor:
+        result = torch.zeros_like(value)
+        for number in task[valid].unique():
+            rows = valid & (task == number)
+            found, count = function(value[rows], group[rows]), int(rows.sum())
+            seen = f"shape {list(found.shape)}" if isinstance(found, Tensor) else repr(found)[:80]
+            if not isinstance(found, Tensor) or found.shape != (count,):
+                raise TrainingError(f"advantage {name!r} returned {seen}; want a tensor [{count}].")
+            if not found.isfinite().all():
+                raise TrainingError(f"advantage {name!r} returned NaN or infinity.")
+            result[rows] = found.to(value)
+        return result
+
+    return advantages
 
 
 # Algorithms --------------------------------------------------------------------------------------

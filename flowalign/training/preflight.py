@@ -26,10 +26,11 @@ from flowalign.backbone.lora import misfit
 from flowalign.backbone.structure import cut_prompts, known, mismatches, read_family
 from flowalign.backbone.tiny.scenes import rendered
 from flowalign.config import ConfigError, ModelConfig, Stage, TrainingStage, load
+from flowalign.config.learning import ADVANTAGES
 from flowalign.config.loading import card_of
 from flowalign.system import packages
 from flowalign.system.images import IMAGES, image_files
-from flowalign.training.algorithm import algorithm_class
+from flowalign.training.algorithm import advantage_function, algorithm_class
 from flowalign.training.data import PromptError, load_prompts
 from flowalign.training.run import resume as resuming
 from flowalign.types import PromptBatch
@@ -206,6 +207,18 @@ def _scoring(config: Any, launch: Launch, inputs: Inputs) -> Iterator[str]:
         yield from reward_problems(config, said, launch.processes)
 
 
+def _advantage(config: Any, launch: Launch, inputs: Inputs) -> Iterator[str]:
+    """An advantage of the user's that cannot be imported, or gives none to two prompts' images."""
+    if not config.credited or config.credited.advantage in ADVANTAGES or not launch.trust:
+        return
+    value, valid = torch.tensor([0.0, 1.0, 0.5, 0.5]), torch.ones(4, dtype=torch.bool)
+    try:
+        function = advantage_function(config.credited.advantage)
+        function(value, torch.tensor([0, 0, 1, 1]), valid=valid, task=torch.zeros(4))
+    except Exception as error:  # whatever the user's code raises
+        yield f"{config.stage}.advantage: {_text(error)}"
+
+
 def _fidelity(config: Any, launch: Launch, inputs: Inputs) -> Iterator[str]:
     """Features that cannot be imported; a folder of reference images that holds none; prompts that
     are none of the tiny world, where its scenes are the reference."""
@@ -281,7 +294,7 @@ def _training(config: Any, launch: Launch, inputs: Inputs) -> Iterator[str]:
         yield from resuming.problems(config, launch.processes, **given)
 
 
-CHECKS = (_packages, _adapters, _model, _scoring, _fidelity, _bases, _training)
+CHECKS = (_packages, _adapters, _model, _scoring, _advantage, _fidelity, _bases, _training)
 
 
 def reward_problems(
@@ -325,6 +338,8 @@ def own_code(config: Stage) -> dict[str, list[str]]:
     fidelity = getattr(config, "fidelity", None)
     if fidelity and ":" in fidelity.features:
         paths["fidelity.features"] = [fidelity.features]
+    if config.credited and ":" in config.credited.advantage:
+        paths[f"{config.stage}.advantage"] = [config.credited.advantage]
     return {key: listed for key, listed in paths.items() if listed}
 
 

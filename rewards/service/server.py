@@ -128,9 +128,8 @@ def server(application: FastAPI) -> uvicorn.Server:
 
 
 @refusing("serve-reward")
-def main(argv: Sequence[str]) -> int:
-    """The command line; 0 = ended, 2 = refused, or there is no such reward or port."""
-    args = _parser().parse_intermixed_args(argv)  # NAME --port 8000 key=value
+def main(args: argparse.Namespace) -> int:
+    """Exit status: 0 = ended, 2 = refused, or there is no such reward or port."""
     options, token = assignments(args.pairs), read_token(wire.TOKEN)
     check(args.name, options)
     if token is None and not args.insecure and args.host not in ("localhost", "127.0.0.1", "::1"):
@@ -144,7 +143,7 @@ def main(argv: Sequence[str]) -> int:
         except OSError as error:
             raise OSError(f"{args.host}, port {args.port}: {error}") from error
         reward = build_on(None, args.name, options)
-        limits = Limits(**{name: getattr(args, name) for name in vars(Limits())})
+        limits = Limits(**{k: v for k, v in vars(args).items() if k in vars(Limits())})
         web = server(app(reward, token, limits))
         listener.listen()  # whoever reads the line below may call at once
         host, port = listener.getsockname()[:2]
@@ -153,27 +152,3 @@ def main(argv: Sequence[str]) -> int:
         print(f"serving reward {reward.name} on http://{address}, guarded by {guard}", flush=True)
         web.run(sockets=[listener])
     return 0
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        "flowalign serve-reward",
-        description="Serve a reward over HTTP, for `name: remote` in a config elsewhere. "
-        f"The token that callers must show is read from {wire.TOKEN}.",
-    )
-    parser.add_argument("name", help="a reward's name, or its path as package.module:attribute")
-    parser.add_argument("pairs", nargs="*", metavar="key=value", help="options of the reward")
-    parser.add_argument("--host", default="127.0.0.1", help="default: this machine only")
-    parser.add_argument("--port", type=int, default=8000, help="0: any that is free")
-    parser.add_argument("--insecure", action="store_true", help="serve other machines untokened")
-    for flag, name, text in (
-        ("--max-batch", "images", "images a request"),
-        ("--max-bytes", "bytes", "of a request, and of its images once decoded"),
-        ("--max-pixels", "pixels", "of an image"),
-        ("--max-seconds", "seconds", "for a request, waiting included"),
-        ("--queue", "queue", "requests at once"),
-    ):
-        default = getattr(Limits(), name)
-        text += f" (default: {default:g})"
-        parser.add_argument(flag, dest=name, type=type(default), default=default, help=text)
-    return parser

@@ -5,10 +5,3 @@ the real code on tensors without data: `meter`, `count`), time (the rates of a G
 (what does not fit, and what to change: `advise`). Beside them, what is wrong with the numbers of a
 config (`plan`), and what a few images show (`live`). docs/doctor.md explains each finding.
 """
-
-from __future__ import annotations
-
-from flowalign.commands.doctor.command import main
-from flowalign.commands.doctor.live import diagnose
-
-__all__ = ["diagnose", "main"]

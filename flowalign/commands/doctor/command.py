@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import logging
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -13,9 +12,8 @@ from flowalign import rewards
 from flowalign.commands import recipe
 from flowalign.commands.doctor import advise, live, plan
 from flowalign.commands.doctor.advise import Device, Forecast
-from flowalign.commands.doctor.pace import GPUS
 from flowalign.commands.findings import Finding, fault, healthy, note, ok, show
-from flowalign.config import LABELS, Stage, TrainingStage, assignments, label_of, load
+from flowalign.config import LABELS, TrainingStage, assignments, label_of
 from flowalign.eval.suite import environment
 from flowalign.system.exit import refusing
 from flowalign.training.preflight import Launch, own_code, scale_problems, unexamined
@@ -25,10 +23,9 @@ CPU_MODEL = 2**31  # bytes of the largest model that a CPU samples from
 
 
 @refusing("doctor")
-def main(argv: Sequence[str]) -> int:
+def main(args: argparse.Namespace) -> int:
     """Exit status: 0 = no fault, 1 = a fault, 2 = `train` or `eval` refuses the config, or nothing
     could be examined."""
-    args = parser().parse_args(argv)
     quiet()
     log = logging.getLogger("flowalign.rewards.scoring")
     level = log.level
@@ -45,44 +42,16 @@ def main(argv: Sequence[str]) -> int:
         log.setLevel(level)
 
 
-def parser() -> argparse.ArgumentParser:
-    """--reward or --config, and the options of each."""
-    text = "Find what is wrong with a run or a reward before training starts."
-    parser = argparse.ArgumentParser("flowalign doctor", description=text)
-    add = parser.add_argument
-    what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--config", help="a YAML file of any stage or a recipe")
-    what.add_argument("--reward", help="a name, or package.module:attribute")
-    add("--variant", help="config: a YAML file of keys by stage: other hardware")
-    add("--no-model", action="store_true", help="only checks without weights")
-    help = "config: run the code that it names (module:name), and look in its folder for that code"
-    add("--trust", action="store_true", help=help)
-    help = f"plan for this GPU: {', '.join(GPUS)}; others by --memory and --tflops"
-    add("--gpu", type=str.lower, choices=list(GPUS), metavar="NAME", help=help)
-    help = "propose cuts, with which the config is predicted to run for so long at most"
-    add("--hours", type=float, metavar="H", help=help)
-    help = "GPUs of the run (default 1)"
-    add("--gpus", "--processes", type=int, default=1, dest="gpus", help=help)
-    add("--memory", type=float, metavar="GIB", help="plan for such a GPU")
-    add("--tflops", type=float, help="the rate to plan with, TFLOP/s a GPU")
-    help = "reward: score scenes with these prompts, not with those of the tiny world"
-    add("--prompts", metavar="FILE", help=help)
-    help = "config: changes; reward: its options"
-    add("options", nargs="*", metavar="key=value", help=help)
-    return parser
-
-
 def examine(args: argparse.Namespace) -> int:
     """Examine every stage of a config and print the findings; the exit status. Nothing is
     written."""
     if args.trust:
         rewards.add_config_folder(args.config)
-    root = load(args.config, args.options, stage=Stage, variant=args.variant)
     launch = Launch(args.gpus, resume=False, trust=args.trust, elsewhere=bool(args.gpu))
     show([ok(", ".join(f"{name} {version}" for name, version in environment().items()))])
     if label := label_of(args.config):
         show([note(f"the settings are {label}: {LABELS[label]}")])
-    stages, problems = recipe.examine(root, Path(args.config).parent, launch)
+    stages, problems = recipe.examine(args.root, Path(args.config).parent, launch)
     scales = list(scale_problems(stages))
     show(map(fault, [*problems, *scales]))
     if not args.trust:
@@ -110,7 +79,7 @@ def examine(args: argparse.Namespace) -> int:
         show(last)
         sound &= healthy([*findings, *sampled, *last])
     advise.show_total(forecasts)
-    sound &= advise.within(root, forecasts, args.hours)
+    sound &= advise.within(args.root, forecasts, args.hours)
     print("no fault was found" if sound else "faults were found")
     return 2 if problems else 0 if sound else 1
 

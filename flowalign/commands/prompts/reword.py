@@ -39,12 +39,13 @@ def reworded(text: str, answer: str) -> str:
 def reword(args: argparse.Namespace) -> list[dict[str, Any]]:
     """The rows to write. Those that could not be said in other words are left out, and
     counted. Raises ValueError where none could, or `{prompt}` is missing in --ask."""
-    if "{prompt}" not in args.ask:
+    ask = args.ask or ASK
+    if "{prompt}" not in ask:
         raise ValueError("--ask: it holds no {prompt}.")
     batch, url = load_prompts(args.file, ""), f"{args.url.rstrip('/')}/chat/completions"
 
     def say(text: str) -> str:
-        question = args.ask.replace("{prompt}", text)
+        question = ask.replace("{prompt}", text)
         return complete(client, url, args.model, question, MAX_TOKENS, lambda a: reworded(text, a))
 
     token = read_token(args.token_env) if args.token_env else None

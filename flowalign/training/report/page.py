@@ -8,6 +8,7 @@ evaluation and at its end, a recipe after each stage. It is made from the files 
 
 from __future__ import annotations
 
+import argparse
 import base64
 import json
 import time
@@ -20,7 +21,9 @@ from urllib.parse import quote
 
 import jinja2
 
-from flowalign.config import AlarmConfig, ConfigError, TrainingStage, read, to_yaml
+from flowalign.config import AlarmConfig, TrainingStage, to_yaml
+from flowalign.config.loading import NoRun, run_config
+from flowalign.system.exit import refusing
 from flowalign.system.files import read_lines, replacing
 from flowalign.training import metrics
 from flowalign.training.report import pictures, results, samples
@@ -30,10 +33,6 @@ from flowalign.training.run.resume import LOG
 
 PAGE = "report.html"
 NEWEST = 20  # warnings that are shown
-
-
-class NoRun(ValueError):
-    """A folder that holds no run: what was seen, what to do."""
 
 
 class Panel(NamedTuple):
@@ -80,7 +79,7 @@ def write(run: Path, config: TrainingStage | None = None) -> Path:
     """Write the page of a run or a recipe, and metrics.png, which it shows; returns the page. None
     of the run's files needs to be complete. config: None = what the run wrote. An evaluation wrote
     its page itself. Raises NoRun for a folder without a run."""
-    keys = config.model_dump(mode="json") if config else _config(run)
+    keys = config.model_dump(mode="json") if config else run_config(run)
     kind, out, curves = keys["stage"], run / PAGE, pictures.read_metrics(run / LOG)
     if kind == "eval":
         if not out.is_file():
@@ -106,19 +105,6 @@ def write(run: Path, config: TrainingStage | None = None) -> Path:
     with replacing(out) as part:
         part.write_text(text, encoding="utf-8")
     return out
-
-
-def _config(run: Path) -> Mapping[str, Any]:
-    try:
-        config = read(run / "config.yaml")
-        config["stage"]
-        return config
-    except (ConfigError, TypeError, KeyError, OSError) as error:
-        inside = ", ".join(str(path.parent) for path in sorted(run.glob("*/config.yaml"))[:8])
-        raise NoRun(
-            f"{run} is no run: it has no config.yaml with a `stage`. Name the `output` folder of a "
-            f"run of `flowalign train`{f', such as {inside}' if inside else ''}."
-        ) from error
 
 
 def _stage(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -174,3 +160,10 @@ def _drifts(run: Path, alarm: Mapping[str, Any]) -> list[Panel]:
     update, check = newest
     warn, reference = alarm.get("warn", AlarmConfig().warn), alarm.get("reference", "base")
     return [Panel(f"Update {update}", warn, Check.from_json(check), reference)]
+
+
+@refusing("watch")
+def main(args: argparse.Namespace) -> int:
+    """`flowalign watch`; exit status 0 = written, 2 = refused."""
+    print(f"{write(args.run)}: open it in a browser")
+    return 0

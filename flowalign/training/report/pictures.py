@@ -84,9 +84,24 @@ def grid(
     path: Path, images: Tensor | Sequence[Tensor], captions: Sequence[str], *, title: str = ""
 ) -> None:
     """Write images [N,3,H,W] in [0,1] with a caption under each, as a PNG of COLUMNS columns."""
+    _save(_grid(images, captions, title), path)
+
+
+def sheet(images: Tensor | Sequence[Tensor], captions: Sequence[str]) -> Image.Image:
+    """The same for a notebook."""
+    return _image(_grid(images, captions))
+
+
+def _grid(images: Any, captions: Sequence[str], title: str = "") -> Figure:
     starts = range(0, len(images), COLUMNS)
     rows = [Row(images[i : i + COLUMNS], captions[i : i + COLUMNS]) for i in starts]
-    _save(_draw([Block(title, [], rows)]), path)
+    return _draw([Block(title, [], rows)])
+
+
+def _image(figure: Figure) -> Image.Image:
+    file = io.BytesIO()
+    figure.savefig(file)
+    return Image.open(file).convert("RGB")
 
 
 def gallery(
@@ -119,9 +134,7 @@ def gallery(
         Row([models[name][row] for name in models], [caption(name, row) for name in models], prompt)
         for row, prompt in enumerate(prompts)
     ]
-    file = io.BytesIO()
-    _draw([Block(title, list(models), rows)]).savefig(file)
-    return Image.open(file).convert("RGB")
+    return _image(_draw([Block(title, list(models), rows)]))
 
 
 LABEL, GAP = 1.55, 0.07  # inches: left of the images, and between them
@@ -277,6 +290,25 @@ def metrics_plot(drawn: Sequence[Chart], path: Path, title: str = "") -> None:
         _draw_chart(axis, chart) if chart else axis.axis("off")
     figure.suptitle(_plain(title), fontsize=11)
     _save(figure, path)
+
+
+def held_out_plot(logs: Mapping[str, Path], path: Path) -> None:
+    """Plot the held-out scores of runs {name: metrics.jsonl}: a chart for the mean of the tasks,
+    and one a task, of its `overall` where there is one. Raises ValueError where none has a score.
+    """
+    scores: dict[str, dict[str, Curve]] = {}  # by chart, then by run
+    for run, file in logs.items():
+        log = read_metrics(file)
+        for name, curve in log.items():
+            task, _, metric = name.removeprefix(metrics.EVAL).partition("/")
+            overall = f"{metrics.EVAL}{task}/overall" in log
+            if name == metrics.HEADLINE:
+                scores.setdefault("mean of the tasks", {})[run] = curve
+            elif name.startswith(metrics.EVAL) and metric == ("overall" if overall else "reward"):
+                scores.setdefault(task, {})[run] = curve
+    if not scores:
+        raise ValueError(f"no held-out score in {', '.join(map(str, logs.values()))}.")
+    metrics_plot([Chart(title, "held-out score", c, "") for title, c in scores.items()], path)
 
 
 def _draw_chart(axis: Axes, chart: Chart) -> None:

@@ -64,10 +64,14 @@ def identity(config: TrainingStage) -> dict[str, Any]:
 
 
 def rewards_code(config: Stage) -> dict[str, dict[str, str]]:
-    """{key in the config of a reward that is trained on, or of an evaluation: `code_of` it}."""
+    """{key in the config of a reward that is trained on, of one of an evaluation, or of the user's
+    advantage: `code_of` it}."""
     keys = {f"{j.place}.{k}": reward for j in config.judged for k, reward in j.rewards.items()}
     counted = {key: r for key, r in keys.items() if key.startswith(("tasks.", "benchmarks."))}
-    return {key: code_of(reward.name, reward.options) for key, reward in counted.items()}
+    codes = {key: code_of(reward.name, reward.options) for key, reward in counted.items()}
+    if config.credited and ":" in (path := config.credited.advantage):
+        codes[f"{config.stage}.advantage"] = code_of(path, {})
+    return codes
 
 
 def changed_rewards(config: Stage, about: Mapping[str, Any]) -> list[str]:

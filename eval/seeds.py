@@ -1,0 +1,240 @@
+"""One table of evaluations of the same models, trained with several seeds, for a paper.
+
+    flowalign eval table outputs/tiny/seed_{1,2}/table --pairs flow_opd-merge --format latex
+
+Every result is of one seed. A model's number is the mean over seeds and prompts; its standard error
+has both: how the numbers of the seeds differ, and how prompts differ that all seeds share.
+Differences of two models are of equal seeds, prompts and noise. An average is taken in each seed
+first, because its tasks share the seed, and may share prompts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import io
+import itertools
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from flowalign.eval.compare import Column, Incomparable, differences, key_of, load_results
+from flowalign.eval.stats import average, difference, from_json, headline_rows, part_of
+from flowalign.system.escape import escaped, table
+from flowalign.system.exit import refusing
+from flowalign.types import EvalRow
+
+Document = Mapping[str, Any]  # a results.json
+
+
+class Cell(NamedTuple):
+    """A mean over seeds and prompts, and its standard error; NaN = there is none."""
+
+    mean: float
+    error: float
+
+
+@dataclass(frozen=True)
+class SeedTable:
+    """Numbers over seeds.
+
+    rows {model: {column: number}}: benchmarks, then averages. gaps: the same of a model minus
+    another, by "A − B". bold {column: model}: the model that is `ahead` of every other one.
+    """
+
+    seeds: int
+    rows: Mapping[str, Mapping[str, Cell]]
+    gaps: Mapping[str, Mapping[str, Cell]]
+    bold: Mapping[str, str]
+
+    @property
+    def columns(self) -> list[str]:
+        return list(next(iter(self.rows.values())))
+
+    def texts(self, bold: str) -> tuple[list[list[str]], list[list[str]]]:
+        """The cells of rows and gaps, labels first. bold: the format of a bold number."""
+
+        def text(cell: Cell, sign: str = "") -> str:
+            error = "" if math.isnan(cell.error) else f" ± {cell.error:.3f}"
+            return f"{cell.mean:{sign}.3f}{error}"
+
+        rows = [
+            [m, *((bold if self.bold.get(c) == m else "{}").format(text(row[c])) for c in row)]
+            for m, row in self.rows.items()
+        ]
+        return rows, [[k, *(text(c, "+") for c in gap.values())] for k, gap in self.gaps.items()]
+
+
+def seed_table(
+    documents: Sequence[Document],
+    models: Sequence[str] | None = None,
+    pairs: Sequence[tuple[str, str]] = (),
+) -> SeedTable:
+    """The table of the results of several seeds (`load_results`), or of one.
+
+    models: the rows; None = all that every result has. pairs: models (a, b) of which it has the
+    difference a − b. Raises Incomparable for results that do not measure the same, and ValueError
+    for a model that one of them lacks, or an image without a score.
+    """
+    common = [m for m in documents[0]["models"] if all(m in d["models"] for d in documents)]
+    models = models or common
+    named = [*models, *itertools.chain(*pairs)]
+    if unknown := [name for name in named if name not in common]:
+        raise ValueError(f"no model {unknown[0]!r} in all results; they share {', '.join(common)}.")
+    for document in documents[1:]:
+        found = [p for m in models for p in differences(documents[0], document, (m, m))]
+        if document["benchmarks"].keys() != documents[0]["benchmarks"].keys():
+            found.append("they have other benchmarks")
+        if found:
+            raise Incomparable("\n  - ".join(["these seeds do not compare:", *found]))
+    rows = {model: cells(documents, model) for model in models}
+    gaps = {f"{a} − {b}": cells(documents, a, b) for a, b in pairs}
+    return SeedTable(len(documents), rows, gaps, ahead(documents, rows))
+
+
+def ahead(documents: Sequence[Document], rows: Mapping[str, Mapping[str, Cell]]) -> dict[str, str]:
+    """{column: the model in bold}. It is the model with the highest mean of the column, if that is
+    above the second highest by more than two standard errors of the paired difference of the two.
+    A column where it is not has no bold number."""
+    found = {}
+    for column in next(iter(rows.values())) if len(rows) > 1 else ():
+        first, second, *_ = sorted(rows, key=lambda model: -rows[model][column].mean)
+        gap = cells(documents, first, second)[column]
+        if gap.mean > 2 * gap.error:
+            found[column] = first
+    return found
+
+
+def crossed(rows: Sequence[EvalRow]) -> Cell:
+    """Mean and standard error of a number that was measured once a seed, on the same prompts.
+
+    Seeds and prompts are crossed random effects. A seed's number is m_s = mean + seed + sum over
+    prompts of (prompt + rest_s), where a prompt stands for all its images and tasks. The variance
+    of m_s over seeds has the seed and the rest. What all seeds share of the prompts is added: the
+    sum of squares of a prompt's mean influence, less the rest that is left in that mean, which is
+    the influence's variance over seeds / seeds (0 where it would be negative). One seed has the
+    prompts' error alone.
+    """
+    means = np.array([row.mean for row in rows])
+    influence = np.array([[row.influence[prompt] for prompt in rows[0].influence] for row in rows])
+    variance, seeds = (influence.mean(0) ** 2).sum(), len(rows)
+    if seeds > 1:
+        rest = influence.var(0, ddof=1).sum() / seeds
+        variance = max(0.0, variance - rest) + means.var(ddof=1) / seeds
+    return Cell(float(means.mean()), math.sqrt(variance))
+
+
+def images(documents: Sequence[Document], model: str, name: str) -> list[list[Any]]:
+    """A model's rows of a benchmark, of every seed. Raises ValueError where a seed lacks one."""
+    part = part_of(Column(name, documents[0]["benchmarks"][name].get("headline")))
+    rows = [list(map(from_json, d["models"][model]["images"][name])) for d in documents]
+    keys = [list(map(key_of, some)) for some in rows]
+    if any(key != keys[0] for key in keys):
+        raise ValueError(f"{model}, {name}: the seeds have other prompts")
+    if lost := sum(not math.isfinite(row.get(part, math.nan)) for some in rows for row in some):
+        raise ValueError(f"{model}, {name}: {lost} images have no score")
+    return rows
+
+
+def averages(document: Document) -> dict[str, list[str]]:
+    """{average: the benchmarks that count in it}, by their mark `average`. Files without the mark
+    are read by names: NAME_JUDGE is of the matrix if both are benchmarks, and diversity counts in
+    no average."""
+    judges = document["benchmarks"]
+    marks = {name: judge.get("average") for name, judge in judges.items()}
+    if not any("average" in judge for judge in judges.values()):
+        others = [n for n in judges if any(n == f"{a}_{b}" for a in judges for b in judges)]
+        own = [n for n in judges if n not in others and judges[n].get("reward") != "diversity"]
+        head = "own" if others else "average"
+        marks = dict.fromkeys(own, head) | dict.fromkeys(others, "others")
+    heads = [head for head in ("average", "own", "others") if head in marks.values()]
+    return {head: [name for name in judges if marks.get(name) == head] for head in heads}
+
+
+def cells(documents: Sequence[Document], first: str, second: str = "") -> dict[str, Cell]:
+    """A model's number of every benchmark and its averages; with a second, first minus second."""
+    found = {}
+    for name, judge in documents[0]["benchmarks"].items():
+        column, rows = Column(name, judge.get("headline")), images(documents, first, name)
+        if second:
+            pairs = zip(images(documents, second, name), rows, strict=True)
+            found[name] = [difference(column, *pair) for pair in pairs]
+        else:
+            found[name] = [headline_rows(column, some)[0] for some in rows]
+    for head, names in averages(documents[0]).items():
+        of_seeds = zip(*(found[name] for name in names), strict=True)
+        found[head] = [average(rows) for rows in of_seeds]
+    return {name: crossed(rows) for name, rows in found.items()}
+
+
+# As text -----------------------------------------------------------------------------------------
+
+
+def markdown(numbers: SeedTable) -> str:
+    """Numbers, then gaps, as tables."""
+    heads, both = list(map(escaped, numbers.columns)), numbers.texts("**{}**")
+    rows, gaps = ([[escaped(label), *cells] for label, *cells in part] for part in both)
+    lines = table([f"{numbers.seeds} seed{'s' * (numbers.seeds > 1)}", *heads], rows)
+    return "\n".join([*lines, *(["", *table(["difference", *heads], gaps)] if gaps else [])]) + "\n"
+
+
+def latex(numbers: SeedTable) -> str:
+    """A tabular for the package booktabs, the gaps below a rule."""
+
+    def plain(name: str) -> str:
+        return re.sub(r"[&%$#_{}]", r"\\\g<0>", re.sub(r"[\\~^]", " ", name))
+
+    columns = list(map(plain, numbers.columns))
+    lines = [rf"\begin{{tabular}}{{l{'r' * len(columns)}}}", r"\toprule"]
+    for part in filter(None, ([["", *columns]], *numbers.texts(r"\textbf{{{}}}"))):
+        rows = (" & ".join([plain(label), *cells]) for label, *cells in part)
+        lines += [*(rf"{row} \\" for row in rows), r"\midrule"]
+    text = "\n".join([*lines[:-1], r"\bottomrule", r"\end{tabular}", ""])
+    return re.sub(r"[±−]|(?<=[ {])-(?=\d)", lambda s: r"$\pm$" if s[0] == "±" else "$-$", text)
+
+
+def comma_separated(numbers: SeedTable) -> str:
+    """Models, then gaps: a line each, with mean and standard error of every column."""
+    file = io.StringIO()
+    writer = csv.writer(file, lineterminator="\n")
+    writer.writerow(["", *(name for c in numbers.columns for name in (c, f"{c}_stderr"))])
+    for label, row in itertools.chain(numbers.rows.items(), numbers.gaps.items()):
+        writer.writerow([label, *itertools.chain(*row.values())])
+    return file.getvalue()
+
+
+FORMATS = {"markdown": markdown, "csv": comma_separated, "latex": latex}
+
+
+@refusing("eval table")
+def main(argv: Sequence[str]) -> int:
+    """The command line; exit status 0 = printed, 2 = these results make no table."""
+    parser = argparse.ArgumentParser(
+        "flowalign eval table",
+        description="One table of the results of several seeds: mean over seeds and prompts, with "
+        "the standard error over both. Bold: above the second best by more than two standard "
+        "errors of the paired difference.",
+    )
+    add = parser.add_argument
+    add("results", nargs="+", help="folders of evaluations (or results.json), one a seed")
+    add("--format", choices=FORMATS, default="markdown")
+    add("--models", nargs="+", metavar="MODEL", help="rows; default: all that every result has")
+    add("--pairs", nargs="+", metavar="A-B", default=[], help="differences, as student-base")
+    args = parser.parse_args(argv)
+    documents = list(map(load_results, args.results))
+    pairs = [_pair(text, documents[0]["models"]) for text in args.pairs]
+    print(FORMATS[args.format](seed_table(documents, args.models, pairs)), end="")
+    return 0
+
+
+def _pair(text: str, models: Mapping[str, Any]) -> tuple[str, str]:
+    """The two models of A-B, whose names may have hyphens."""
+    splits = [(text[:i], text[i + 1 :]) for i, sign in enumerate(text) if sign == "-"]
+    found = [pair for pair in splits if pair[0] in models and pair[1] in models]
+    if len(found) != 1:
+        raise ValueError(f"--pairs: {text!r} is no A-B of two models; have {', '.join(models)}.")
+    return found[0]
