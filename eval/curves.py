@@ -35,13 +35,14 @@ def main(argv: Sequence[str]) -> int:
 
 
 def named_logs(texts: Sequence[str]) -> dict[str, Path]:
-    """{name: metrics.jsonl} of NAME=RUN, or of folders, which are their own names. Raises
-    ValueError for a folder without the log of a run."""
-    logs = {}
+    """{name: metrics.jsonl} of NAME=RUN, or of folders, whose names are their last parts if these
+    differ. Raises ValueError for a folder without the log of a run."""
+    logs, last = {}, [Path(text).name for text in texts]
     for text in texts:
         name, _, run = text.rpartition("=")
         folder = Path(expanded(run))
-        logs[name or run] = log = folder / "metrics.jsonl"
+        name = name or (folder.name if last.count(folder.name) == 1 else run)
+        logs[name] = log = folder / "metrics.jsonl"
         if not log.is_file():
             inside = ", ".join(str(path.parent) for path in sorted(folder.glob(f"*/{log.name}")))
             hint = f"; there are {inside}" if inside else ""

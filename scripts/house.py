@@ -28,7 +28,7 @@ BUDGET = {
     "commands": 4575,
     "config": 2256,
     "credit": 244,
-    "eval": 2551,
+    "eval": 2552,
     "flowalign": 64,
     "rewards": 4346,
     "sde": 185,

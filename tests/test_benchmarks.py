@@ -16,6 +16,7 @@ SMALLEST = {
     "hacks": ("long", "--seeds 0 --hacks darkened --out {}"),
     "many_loras": ("long", "--counts 2 --steps 1 --updates 1 --workers 1 --out {}"),
     "one_more": ("long", "--updates 1 --limit 2 {}"),
+    "pairs": ("long", "{}/pairs"),
     "predictions memory": ("long", "--width 0.05 --layers 2 --size 64 --cases grpo"),
     "predictions pace": ("long", "teacher_ocr --updates 1"),
     "text_in_style": ("long", "--out {} --steps 1 --updates 1 --prompts 8"),
