@@ -30,7 +30,7 @@ BUDGET = {
     "credit": 244,
     "eval": 2552,
     "flowalign": 64,
-    "rewards": 4346,
+    "rewards": 4321,
     "sde": 185,
     "system": 1191,
     "teachers": 1422,
