@@ -48,6 +48,7 @@ USED = {  # options that say what a config holds, by the stages that have it
     "teachers": ("opd", "sft", "recipe", "merge", "eval"),
     "prompts": (*SAMPLING, "dpo"),
 }
+QUALITY = ("pickscore", "hpsv2", "imagereward", "aesthetic")  # their teacher is MAR's anchor
 LABELS_AT = 1.5  # CFG scale of the labels of teachers that have absorbed CFG (docs/log)
 SHARED = ("model", "output", "seed")  # keys that a recipe gives to its stages
 
@@ -227,6 +228,10 @@ class Draft:
         given = {name: like | {"adapter": adapter} for name, adapter in self.adapters.items()}
         data["teachers"] = given or data["teachers"]
         data |= self._tasks(data["teachers"])
+        if given and data.get("anchor"):  # as in the paper: a LoRA of good pictures
+            of = {task["name"]: task.get("reward", {}).get("name") for task in data["tasks"]}
+            good = [given[name]["adapter"] for name, reward in of.items() if reward in QUALITY]
+            data["anchor"] = data["anchor"] | {"adapter": next(iter(good), None)}
         if not any("reward" in task for task in data["tasks"]) and self.like != "sft":
             # LoRAs of styles matter at every sigma, rewards mostly at high ones
             data["student"] = data["student"] | {"states": {"select": "random", "count": 1}}
