@@ -335,6 +335,8 @@ class Draft:
         task = {**self.tasks.get(reward or name, general), "name": name}
         if reward not in ("", NONE):
             task["reward"] = self._reward(reward)
+        elif prompts:  # of the user's own: what judges them is not known by a name
+            task.pop("reward", None)
         if prompts:
             path = Path(prompts)  # of x_train or x, x_val
             validation = path.with_name(f"{path.stem.removesuffix('_train')}_val{path.suffix}")

@@ -30,6 +30,7 @@ from flowalign.config import (
     stage_names,
     to_yaml,
 )
+from flowalign.config.loading import override
 from flowalign.eval.evaluation import evaluate
 from flowalign.eval.suite import image_sets
 from flowalign.system import files, manifest
@@ -186,7 +187,10 @@ def _read_stage(config: Any, name: str, home: Path, adapters: Mapping[str, str])
     stage = stage_class(kind) if kind in stage_names() else Stage
     if "seed" in stage.model_fields and "seed" not in keys:
         data["seed"] = config.seed
-    return parse(_resolve(data, adapters), changes, source=name, stage=Stage)
+    data, problems = override(data, changes)
+    if problems:
+        raise ConfigError(problems)
+    return parse(_resolve(data, adapters), source=name, stage=Stage)
 
 
 def _resolve(value: Any, adapters: Mapping[str, str]) -> Any:

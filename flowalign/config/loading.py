@@ -182,8 +182,9 @@ def _replaced(data: Any, path: Sequence[str], value: Any, where: str = "") -> An
     return {**old, key: _replaced(old.get(key), rest, value, inner)}
 
 
-def _override(data: Mapping[str, Any], texts: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
-    """The data with `key.path=value` texts laid over it, and what is wrong with these."""
+def override(data: Mapping[str, Any], texts: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+    """The data with `key.path=value` texts laid over it, and what is wrong with these. In a recipe
+    they come after what a stage has under `set`."""
     changed, problems = dict(data), []
     for text in texts:
         path, equals, value = text.partition("=")
@@ -192,7 +193,12 @@ def _override(data: Mapping[str, Any], texts: Sequence[str]) -> tuple[dict[str, 
             problems.append(f"{text!r}: want key.path=value, for example optimizer.lr=1e-4.")
             continue
         try:
-            changed = _replaced(changed, keys, load_yaml(value))
+            content = load_yaml(value)
+            if keys[0] == "stages" and keys[2:] and keys[2] not in ("use", "set"):
+                stage = changed.get("stages", {}).get(keys[1], {})
+                if earlier := stage.get("set"):
+                    keys[2:], content = ["set"], [*earlier, f"{'.'.join(keys[2:])}={value}"]
+            changed = _replaced(changed, keys, content)
         except YAMLError as error:
             problems.append(f"{text!r}: the value is not YAML: {error}")
         except ConfigError as error:
@@ -202,7 +208,7 @@ def _override(data: Mapping[str, Any], texts: Sequence[str]) -> tuple[dict[str, 
 
 def assignments(texts: Sequence[str]) -> dict[str, Any]:
     """{key: value} of `key.path=value` texts, as overrides are read; ConfigError for others."""
-    data, problems = _override({}, texts)
+    data, problems = override({}, texts)
     if problems:
         raise ConfigError(problems, "options")
     return data
@@ -219,7 +225,7 @@ def parse(
     if not isinstance(data, Mapping):
         text = f"want keys and values at the top, got {shown_value(data)}."
         raise ConfigError([text], source)
-    data, problems = _override(data, overrides)
+    data, problems = override(data, overrides)
     if leaks := list(secrets(data, "")):  # alone, as other problems show values
         raise ConfigError(leaks, source)
     name = str(data.get("stage"))
