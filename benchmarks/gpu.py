@@ -12,7 +12,7 @@ installed, is a row that says why. Results are written after each case, to docs/
 docs/gpu_NAME.json. `--device cpu --width 0.05 --layers 2 --size 64` tries all of it without a GPU.
 
 With --trace every student's row also says by which kernels its third update spends its time, and
-how long the GPU waits. The rows of "half of the chip" (docs/gpu.md), of compiled models:
+how long the GPU waits. Not yet run, for half of the chip's rate with compiled models:
 `python benchmarks/gpu.py --trace --cases "matrix products" "write the Medium" "32 images"
 "rollouts of 16" "micro-batch 16" --prompts 32`.
 """
@@ -581,9 +581,9 @@ python benchmarks/gpu.py
 
 This command runs the GPU tests, every stage on the tiny model, and updates of Flow-OPD on the exact
 architecture of Stable Diffusion 3.5 Medium with random weights. Those updates use 8 images of 512
-pixels, guidance, seven forward passes per rollout, two trained states, an anchor, batches of 4, and
-bfloat16. An update of an NFT and of a GRPO teacher has the shipped settings, but 8 images. The
-results are written to this page, above its first heading of the second level.
+pixels, guidance, seven forward passes per rollout, two trained noise levels, an anchor, batches of
+4, and bfloat16. An update of an NFT and of a GRPO teacher has the shipped settings, but 8 images.
+The results are written to this page, above its first heading of the second level.
 """
 
 

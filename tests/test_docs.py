@@ -227,7 +227,7 @@ def check_config(what: str, path: Path, overrides: tuple[str, ...], variant: str
     if isinstance(config, RecipeStage):
         _, problems = recipe.examine(config, path.parent)
         # 4 bits need a GPU and a package, which the reader has, as a LoRA of their own
-        theirs = ("model.quantization:", "'./brand/lora': no such folder")
+        theirs = ("model.quantization", "'./brand/lora': no such folder")
         assert [text for text in problems if not any(t in text for t in theirs)] == []
     else:
         check_world(config, Launch(pending=written() & set(config.inputs.values())))

@@ -63,7 +63,7 @@ def run(model: str, output: Path, stage: str, updates: int = 2, resume: bool = F
 
 @pytest.mark.slow
 def test_all_that_saves_memory_goes_together(model: str, tmp_path: Path) -> None:
-    """The keys of docs/scaling.md, which recommends fp8 with checkpointing."""
+    """The keys of docs/before-you-spend.md, which recommends fp8 with checkpointing."""
     given = ["model.dtype=bfloat16", "model.quantization=fp8", "model.gradient_checkpointing=true",
              "model.offload_text_encoders=true", "model.decode_batch=2",
              "model.height=64", "train.updates=2",

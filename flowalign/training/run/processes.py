@@ -3,7 +3,7 @@
 accelerate's config file (configs/accelerate/) chooses, and accelerate does most of the work; this
 file does what it leaves to its caller. Every process holds every adapter unsharded and in float32,
 so that EMA, checkpoints and saved adapters equal a single process's. FSDP2 shards the frozen
-base; docs/scaling.md says when that pays.
+base; docs/before-you-spend.md says when that pays.
 """
 
 from __future__ import annotations
