@@ -9,7 +9,7 @@ same words are both line art, so that neither is what the judge prefers.
 
 from __future__ import annotations
 
-import sys
+import argparse
 from pathlib import Path
 
 from flowalign import rewards
@@ -26,7 +26,7 @@ MODEL = ModelConfig(id="tiny", height=96, width=96, max_sequence_length=14)
 SAMPLING = SamplingConfig(steps=10, guidance=1.0, seed=0, batch_size=64)
 
 
-def main(folder: Path, words: str = "a photo of") -> None:
+def main(folder: Path, words: str) -> None:
     prompts = subset(load_prompts("tiny/preference_train", "preference"), 400).prompts
     asked = [text for p in prompts for text in (p, p.replace("a picture of", words))]
     backbone = Backbone.load(MODEL)
@@ -48,4 +48,8 @@ def main(folder: Path, words: str = "a photo of") -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), *sys.argv[2:])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("folder", type=Path, help="to be written")
+    parser.add_argument("words", nargs="?", default="a photo of", help="of the second image")
+    given = parser.parse_args()
+    main(given.folder, given.words)
