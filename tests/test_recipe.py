@@ -135,7 +135,8 @@ def test_a_variant_reaches_the_stages_it_is_for_and_a_stages_set_comes_after(
 def test_the_command_line_comes_after_a_stages_set(random_model: str, tmp_path: Path) -> None:
     path = written(random_model, tmp_path, second={"use": "teacher.yaml", "set": ["train.keep=9"]})
     found: Any = train.load(path, ["stages.second.train.keep=8"], stage=train.Job)
-    assert fakes.stages_of(found, path.parent)["second"].train.keep == 8
+    second: Any = fakes.stages_of(found, path.parent)["second"]
+    assert second.train.keep == 8
 
 
 def test_what_is_wrong_in_any_stage_is_said_before_the_first_runs(
