@@ -24,7 +24,7 @@ from pathlib import Path
 LINKED = ("rewards", "teachers", "eval")
 # Lines a room may have. A change that needs more says so here.
 BUDGET = {
-    "backbone": 3280,
+    "backbone": 3285,
     "commands": 4586,
     "config": 2262,
     "credit": 244,

@@ -159,14 +159,19 @@ def local_folder(model: str, revision: str | None = None) -> Path | None:
     return Path(cached).parent if isinstance(cached, str) else None
 
 
-@lru_cache(maxsize=8)  # every stage of a recipe asks for the same one
 def _family(model: str, revision: str | None, whole: bool, ids: bool = False) -> Family:
     """The family of a model on the meta device. ids: with its tokenizers, and encoders that give
     back the ids of tokens; LookupError where they are not here."""
-    architecture = find(model, revision)
+    return _described(str(local_folder(model, revision) or model), whole, ids)
+
+
+@lru_cache(maxsize=8)  # every stage of a recipe asks for the same one
+def _described(model: str, whole: bool, ids: bool) -> Family:
+    """model: a folder, which for a revision of the Hub is its commit's own, or a public model."""
+    architecture = find(model)
     kind, given = family_of(architecture.pipeline), dict[str, Any]()
     if ids:
-        given = _encoders_of_ids(local_folder(model, revision), kind)
+        given = _encoders_of_ids(local_folder(model), kind)
     if not whole:
         parts = {name: architecture.parts[name] for name in ("transformer", "vae")}
         architecture = replace(architecture, parts=parts)
