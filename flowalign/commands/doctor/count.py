@@ -521,8 +521,8 @@ class _Update:
                 peak += self.pairs * model.latent  # summed in float32
             yield Phase("labels", "labels", peak, flops, {"student.label_batch": batch})
         if self.keeps.noise_levels:  # clean images -> states and velocities, all at once
-            copies = 3 if model.device_type == "cpu" else 2  # the noise, drawn there; states
-            latents = (copies * self.pairs + 3 * self.images) * model.latent
+            # the noise, and the states
+            latents = (2 * self.pairs + 3 * self.images) * model.latent
             yield Phase("noising", "learning", self.rollout_bytes + latents, 0.0)
         if config.alarm and self.keeps.images:
             yield self._drift(config.alarm.every)
