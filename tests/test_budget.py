@@ -82,6 +82,21 @@ def test_a_run_is_cut_in_the_order_of_the_table_until_it_fits(
 
 
 @pytest.mark.slow
+def test_what_the_hours_and_the_memory_ask_for_is_one_line(random_model, tmp_path, capsys) -> None:
+    path = tmp_path / "big.yaml"
+    path.write_text(dump_yaml(big(random_model, tmp_path, "nft")))
+    changes = ["rollout.prompts=32", "optimizer.micro_batch=64"]
+    whole = hours(doctor(path, capsys, *changes)[1])
+    given = ["--memory", "0.675", "--hours", str(whole / 10), *changes]
+    status, lines = doctor(path, capsys, *given)
+    assert status == 1 and any("does not fit" in line for line in lines)
+    keys = [text.partition("=")[0] for text in cuts(lines)]
+    assert {"rollout.prompts", "model.gradient_checkpointing"} <= set(keys)
+    status, lines = doctor(path, capsys, *given, *cuts(lines))
+    assert status == 0, lines
+
+
+@pytest.mark.slow
 def test_the_stages_of_a_recipe_share_the_hours(random_model, tmp_path, capsys) -> None:
     nft = big(random_model, tmp_path, "nft")
     model = nft.pop("model")

@@ -272,7 +272,7 @@ def test_advice_leads_to_what_fits(small):
     estimate = predict(run)
     room = estimate.resident + 0.4 * estimate.worst.bytes
     gib = (room + advise.CONTEXT) / advise.SHARE / advise.GIB
-    changes = list(advise.advice(forecast(run, gib), room))
+    changes = forecast(run, gib).advice
     peaks = [estimate.peak, *(after.estimate.peak for _, after in changes)]
     assert peaks == sorted(peaks, reverse=True) and peaks[-1] <= room < peaks[-2]
     parsed = config.parse(run.model_dump(mode="json"), [change for change, _ in changes])

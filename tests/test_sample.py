@@ -86,7 +86,7 @@ def test_a_wrong_value_is_refused_before_a_model_is_loaded(words: list[str], mon
 
 
 def test_no_file_is_overwritten(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    monkeypatch.setattr(sample, "draw", lambda *_: torch.zeros(1, 3, 64, 64))
+    monkeypatch.setattr(sample, "draw", lambda *_: {"base": torch.zeros(1, 3, 64, 64)})
     for name in ("samples.png", "samples-2.png"):
         assert cli.main(["sample", "a star"]) == 0
         assert capsys.readouterr().out == f"{name}\n" and Path(name).is_file()
@@ -106,6 +106,20 @@ def test_images_larger_than_the_grid_shows_are_written_one_by_one(monkeypatch, c
     assert pixels_of(Path("new/big.webp").read_bytes()).shape[0] == 3
     printed = capsys.readouterr().out
     assert "new/big/" in printed and "new/big.webp" in printed
+
+
+def test_several_loras_are_drawn_side_by_side_of_one_noise(capsys) -> None:
+    words = ["sample", "a star", "--steps", "2", "--images", "2", "--out", "all.png"]
+    loras = ["--lora", "base", "--lora", "tiny/ocr", "--lora", "spelling=tiny/ocr"]
+    assert cli.main([*words, *loras]) == 0
+    files = {name: Path(f"all/{name}/001_02.png").read_bytes() for name in
+             ("base", "ocr", "spelling")}  # fmt: skip
+    assert files["ocr"] == files["spelling"] != files["base"]
+    assert "6 images" in capsys.readouterr().out
+    assert Path("all.png").is_file()
+    assert (
+        cli.main(["sample", "a star", "--steps", "2", "--lora", "tiny/ocr", "--out", "a.png"]) == 0
+    )
 
 
 @pytest.mark.parametrize(

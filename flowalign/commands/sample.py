@@ -10,7 +10,7 @@ import argparse
 import itertools
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,16 +23,18 @@ from flowalign.backbone.adapters import Lora, read_lora
 from flowalign.backbone.lora import misfit
 from flowalign.backbone.structure import known, read_family
 from flowalign.commands.arguments import SHOWN
+from flowalign.commands.init import named_sources
 from flowalign.config import ConfigError, ModelConfig, SamplingConfig, load
 from flowalign.config.loading import card_of
 from flowalign.system import devices
 from flowalign.system.exit import refusing
 from flowalign.system.files import expanded, replacing
-from flowalign.training.report.pictures import grid, png
+from flowalign.training.report.pictures import gallery, grid, png
 from flowalign.training.report.progress import quiet
 from flowalign.training.rollout import generate
 from flowalign.types import PromptBatch
 
+BASE = "base"  # of --lora: no LoRA
 TINY = (10, 1.0)  # as the tiny configs train and evaluate
 LISTED = "images.jsonl"  # the list of a folder of images
 FORMATS = (".png", ".jpg", ".jpeg", ".webp", ".pdf")
@@ -43,9 +45,12 @@ def main(args: argparse.Namespace) -> int:
     """Exit status: 0 done, 2 refused."""
     quiet()
     family = partial(read_family, ModelConfig(id=args.model)) if args.model else None
-    lora = read_lora(args.lora, newest=True, family=family) if args.lora else None
-    plan = settle(args, lora)
-    write(plan, draw(args.prompts, plan, lora), args.prompts)
+    loras = {
+        name: None if source == BASE else read_lora(source, newest=True, family=family)
+        for name, source in named_sources(args.lora or [BASE]).items()
+    }
+    plan = settle(args, *filter(None, loras.values()))
+    write(plan, draw(args.prompts, plan, loras), args.prompts)
     return 0
 
 
@@ -60,13 +65,14 @@ class Plan:
     out: Path
 
 
-def settle(args: argparse.Namespace, lora: Lora | None) -> Plan:
-    """The settings of a command. Raises ValueError for what cannot be sampled, or written, here.
-    Nothing is loaded but small config files."""
+def settle(args: argparse.Namespace, lora: Lora | None = None, *others: Lora) -> Plan:
+    """The settings of a command, of the first LoRA where it says none. Raises ValueError for what
+    cannot be sampled, or written, here. Nothing is loaded but small config files."""
     model = args.model or (lora and lora.base) or "tiny"
     spec = known(ModelConfig(id=model))
-    if lora and model == "tiny" and spec and misfit(spec.family.core, lora):
-        raise ValueError(f"--model: {args.lora} names no base, and is not of tiny. Give its base.")
+    for one in filter(None, (lora, *others)):
+        if spec and misfit(spec.family.core, one):
+            raise ValueError(f"--model: {one.file} is not of {model}. Give the base that it is of.")
     try:  # the run that trained the LoRA leaves its config above the adapter's folder
         run = load(lora.file.parent.parent / "config.yaml") if lora else None
     except ConfigError:  # there is none, or it is another program's
@@ -130,8 +136,9 @@ def free_file(out: Path | None) -> Path:
     return out
 
 
-def draw(prompts: Sequence[str], plan: Plan, lora: Lora | None) -> Tensor:
-    """Images [P*N,3,H,W] in [0,1] on the CPU; the images of a prompt follow one another."""
+def draw(prompts: Sequence[str], plan: Plan, loras: Mapping[str, Lora | None]) -> dict[str, Tensor]:
+    """Images [P*N,3,H,W] in [0,1] of each model, on the CPU; the images of a prompt follow one
+    another."""
     model, sampling = plan.model, plan.sampling
     print(
         f"{model.id}: {model.width}x{model.height} pixels, {sampling.steps} steps, guidance "
@@ -140,22 +147,33 @@ def draw(prompts: Sequence[str], plan: Plan, lora: Lora | None) -> Tensor:
         flush=True,
     )
     backbone = Backbone.load(model, plan.device)
-    if lora:
-        backbone.load_adapter("sampled", lora, frozen=True)
-    batch = PromptBatch(list(prompts), ["sample"] * len(prompts), [{} for _ in prompts])
-    with backbone.adapter("sampled" if lora else None):
-        return generate(backbone, batch, sampling, copies=plan.images).cpu()
+    batch, images = PromptBatch(list(prompts), ["sample"] * len(prompts), [{} for _ in prompts]), {}
+    for number, (name, lora) in enumerate(loras.items()):
+        adapter = f"sampled_{number}" if lora else None
+        if lora:
+            backbone.load_adapter(f"sampled_{number}", lora, frozen=True)
+        with backbone.adapter(adapter):
+            images[name] = generate(backbone, batch, sampling, copies=plan.images).cpu()
+    return images
 
 
-def write(plan: Plan, images: Tensor, prompts: Sequence[str]) -> None:
-    """The grid; and one by one large images, and several of a prompt (`write_images`). Prints where
-    they are."""
+def write(plan: Plan, models: Mapping[str, Tensor], prompts: Sequence[str]) -> None:
+    """The grid, with a column for each of several models; and one by one large images, and several
+    of a prompt (`write_images`), of several models each in a folder. Prints where they are."""
     out, copies = plan.out, plan.images
-    if images.shape[-1] > SHOWN or copies > 1:
+    texts = [prompt for prompt in prompts for _ in range(copies)]
+    first, *others = models.values()
+    if first.shape[-1] > SHOWN or copies > 1:
         with replacing(out.with_suffix("")) as folder:
-            write_images(folder, images, prompts, plan.sampling.seed)
-        print(f"{out.with_suffix('')}/: {len(images)} images in full size")
-    grid(out, images, [prompt for prompt in prompts for _ in range(copies)])
+            for name, images in models.items():
+                where = folder / name if others else folder
+                write_images(where, images, prompts, plan.sampling.seed)
+        print(f"{out.with_suffix('')}/: {len(models) * len(first)} images in full size")
+    if others:
+        with replacing(out) as part:
+            gallery(models, texts).save(part, format=out.suffix[1:].replace("jpg", "jpeg"))
+    else:
+        grid(out, first, texts)
     print(out)
 
 

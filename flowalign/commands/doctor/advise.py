@@ -99,6 +99,28 @@ class Forecast:
     def hours(self) -> float:
         return self.times.hours if self.times else 0.0
 
+    @cached_property
+    def memory(self) -> int:
+        """Bytes of the device: as asked for, of the GPU that is planned for, or of what is here."""
+        if known := self.device.memory or (self.gpu and self.gpu.memory):
+            return int(known * GIB)
+        if self.kind == "cpu":
+            return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return torch.cuda.get_device_properties(0).total_memory
+
+    @cached_property
+    def advice(self) -> list[tuple[str, Forecast]]:
+        """(a change that helps, the forecast after it and all before), until the memory suffices or
+        nothing helps."""
+        found, now = list[tuple[str, Forecast]](), self
+        while (peak := now.estimate.peak) > usable(self.memory, self.kind):
+            tried = ((change, now.after(change)) for change in _changes(now))
+            helpful = next((pair for pair in tried if pair[1].estimate.peak < peak), None)
+            if helpful is None:
+                break
+            found, now = [*found, helpful], helpful[1]
+        return found
+
     def findings(self) -> Iterator[Finding]:
         if self.unknown:
             yield note(f"memory: no prediction: {self.unknown}")
@@ -174,14 +196,8 @@ def usable(memory: float, device_type: str) -> float:
 def fits(forecast: Forecast) -> Iterator[Finding]:
     """Whether the peak fits in the memory of the device, and what would make it fit. A run that
     does not fit a GPU that is neither here nor asked for has no fault."""
-    device, gpu = forecast.device, forecast.gpu
+    device, gpu, size = forecast.device, forecast.gpu, forecast.memory
     assumed = bool(gpu) and not (device.gpu or device.memory or torch.cuda.is_available())
-    if known := device.memory or (gpu and gpu.memory):
-        size = known * GIB
-    elif forecast.kind == "cpu":
-        size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    else:
-        size = torch.cuda.get_device_properties(0).total_memory
     limit, now = usable(size, forecast.kind), forecast.estimate
     text = f"{now.peak / GIB:.3g} GiB in {now.worst.name}; "
     text += f"{gpu.title if gpu and assumed else 'the device'} has "
@@ -190,7 +206,7 @@ def fits(forecast: Forecast) -> Iterator[Finding]:
         yield ok(f"memory: at most {text}")
         return
     yield (note if assumed else fault)(f"memory: does not fit: {text}. Changes:")
-    for change, after in advice(forecast, limit):
+    for change, after in forecast.advice:
         now = after.estimate
         end = "fits" if now.peak <= limit else f"still too much, in {now.worst.name}"
         yield note(f"  {change}: {now.peak / GIB:.3g} GiB, {end}")
@@ -198,23 +214,13 @@ def fits(forecast: Forecast) -> Iterator[Finding]:
         yield note("  no other setting helps; use a larger device, or a smaller lora.rank.")
 
 
-def advice(forecast: Forecast, limit: float) -> Iterator[tuple[str, Forecast]]:
-    """(a change that helps, the forecast after it and all before), until `limit` bytes suffice."""
-    while (peak := forecast.estimate.peak) > limit:
-        tried = ((change, forecast.after(change)) for change in _changes(forecast, limit))
-        helpful = next((pair for pair in tried if pair[1].estimate.peak < peak), None)
-        if helpful is None:
-            return
-        yield helpful
-        _, forecast = helpful
-
-
-def _changes(forecast: Forecast, limit: float) -> Iterator[str]:
+def _changes(forecast: Forecast) -> Iterator[str]:
     """What can be changed now, the cheapest first: the worst phase, then what is resident, then
     what a run can do without."""
     model, estimate = forecast.stage.model, forecast.estimate
     worst = estimate.worst
     sizes = {key: size for key, size in worst.sizes.items() if size > 1}
+    limit = usable(forecast.memory, forecast.kind)
     share = (limit - estimate.resident) / worst.bytes  # of the phase's memory that is available
     if worst.name == "update" and not model.gradient_checkpointing:
         yield "model.gradient_checkpointing=true"
@@ -291,27 +297,34 @@ def shown_hours(hours: float) -> str:
 
 
 def within(config: Any, listed: Sequence[Forecast], limit: float | None) -> bool:
-    """Print the hours of all stages, and cuts if they exceed `limit`; False for a fault."""
+    """Print the hours of all stages, and what they and the memory ask for, as arguments of
+    `flowalign train`; False for a fault of the hours."""
     total = sum(forecast.hours for forecast in listed)
     text = f"time: {total:.2f} h"
+    changes = {f.name: [change for change, _ in f.advice] for f in listed if f.estimate}
     if limit is None:
         show([note(f"{text}. --hours 24 proposes a smaller run")] if total > LONG else [])
     elif not any(forecast.times for forecast in listed):
         show([fault("time: --hours needs a rate, not known here: add --gpu or --tflops")])
     else:
+        fitting = [f.advice[-1][1] if f.estimate and f.advice else f for f in listed]
+        total = sum(forecast.hours for forecast in fitting)
+        text += f", {total:.2f} h with the changes for memory" if any(changes.values()) else ""
         show([(ok if total <= limit else fault)(f"{text} of {limit:g}")])
-        if total > limit:
-            print(_proposed(config, listed, limit))
+        for name, texts in _cuts(fitting, limit).items():
+            changes[name] = [*changes[name], *texts]
+    if any(changes.values()):
+        print("all of these changes, as arguments of `flowalign train`:")
+        print(_arguments(config, changes))
     return limit is None or 0 < total <= limit
 
 
-def _proposed(config: Any, listed: Sequence[Forecast], limit: float) -> str:
-    """The arguments of `flowalign train` after which all stages take at most so many hours, as far
-    as CUTS go, which are printed. The longest stage that can be cut is cut next, in the order of
-    CUTS, and no further than needed."""
+def _cuts(listed: Sequence[Forecast], limit: float) -> dict[str, list[str]]:
+    """{stage: changes} after which all stages take at most so many hours, as far as CUTS go, which
+    are printed. The longest stage that can be cut is cut next, in the order of CUTS, and no further
+    than needed."""
     now = {forecast.name: forecast for forecast in listed if forecast.times}
-    left = {name: iter(CUTS) for name in now}
-    changes: dict[str, dict[str, str]] = {name: {} for name in now}  # {stage: {key: key=value}}
+    left, changes = {name: iter(CUTS) for name in now}, {name: list[str]() for name in now}
     while (over := sum(f.hours for f in now.values()) - limit) > 0 and left:
         name = max(left, key=lambda name: now[name].hours)
         forecast, cut = now[name], next(left[name], None)
@@ -327,15 +340,21 @@ def _proposed(config: Any, listed: Sequence[Forecast], limit: float) -> str:
                 took = f"{' '.join(texts)}: {shown_hours(after.hours)} h. {cut.why}"
                 show([note(f"  {name}: {took}")])
                 now[name] = after
-                changes[name] |= {text.partition("=")[0]: text for text in texts}
+                changes[name] += texts
     if over > 0:
         show([note(f"  {limit + over:.2f} h are the least: use a larger GPU")])
-    words = {name: list(keys.values()) for name, keys in changes.items() if keys}
-    if config.is_recipe:  # `set` comes after everything else
-        given = {name: config.stages[name].get("set", []) for name in words}
-        whole = {name: json.dumps([*given[name], *texts]) for name, texts in words.items()}
-        return shlex.join(f"stages.{name}.set={texts}" for name, texts in whole.items())
-    return shlex.join(text for texts in words.values() for text in texts)
+    return changes
+
+
+def _arguments(config: Any, changes: Mapping[str, Sequence[str]]) -> str:
+    """Changes by stage, as arguments of `flowalign train`. Of several of a key the last counts."""
+    keys = {name: {t.partition("=")[0]: t for t in texts} for name, texts in changes.items()}
+    last = {name: list(texts.values()) for name, texts in keys.items()}
+    if not config.is_recipe:
+        return shlex.join(text for texts in last.values() for text in texts)
+    given = {name: config.stages[name].get("set", []) for name in last}
+    sets = {n: json.dumps([*given[n], *texts]) for n, texts in last.items() if texts}
+    return shlex.join(f"stages.{name}.set={texts}" for name, texts in sets.items())
 
 
 def _choices(cut: Cut, forecast: Forecast) -> list[list[str]]:
