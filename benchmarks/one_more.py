@@ -6,8 +6,8 @@ NFT.
 Every folder holds a run of benchmarks/seeds.yaml. The fourth task asks for Noto's style with bare
 prompts ("two dogs"); the base draws a quarter of them so. The student of the folder gets it in
 three ways, each with as many forward passes: a teacher by NFT, then distillation from all four
-teachers; NFT on the new task alone; NFT on all four tasks. Writes FOLDER/one_more/, of which
-`flowalign eval table` makes one table.
+teachers; NFT on the new task alone; NFT on all four tasks. A fourth way distils for 40 rollouts, for
+more passes. Writes FOLDER/one_more/, of which `flowalign eval table` makes one table.
 """
 
 from __future__ import annotations
@@ -63,8 +63,21 @@ def recipe(run: Path, seed: int, updates: int | None, limit: int) -> dict[str, A
     def train(usual: int) -> dict[str, Any]:
         return {"updates": updates or usual, "checkpoint_every": 25, "sample_every": 25}
 
+    distilled = {
+        "use": str(CONFIGS / "student_flow_opd.yaml"),
+        "lora": {"init": student},
+        "teachers": {
+            name: {"adapter": adapter, "guidance": 1.0}
+            for name, adapter in (teachers | {"noto": "stage:teacher_noto"}).items()
+        },
+        "tasks": [*old, task],
+        "evaluation": None,
+        "train": train(10),
+    }
     benchmarks = [*judges, {"name": "noto", "prompts": files["test"], "reward": reward}]
-    models = {m: f"stage:{m}" for m in ("teacher_noto", "nft_new", "nft_all", "distilled")}
+    models = {
+        m: f"stage:{m}" for m in ("teacher_noto", "nft_new", "nft_all", "distilled", "distilled_40")
+    }
     size = {"height": 96, "width": 96, "max_sequence_length": 14}
     return {
         "stage": "recipe",
@@ -78,17 +91,8 @@ def recipe(run: Path, seed: int, updates: int | None, limit: int) -> dict[str, A
                 "tasks": [task],
                 "train": train(20),
             },
-            "distilled": {
-                "use": str(CONFIGS / "student_flow_opd.yaml"),
-                "lora": {"init": student},
-                "teachers": {
-                    name: {"adapter": adapter, "guidance": 1.0}
-                    for name, adapter in (teachers | {"noto": "stage:teacher_noto"}).items()
-                },
-                "tasks": [*old, task],
-                "evaluation": None,
-                "train": train(10),
-            },
+            "distilled": distilled,
+            "distilled_40": distilled | {"train": train(40)},
             "nft_new": nft | {"tasks": [task], "train": train(25)},
             "nft_all": nft | {"tasks": [*old, task], "train": train(25)},
             "table": {

@@ -24,7 +24,7 @@ from pathlib import Path
 LINKED = ("rewards", "teachers", "eval")
 # Lines a room may have. A change that needs more says so here.
 BUDGET = {
-    "backbone": 3285,
+    "backbone": 3286,
     "commands": 4630,
     "config": 2262,
     "credit": 244,
@@ -34,7 +34,7 @@ BUDGET = {
     "sde": 185,
     "system": 1191,
     "teachers": 1422,
-    "training": 5085,
+    "training": 5089,
     "types": 267,
 }
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)

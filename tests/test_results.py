@@ -12,6 +12,7 @@ from flowalign.commands import cli
 from flowalign.config import to_yaml
 from flowalign.eval import report
 from flowalign.training.report.progress import WARNINGS
+from flowalign.training.report.results import summary
 
 
 @pytest.mark.slow
@@ -53,3 +54,13 @@ def test_a_run_says_which_adapter_was_kept_and_warns_if_it_is_the_one_it_began_w
     card = (folder / "adapter" / "README.md").read_text()
     assert "results:" not in card and "(none were taken of this adapter)" in card
     assert (folder / WARNINGS).read_text().count("update 0 of 2") == 1
+
+
+def test_a_student_is_looked_at_beside_its_teachers(tmp_path: Path) -> None:
+    config = fakes.distillation("tiny", tmp_path)
+    (tmp_path / "adapter").mkdir()
+    (line,) = [line for line in summary(config).splitlines() if "sample PROMPT" in line]
+    loras = [teacher.adapter for teacher in config.teachers.values()]
+    assert line.split()[3:] == [
+        w for lora in [f"{tmp_path}/adapter", *loras] for w in ("--lora", lora)
+    ]

@@ -131,7 +131,8 @@ def _adapter_file(folder: Path) -> Path:
         shipped = sorted(f"tiny/{file.parent.name}" for file in TEACHERS.glob(f"*/{ADAPTER}"))
         hint = did_you_mean(f"tiny/{folder.name}", shipped) if folder.parent == TEACHERS else ""
         known = f"Shipped adapters are {', '.join(shipped)}; on the Hub: owner/name@main/folder"
-        raise AdapterError(f"no such folder.{hint} {known}")
+        what = "file" if folder.suffix == ".safetensors" else "folder"
+        raise AdapterError(f"no such {what}.{hint} {known}")
     return folder / _choose(sorted(path.name for path in folder.iterdir()), str(folder))
 
 

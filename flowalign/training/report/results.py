@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -81,7 +81,9 @@ def summary(config: Stage) -> str:
         adapters[f"{name}: kept"] = kept(folder / name)
         paths |= {f"{name}: {what}": path for what, path in _paths(folder / name).items()}
     lines = [f"\n{what}: {which}" for what, which in adapters.items() if which]
-    return "".join([*lines, "\n" * bool(lines), _text(paths)])
+    labellers = config.labellers.values() if isinstance(config, TrainingStage) else ()
+    teachers = dict.fromkeys(str(teacher.adapter) for teacher in labellers if teacher.adapter)
+    return "".join([*lines, "\n" * bool(lines), _text(paths, teachers)])
 
 
 def merged(adapter: str | Path) -> str:
@@ -93,13 +95,15 @@ def _paths(folder: Path) -> dict[str, Path]:
     return {what: folder / name for what, name in FILES.items() if (folder / name).exists()}
 
 
-def _text(paths: Mapping[str, Path]) -> str:
-    """The paths, and what can be done with the page and the last adapter."""
+def _text(paths: Mapping[str, Path], teachers: Iterable[str] = ()) -> str:
+    """The paths, and what can be done with the page and the last adapter, which is looked at beside
+    its teachers."""
     width = max(map(len, paths), default=0)
     lines = [f"  {what:{width}}  {path}" for what, path in paths.items()]
     pages = [path for what, path in paths.items() if what.endswith("report")]
     steps = [f"open {path} in a browser" for path in pages[:1]]
     for path in [path for what, path in paths.items() if what.endswith("adapter")][-1:]:
         adapter = shlex.quote(str(path))
-        steps += [f"flowalign sample PROMPT --lora {adapter}", f"hf upload YOU/NAME {adapter}"]
+        shown = " --lora ".join([adapter, *map(shlex.quote, teachers)])
+        steps += [f"flowalign sample PROMPT --lora {shown}", f"hf upload YOU/NAME {adapter}"]
     return "\n".join(["", "Results:", *lines, "Next:", *(f"  {step}" for step in steps)])
