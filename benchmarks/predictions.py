@@ -58,6 +58,7 @@ CASES = {
         "awm.kl_weight=1e-4",
         "optimizer.updates_per_rollout=2",
     ],
+    "gradient": ["gradient.batch=2"],
 }
 TINY = ("teacher_geneval", "teacher_ocr", "teacher_preference", "teacher_ocr_nft",
         "teacher_geneval_nft", "teacher_preference_awm", "grpo_mix", "sft",
@@ -85,8 +86,10 @@ def settings(
         data["teachers"] = {n: {"adapter": str(folder / n), "guidance": 4.5} for n in "ab"}
         data["anchor"] = {"adapter": None, "guidance": 4.5}
         data["student"] = {"weighting": "kl", "states": {"select": "all"}}  # the most there is
-    if kind in ("nft", "awm"):
+    if kind in ("nft", "awm", "gradient"):
         data["rollout"]["kind"] = "ode"
+    if kind == "gradient":
+        task["reward"] = {"name": "pickscore", "options": {"model": "tiny"}}
     return config.parse(data, changes)
 
 
@@ -109,7 +112,8 @@ def compared(found: config.TrainingStage, device_type: str) -> dict[str, tuple[i
     seen, expected = footprint(found), predict(found, device_type=device_type)
     each = {phase.name: phase.bytes for phase in expected.phases}
     sampling = max(each.pop(n, 0) for n in ("text", "rollout", "VAE decode"))
-    each["labels"] = each.get("labels", each.pop("noising", 0))
+    targets = max(each.pop(name, 0) for name in ("labels", "noising", "reward gradient"))
+    each["labels"] = targets
     foreseen = {"resident": expected.resident, "rollout": sampling, **each}
     peak = seen["resident"] + max(v for k, v in seen.items() if k != "resident")
     pairs = {k: (v, foreseen[k]) for k, v in seen.items() if foreseen.get(k)}

@@ -83,7 +83,7 @@ def small(tmp_path_factory):
 SMALL = {  # each kind of stage once, and the rest among the long tests
     "opd": "long", "opd, checkpointing": "long", "opd, beyond its teachers": "slow",
     "grpo, batches of 2": "slow", "nft, old policy and KL": "long",
-    "nft, many noise levels": "long", "awm, average and KL": "slow",
+    "nft, many noise levels": "long", "awm, average and KL": "slow", "gradient": "slow",
 }  # fmt: skip
 
 
