@@ -582,8 +582,8 @@ python benchmarks/gpu.py
 This command runs the GPU tests, every stage on the tiny model, and updates of Flow-OPD on the exact
 architecture of Stable Diffusion 3.5 Medium with random weights. Those updates use 8 images of 512
 pixels, guidance, seven function evaluations per rollout, two trained noise levels, an anchor,
-batches of 4, and bfloat16. An update of an NFT and of a GRPO teacher has the shipped settings, but 8
-images. The results are written to this page, above its first heading of the second level.
+batches of 4, and bfloat16. An update of an NFT and of a GRPO teacher has the shipped settings, but
+8 images. The results are written to this page, above its first heading of the second level.
 """
 
 
