@@ -308,7 +308,7 @@ def updated(config: Any, setup: Setup, case: Case) -> Mapping[str, Any]:
         seconds, peak, kernels = measured(config, setup.device, setup.trace)
     return {
         "seconds": seconds,
-        "images": config.rollout.prompts * config.rollout.copies,
+        "images": config.rollout.prompts * config.rollout.group_size,
         "peak": peak,
         "predicted": expected.peak,
         "flops": {phase.name: phase.flops for phase in expected.phases},
@@ -337,7 +337,7 @@ def student_config(setup: Setup, case: Case) -> Any:
     shape = [
         *of_all(setup), "rollout.kind=sde",
         "rollout.steps=10", "rollout.window=[6, 8]", f"rollout.prompts={setup.prompts}",
-        "rollout.copies=1", "rollout.batch_size=4", "student.states={select: all}",
+        "rollout.group_size=1", "rollout.batch_size=4", "student.noise_levels={select: all}",
         "student.label_batch=8", "optimizer.micro_batch=4",
     ]  # fmt: skip
     path = CONFIGS / "sd35_medium/student_flow_opd_paper.yaml"
@@ -356,7 +356,7 @@ def teacher_config(setup: Setup, case: Case) -> Any:
     from flowalign.config import TrainingStage, load, parse
 
     name, *changes = case.given
-    shape = [*of_all(setup), f"rollout.prompts={setup.prompts // 2}", "rollout.copies=2"]
+    shape = [*of_all(setup), f"rollout.prompts={setup.prompts // 2}", "rollout.group_size=2"]
     data = load(CONFIGS / name, [*shape, *changes], stage=TrainingStage).model_dump(mode="json")
     reward = {"name": "pickscore", "options": {"model": "tiny"}}
     data["tasks"] = [{"name": "any", "prompts": "tiny/preference_train", "reward": reward}]
@@ -581,9 +581,9 @@ python benchmarks/gpu.py
 
 This command runs the GPU tests, every stage on the tiny model, and updates of Flow-OPD on the exact
 architecture of Stable Diffusion 3.5 Medium with random weights. Those updates use 8 images of 512
-pixels, guidance, seven forward passes per rollout, two trained noise levels, an anchor, batches of
-4, and bfloat16. An update of an NFT and of a GRPO teacher has the shipped settings, but 8 images.
-The results are written to this page, above its first heading of the second level.
+pixels, guidance, seven function evaluations per rollout, two trained noise levels, an anchor,
+batches of 4, and bfloat16. An update of an NFT and of a GRPO teacher has the shipped settings, but
+8 images. The results are written to this page, above its first heading of the second level.
 """
 
 

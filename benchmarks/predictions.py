@@ -51,7 +51,11 @@ CASES = {
     "grpo, batches of 2": ["rollout.batch_size=2", "optimizer.micro_batch=1"],
     "nft": [],
     "nft, old policy and KL": ["nft.old.decay=0.5", "nft.old.rise=0.5", "nft.kl_weight=1e-4"],
-    "nft, many noise levels": ["nft.states=24", "optimizer.micro_batch=1", "rollout.solver=dpm2"],
+    "nft, many noise levels": [
+        "nft.noise_levels=24",
+        "optimizer.micro_batch=1",
+        "rollout.solver=dpm2",
+    ],
     "awm": [],
     "awm, average and KL": [
         "awm.ema_kl_weight=1.0",
@@ -76,7 +80,7 @@ def settings(
         "output": str(folder / "run"),
         "model": {"id": model, "height": size, "width": size, "max_sequence_length": 128},
         "tasks": [task],
-        "rollout": {"steps": 3, "guidance": 4.5, "prompts": 2, "copies": 2, "batch_size": 4},
+        "rollout": {"steps": 3, "guidance": 4.5, "prompts": 2, "group_size": 2, "batch_size": 4},
         "optimizer": {"micro_batch": 2},
         "train": {"updates": 2, "trackers": []},
         "evaluation": None,
@@ -85,7 +89,8 @@ def settings(
         data["tasks"] = [task, {**task, "name": "b"}]
         data["teachers"] = {n: {"adapter": str(folder / n), "guidance": 4.5} for n in "ab"}
         data["anchor"] = {"adapter": None, "guidance": 4.5}
-        data["student"] = {"weighting": "kl", "states": {"select": "all"}}  # the most there is
+        student = {"weighting": "kl", "noise_levels": {"select": "all"}}  # the most there is
+        data["student"] = student
     if kind in ("nft", "awm", "gradient"):
         data["rollout"]["kind"] = "ode"
     if kind == "gradient":
@@ -196,10 +201,10 @@ def stages(names: list[str], folder: Path) -> Iterator[tuple[str, config.Trainin
         if name == RANDOM:
             model = gpu.write(folder, 1 / 6)
             yield name, settings(
-                model, folder, "opd", "rollout.prompts=16", "rollout.copies=1", "rollout.steps=4",
-                "rollout.guidance=1.0", "model.max_sequence_length=32", "teachers.a.guidance=1.0",
-                "teachers.b.guidance=1.0", "anchor.guidance=1.0", "optimizer.micro_batch=4",
-                "student.label_batch=4", size=128,
+                model, folder, "opd", "rollout.prompts=16", "rollout.group_size=1",
+                "rollout.steps=4", "rollout.guidance=1.0", "model.max_sequence_length=32",
+                "teachers.a.guidance=1.0", "teachers.b.guidance=1.0", "anchor.guidance=1.0",
+                "optimizer.micro_batch=4", "student.label_batch=4", size=128,
             )  # fmt: skip
         else:
             stage = config.load(CONFIGS / "tiny" / f"{name}.yaml", stage=config.TrainingStage)

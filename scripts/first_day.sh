@@ -119,7 +119,7 @@ output: runs/teacher_red
 model: {id: tiny, height: 96, width: 96, max_sequence_length: 14}
 tasks:
   - {name: red, prompts: mine/train.txt, validation: mine/test.txt, reward: {name: "my_rewards:redness"}}
-rollout: {guidance: 1.0, prompts: 2, copies: 4, batch_size: 8}
+rollout: {guidance: 1.0, prompts: 2, group_size: 4, batch_size: 8}
 optimizer: {micro_batch: 8}
 ema: null
 train: {updates: 2}

@@ -50,7 +50,7 @@ class Dpo(Algorithm[Targets]):
         """Noised states with the velocity to match; the reference is asked at each."""
         reference = STUDENT if config.lora.init else None  # in size
         return Keeps(
-            noise_levels=config.dpo.states,
+            noise_levels=config.dpo.noise_levels,
             targets=["float32"],
             policies=[REFERENCE] if reference else [],
             compared=[Compared(reference, 1.0)],
@@ -80,7 +80,7 @@ class Dpo(Algorithm[Targets]):
     def prepare(self, rollout: Rollout, update: int) -> Targets:
         """The pairs of an update at noise levels of their own."""
         key, shift = (self.config.seed, update), self.backbone.shift(self.config.rollout.steps)
-        count, groups = self.settings.states, rollout.group.tolist()
+        count, groups = self.settings.noise_levels, rollout.group.tolist()
         levels = [stratified(shift, count, (*key, Stream.LEVELS, prompt)) for prompt in groups]
         kinds, batch = [IMAGES[copy] for copy in rollout.copy.tolist()], rollout.batch
         rows = list(zip(batch.tasks, batch.metadata, kinds, strict=True))

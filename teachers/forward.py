@@ -150,7 +150,7 @@ class Forward(WithPolicies[Matched]):
         return Keeps(
             images=True,
             latents=True,
-            noise_levels=config.forward.states,
+            noise_levels=config.forward.noise_levels,
             targets=["float32"],
             policies=list(config.policies),
             compared=[Compared(None, 1.0)] * (config.forward.kl_weight > 0) + policies,
@@ -169,8 +169,8 @@ class Forward(WithPolicies[Matched]):
         settings, steps = self.settings, self.config.rollout.steps
         if settings.levels != "stratified":
             sigmas, parts = self.backbone.sigmas(steps), settings.levels == "sampler"
-            return of_sampler(sigmas, settings.states, key, settings.within, stratified=parts)
-        return stratified(self.backbone.shift(steps), settings.states, key, settings.within)
+            return of_sampler(sigmas, settings.noise_levels, key, settings.within, stratified=parts)
+        return stratified(self.backbone.shift(steps), settings.noise_levels, key, settings.within)
 
 
 def differing_share(config: PolicyStage, old: PolicyConfig, updates: Sequence[int]) -> float:

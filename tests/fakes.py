@@ -265,7 +265,7 @@ def settings(
         "stage": "grpo", "output": str(output), "model": {"id": model, **SMALL},
         "lora": {"rank": 4, "alpha": 8.0},
         "tasks": [{"name": "red", "prompts": str(prompts), "reward": {"name": f"fakes:{reward}"}}],
-        "rollout": {"steps": 4, "guidance": 1.0, "prompts": 2, "copies": 4, "batch_size": 8},
+        "rollout": {"steps": 4, "guidance": 1.0, "prompts": 2, "group_size": 4, "batch_size": 8},
         "optimizer": {"lr": 1e-3, "micro_batch": 32}, "ema": {"decay": 0.5, "every": 1},
         "train": {"updates": 4, "checkpoint_every": 2, "trackers": []}, "evaluation": None,
         "alarm": None,
@@ -347,7 +347,7 @@ def distillation(
         taught = {alone: taught[alone]}
         raw["tasks"] = [{**task, "teacher": alone} for task in raw["tasks"]]
     if stage == "opd":  # the paper's: every state is trained
-        raw["student"] = {"weighting": "kl", "states": {"select": "all"}}
+        raw["student"] = {"weighting": "kl", "noise_levels": {"select": "all"}}
     return config.parse({**raw, "stage": stage, "teachers": taught}, overrides)
 
 
@@ -358,7 +358,7 @@ def forward(
     found = settings(model, output, reward=reward)
     raw = found.model_dump(mode="json", exclude={"grpo", "stage"})
     raw["rollout"] |= {"kind": "ode", "window": None}
-    return config.parse({**raw, "stage": stage, stage: {"states": 3}}, overrides)
+    return config.parse({**raw, "stage": stage, stage: {"noise_levels": 3}}, overrides)
 
 
 def ascending(model: str, output: Path, *overrides: str) -> config.TrainingStage:
@@ -396,8 +396,8 @@ def pairs(
     raw["tasks"] = [{"name": "red", "prompts": str(write_pairs(output.parent, rows, size))}]
     raw |= {
         "stage": "dpo",
-        "dpo": {"states": 3},
-        "rollout": {"steps": 4, "prompts": 2, "copies": 2, "guidance": 1.0},
+        "dpo": {"noise_levels": 3},
+        "rollout": {"steps": 4, "prompts": 2, "group_size": 2, "guidance": 1.0},
     }
     return config.parse(raw, overrides)
 
@@ -471,7 +471,7 @@ def finish_run(model: str, folder: Path) -> FinishedRun:
     given = [
         "train.updates=2", "train.sample_every=1", "train.trackers=[tensorboard]",
         "train.project=mine", "evaluation={every: 2, prompts: 8}", "alarm.every=1",
-        "alarm.images=16", "rollout.prompts=4", "rollout.copies=4",
+        "alarm.images=16", "rollout.prompts=4", "rollout.group_size=4",
     ]  # fmt: skip
     path = folder.parent / "config.yaml"
     path.write_text(config.to_yaml(config.parse(raw, given)))

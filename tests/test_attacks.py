@@ -98,7 +98,8 @@ def victim(folder: str, fatal: str, *argv: str) -> int:
 
 
 UPDATES = ["train.checkpoint_every=1", "train.keep=2", "train.sample_every=2", "rollout.steps=3",
-           "rollout.copies=2", "evaluation={every: 2, prompts: 2}", "alarm={every: 2}"]  # fmt: skip
+           "rollout.group_size=2", "evaluation={every: 2, prompts: 2}",
+           "alarm={every: 2}"]  # fmt: skip
 NOISY = {"name": "fakes:noisy_redness"}  # it draws from the global generators
 
 

@@ -27,10 +27,10 @@ def _fresh_state() -> None:
 
 def big(model: str, folder: Path, kind: str) -> dict[str, Any]:
     """A run of many images, that every cut of its kind shortens."""
-    more = ["rollout.prompts=512", "rollout.copies=16", "rollout.steps=8", "train.updates=400"]
+    more = ["rollout.prompts=512", "rollout.group_size=16", "rollout.steps=8", "train.updates=400"]
     run = {
         "grpo": fakes.settings,
-        "nft": lambda *given: fakes.forward(*given, "nft.states=6"),
+        "nft": lambda *given: fakes.forward(*given, "nft.noise_levels=6"),
         "opd": fakes.distillation,
     }[kind](model, folder / "run", *more)
     return run.model_dump(mode="json", exclude_unset=True)
@@ -74,7 +74,7 @@ def test_a_run_is_cut_in_the_order_of_the_table_until_it_fits(
         keys = [text.partition("=")[0].replace(f"{kind}.", "{stage}.") for text in cuts(lines)]
         assert len(set(keys)) == len(keys) and keys == sorted(keys, key=ORDER.index)
         status, after = doctor(path, capsys, "--hours", str(share * whole), *cuts(lines))
-        least = 0 if keys[-1] in ("rollout.window", "student.states.select") else 0.7
+        least = 0 if keys[-1] in ("rollout.window", "student.noise_levels.select") else 0.7
         assert status == 0 and least * share * whole < hours(after) <= share * whole
     assert len(keys) > 2
     status, lines = doctor(path, capsys, "--hours", str(1e-6 * whole))

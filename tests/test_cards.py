@@ -60,7 +60,7 @@ def test_the_steps_of_z_image_turbo_are_those_of_its_card() -> None:
 @pytest.mark.parametrize("stage", ["nft", "awm", "sft", "dpo"])
 def test_a_distilled_model_is_not_trained_back_to_straight_paths(stage: str) -> None:
     teachers = {"teachers": {"red": {"adapter": None}}} if stage == "sft" else {}
-    given = "rollout={kind: ode, copies: 2}"
+    given = "rollout={kind: ode, group_size: 2}"
     found = against(run(TURBO, given, stage=stage, **teachers))
     assert [level for level, _ in found] == ["fault"] and "straight" in found[0][1]
     assert not against(run("Tongyi-MAI/Z-Image", given, stage=stage, **teachers))

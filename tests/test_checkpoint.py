@@ -105,7 +105,7 @@ AWM = [*FORWARD, "awm.ema_kl_weight=1.0", "awm.average={decay: 0.5, rise: 0.25}"
 EARLIER = ["grpo.earlier={amplify: 5.0, attenuate: 0.0}", "rollout.prompts=8",
            "rollout.batch_size=32", "optimizer.eps=1.0", "optimizer.lr=30.0"]  # fmt: skip
 PICK = ["tasks.0.reward={name: pickscore, options: {model: tiny}}", "rollout.prompts=7",
-        "rollout.copies=2", "rollout.batch_size=14"]  # fmt: skip
+        "rollout.group_size=2", "rollout.batch_size=14"]  # fmt: skip
 TWICE = "optimizer.updates_per_rollout=2"
 
 
@@ -116,7 +116,7 @@ TWICE = "optimizer.updates_per_rollout=2"
         pytest.param("grpo", PICK, id="a reward that knows prompts"),
         pytest.param("grpo", ["grpo.advantage=adora", *EARLIER], id="averages of tasks"),
         pytest.param("grpo", ["grpo.advantage=gated", *EARLIER], id="averages of prompts"),
-        pytest.param("opd", ["student.states={select: random, count: 1}"], id="opd"),
+        pytest.param("opd", ["student.noise_levels={select: random, count: 1}"], id="opd"),
         pytest.param("sft", [], id="sft"),
         pytest.param("nft", [*NFT, TWICE], id="nft with two steps"),
         pytest.param("awm", [*AWM, TWICE], id="awm with two steps"),

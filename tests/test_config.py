@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from yaml import YAMLError
 
 from flowalign import rewards
-from flowalign.commands import recipe
+from flowalign.commands import cli, recipe
 from flowalign.config import (
     ADAPTER,
     LABELS,
@@ -180,6 +180,39 @@ def test_a_wrong_value_is_explained(sections: dict[str, Any], said: list[str]) -
     assert all(part in problem for part in said), problem
 
 
+OLD_KEYS = {  # of earlier checkouts: stage, old key, new key
+    "rollout": ("grpo", "rollout.copies", "rollout.group_size"),
+    **{s: (s, f"{s}.states", f"{s}.noise_levels") for s in ("nft", "awm", "dpo", "sft")},
+    "student": ("opd", "student.states", "student.noise_levels"),
+}
+
+
+@pytest.mark.parametrize("place", ["file", "argument", "recipe", "set", "variant"])
+@pytest.mark.parametrize("section", OLD_KEYS)
+def test_an_old_key_is_refused_with_its_new_name(
+    section: str, place: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stage, old, new = OLD_KEYS[section]
+    part, key = old.split(".")
+    wrong = {part: {key: {"select": "all"} if section == "student" else 4}}
+    given = f"{old}={'{select: all}' if section == 'student' else 4}"
+    data, arguments = raw(stage=stage), []
+    if place == "file":
+        data |= wrong
+    elif place == "argument":
+        arguments = [given]
+    elif place == "variant":
+        (tmp_path / "variant.yaml").write_text(dump_yaml({stage: wrong}))
+        arguments = ["--variant", str(tmp_path / "variant.yaml")]
+    else:
+        inner = data | (wrong if place == "recipe" else {"set": [given]})
+        data = {"stage": "recipe", "output": "runs/x", "model": TINY, "stages": {"one": inner}}
+    path = str(write(tmp_path, dump_yaml(data)))
+    assert cli.main(["doctor", "--no-model", "--config", path, *arguments]) == 2
+    where = "stages.one." if place in ("recipe", "set") else ""
+    assert f"{where}{old} is now {new}." in "".join(capsys.readouterr())
+
+
 STUDENT = {"stage": "opd", "teachers": {"ocr": {"adapter": "tiny/ocr"}}}
 COMPILED = {"id": "tiny", "height": 96, "width": 96, "dtype": "bfloat16", "compile": True}
 NO_VALIDATION = {key: value for key, value in TASK.items() if key != "validation"}
@@ -201,7 +234,7 @@ NO_VALIDATION = {key: value for key, value in TASK.items() if key != "validation
         ("rollout.window.width", {"rollout": {"window": {"every": 2}}}),
         ("rollout.window.every", {"rollout": {"window": {"width": 2, "every": 0}}}),
         ("grpo.earlier.decay", {"grpo": {"advantage": "adora", "earlier": {"decay": 1.0}}}),
-        ("rollout.copies", {"rollout": {"copies": 1}}),
+        ("rollout.group_size", {"rollout": {"group_size": 1}}),
         ("rollout.prompts", {"rollout": {"prompts": 9}, "optimizer": {"updates_per_rollout": 2}}),
         ("tasks", {"tasks": [TASK, TASK]}),
         ("tasks.0.validation", {"tasks": [NO_VALIDATION]}),

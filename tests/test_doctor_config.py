@@ -172,5 +172,5 @@ def test_the_command_tells_all_and_ends_by_its_findings(random_model, tmp_path, 
     assert not (tmp_path / "run" / "metrics.jsonl").exists()  # nothing is left behind
     assert main(["doctor", "--config", path, "--no-model", "--memory", "0.654"]) == 1
     assert "fault  memory: does not fit" in capsys.readouterr().out
-    assert main(["doctor", "--config", path, "rollout.copys=2"]) == 2
-    assert "`copies`" in capsys.readouterr().err  # the key that was meant
+    assert main(["doctor", "--config", path, "rollout.groupsize=2"]) == 2
+    assert "`group_size`" in capsys.readouterr().err  # the key that was meant

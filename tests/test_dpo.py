@@ -138,7 +138,10 @@ def test_an_empty_prompt_and_a_parted_pair_are_refused(random_model: str, tmp_pa
     (tmp_path / "pairs.jsonl").write_text('{"prompt": " ", "chosen": "0.png"}\n')
     (text,) = world_problems(found, Launch())
     assert "line 1" in text
-    for given, key in (("optimizer.micro_batch=3", "micro_batch"), ("rollout.copies=4", "copies")):
+    for given, key in (
+        ("optimizer.micro_batch=3", "micro_batch"),
+        ("rollout.group_size=4", "group_size"),
+    ):
         with pytest.raises(ConfigError, match=key):
             fakes.pairs(random_model, tmp_path / "run", given)
     (text,) = world_problems(fakes.pairs(random_model, tmp_path / "run"), Launch(3))

@@ -22,7 +22,7 @@ from flowalign.training.report.drift.compare import SIGMAS, Drift, drift
 
 SIDE, PERIOD = 64, 16
 GREY, BLACK = torch.full((3, SIDE, SIDE), 0.8), torch.zeros(3, SIDE, SIDE)
-OPEN = ["rollout.prompts=4", "rollout.copies=4", "alarm.every=1"]
+OPEN = ["rollout.prompts=4", "rollout.group_size=4", "alarm.every=1"]
 
 
 def tiles(period: int) -> torch.Tensor:

@@ -240,7 +240,7 @@ def test_forward_passes_of_the_stages_on_clean_images(of):
     assert more(*after, updates=range(4)) == pytest.approx(0.5 * 0.5 + 0.5 * 1, abs=0.05)
     near = ["awm.ema_kl_weight=1.0", "awm.kl_weight=1e-4"]
     assert more(*near, kind="awm") == pytest.approx(2, abs=0.1)
-    few, many = (of(*given, f"nft.states={count}", kind="nft") for count in (1, 8))
+    few, many = (of(*given, f"nft.noise_levels={count}", kind="nft") for count in (1, 8))
     assert phase(few, "noising").bytes < phase(many, "noising").bytes
 
 
@@ -249,7 +249,7 @@ def test_the_alarm_costs_what_its_images_cost(of):
     """The base's share of the rollout's images, once in so many updates."""
 
     def flops(*changes):
-        given = ["rollout.prompts=16", "rollout.copies=4", "rollout.guidance=1.0", *changes]
+        given = ["rollout.prompts=16", "rollout.group_size=4", "rollout.guidance=1.0", *changes]
         return {p.name: p.flops for p in of(*given, kind="nft").phases}
 
     assert "image drift" not in flops("alarm=null")

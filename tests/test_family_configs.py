@@ -67,7 +67,7 @@ def test_the_teachers_have_the_settings_that_they_name(family: str, task: str) -
     assert known and teacher.rollout.guidance == student.rollout.guidance == known[1]
     assert (teacher.lora.rank, teacher.lora.alpha) == (64, 128)
     nft, end = teacher.nft, 0.7 if family == "flux" else 0.5
-    assert (nft.states, nft.levels, nft.within) == (2, "sampler", (0, end))
+    assert (nft.noise_levels, nft.levels, nft.within) == (2, "sampler", (0, end))
     recipe = load(path.with_name("flow_opd.yaml"), stage=Stage)
     assert isinstance(recipe, RecipeStage) and "sampling" not in recipe.stages["table"]
     text = path.read_text()

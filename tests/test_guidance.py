@@ -17,8 +17,8 @@ DATA: dict[str, Any] = {
     "lora": {"init": "tiny/ocr"}, "teachers": {"ocr": {"adapter": "tiny/ocr"}},
     "anchor": {"adapter": "tiny/ocr"}, "tasks": [OCR], "evaluation": None,
 }  # fmt: skip
-SMALL = ["rollout.steps=3", "rollout.prompts=2", "rollout.copies=1", "student.label_dtype=float32",
-         "train.updates=1", "train.trackers=[]"]  # fmt: skip
+SMALL = ["rollout.steps=3", "rollout.prompts=2", "rollout.group_size=1", "train.updates=1",
+         "student.label_dtype=float32", "train.trackers=[]"]  # fmt: skip
 
 
 def first_update(folder: Path, *overrides: str) -> dict[str, float]:
@@ -80,7 +80,7 @@ def student(
     labels: float, scale: float, adapter: str | None = "stage:a", **keys: Any
 ) -> dict[str, Any]:
     teachers = {"ocr": {"adapter": adapter, "guidance": labels}}
-    shared = {"tasks": [OCR], "evaluation": None, "rollout": {"guidance": scale, "copies": 1}}
+    shared = {"tasks": [OCR], "evaluation": None, "rollout": {"guidance": scale, "group_size": 1}}
     return {"stage": "opd", "teachers": teachers, **shared, **keys}
 
 

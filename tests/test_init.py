@@ -241,11 +241,11 @@ def test_loras_without_rewards_are_measured_by_their_distance() -> None:
     assert config.mixtures == {}  # at the student's scale, not that of the shipped teachers
     assert [task.validation for task in config.tasks] == ["ink_val.txt", "dots_val.txt"]
     assert config.evaluates and not any(task.reward for task in config.tasks)
-    assert config.student.states.select == "random"  # styles matter at low noise, too
+    assert config.student.noise_levels.select == "random"  # styles matter at low noise, too
     both = written(*words, "--reward", "ocr", "none")
     assert [task.reward and task.reward.name for task in both.tasks] == ["ocr", None]
     assert [task.validation for task in both.tasks] == ["ink_val.txt", None]
-    assert both.evaluates and both.student.states.select == "high_noise"
+    assert both.evaluates and both.student.noise_levels.select == "high_noise"
     Path("ink_val.txt").unlink()
     assert not written(*words).evaluates
 
@@ -377,5 +377,5 @@ def test_a_distilled_model_has_the_steps_and_the_guidance_of_its_card(
     if stage == "grpo":
         assert config.rollout.window is None or config.rollout.trained[-1] < steps
     if stage == "opd":
-        assert config.rollout.kind == "ode" and config.student.states.select == "all"
+        assert config.rollout.kind == "ode" and config.student.noise_levels.select == "all"
         assert list(against_card(config)) == []

@@ -127,7 +127,7 @@ def test_the_learning_rate_goes_as_its_schedule_over_the_whole_run(
 
 @pytest.mark.slow
 def test_a_few_updates_raise_the_reward(random_model: str, tmp_path: Path) -> None:
-    overrides = ["optimizer.lr=3e-2", "rollout.copies=32", "rollout.batch_size=64",
+    overrides = ["optimizer.lr=3e-2", "rollout.group_size=32", "rollout.batch_size=64",
                  "optimizer.micro_batch=64", "grpo.clip_range=1.0"]  # fmt: skip
     loop = updated(random_model, tmp_path / "run", *overrides, count=20, moved=False)
     rewards = torch.tensor([line["reward"] for line in lines(loop)])
@@ -301,7 +301,7 @@ def test_a_run_whose_last_evaluation_was_lost_stops_and_takes_it_again(
 
 def test_dropped_images_count_neither_for_the_policy_nor_for_the_kl(random_model, tmp_path) -> None:
     """Else the KL would be stronger the more groups are all alike."""
-    given = ["grpo.kl_weight=1.0", "rollout.copies=4"]
+    given = ["grpo.kl_weight=1.0", "rollout.group_size=4"]
     found = fakes.settings(random_model, tmp_path / "run", *given, reward="first_of_pair")
     loop = fakes.wired(found, moved=True)
     prepared = loop.prepare(loop.rollout(0))

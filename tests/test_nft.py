@@ -151,7 +151,7 @@ def test_no_forward_pass_is_wasted(random_model: str, tmp_path: Path, stage: str
 
 def test_the_old_policy_is_asked_only_where_it_is_another(random_model: str, tmp_path: Path):
     """Of two optimizer steps, the first still has the weights that sampled."""
-    given = ["optimizer.updates_per_rollout=2", "optimizer.micro_batch=4", "nft.states=1"]
+    given = ["optimizer.updates_per_rollout=2", "optimizer.micro_batch=4", "nft.noise_levels=1"]
     loop = fakes.wired(fakes.forward(random_model, tmp_path / "run", *given))
     calls = passes(loop)
     found = prepared(loop)
@@ -203,7 +203,7 @@ def test_the_old_policy_samples_and_follows(random_model: str, tmp_path: Path) -
     with loop.backbone.adapter("old"):
         expected = sample(
             loop.backbone, found.batch, loop.algorithm.plan(1), guidance=1.0, noise=Noise((0, 1)),
-            places=places(settings.prompts, settings.copies), batch_size=8,
+            places=places(settings.prompts, settings.group_size), batch_size=8,
         )  # fmt: skip
     assert found.latents is not None and expected.latents is not None
     assert torch.equal(found.latents, expected.latents)
@@ -228,9 +228,10 @@ def test_an_update_of_nan_moves_no_policy(random_model: str, tmp_path: Path) -> 
     [
         ("rollout.kind=sde", "rollout.kind: 'sde'"), ("rollout.kind=cps", "rollout.kind: 'cps'"),
         ("rollout.shared_noise=true", "rollout.shared_noise: "),
-        ("rollout.copies=1", "rollout.copies: got 1"),
-        ("tasks.0.reward=null", "tasks.0.reward: missing"), ("{}.states=0", "{}.states: "),
-        ("{}.levels=sampler and {}.states=4", "{}.states: 4 of"),
+        ("rollout.group_size=1", "rollout.group_size: got 1"),
+        ("tasks.0.reward=null", "tasks.0.reward: missing"),
+        ("{}.noise_levels=0", "{}.noise_levels: "),
+        ("{}.levels=sampler and {}.noise_levels=4", "{}.noise_levels: 4 of"),
         ("{}.within=[0.5, 0.5]", "{}.within: [0.5, 0.5]"),
         ("{}.advantage_clip=0", "{}.advantage_clip: "),
         ("grpo.clip_range=0.1", "grpo: unknown key"),

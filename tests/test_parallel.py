@@ -136,7 +136,7 @@ def opd(model: str, folder: Path, *overrides: str) -> Path:
     labels of one task take two forward passes."""
     overrides = ("rollout.batch_size=16", "optimizer.micro_batch=3", "train.updates=2",
                  "teachers.even.extrapolate=1.5", "teachers.even.guidance=2.0",
-                 "anchor={adapter: null}", "student.states={select: random, count: 2}",
+                 "anchor={adapter: null}", "student.noise_levels={select: random, count: 2}",
                  *LINEAR, *overrides)  # fmt: skip
     return written(fakes.distillation(model, folder / "run" / "alone", *overrides), folder)
 

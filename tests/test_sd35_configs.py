@@ -115,18 +115,18 @@ def test_a_variant_runs_the_same_images_and_updates(path: Path) -> None:
 
 
 OPD = {  # FACTS, section 9: Flow-OPD on eight GPUs
-    "student.weighting": "kl", "student.states.select": "all", "rollout.steps": 10,
-    "rollout.guidance": 4.5, "rollout.noise_level": 0.7, "rollout.copies": 16,
+    "student.weighting": "kl", "student.noise_levels.select": "all", "rollout.steps": 10,
+    "rollout.guidance": 4.5, "rollout.noise_level": 0.7, "rollout.group_size": 16,
     "rollout.kind": "sde", "model.height": 512, "lora.rank": 32, "lora.alpha": 64,
     "lora.targets": None, "optimizer.lr": 1e-4, "optimizer.weight_decay": 1e-4,
     "optimizer.updates_per_rollout": 2, "ema.decay": 0.9, "ema.every": 8, "anchor.weight": 0.04,
     "model.max_sequence_length": 128, "evaluation.steps": 40,
 }  # fmt: skip
 NFT = {  # FACTS, section 11: DiffusionNFT on eight GPUs
-    "rollout.prompts": 48, "rollout.copies": 24, "rollout.steps": 10, "rollout.kind": "ode",
+    "rollout.prompts": 48, "rollout.group_size": 24, "rollout.steps": 10, "rollout.kind": "ode",
     "rollout.solver": "dpm2", "rollout.guidance": 1.0, "lora.rank": 32, "lora.alpha": 64,
     "model.height": 512, "optimizer.lr": 3e-4, "optimizer.weight_decay": 1e-4,
-    "nft.levels": "random", "nft.states": 9, "nft.within": (0, 1),
+    "nft.levels": "random", "nft.noise_levels": 9, "nft.within": (0, 1),
     "nft.advantage": "batch_std", "nft.advantage_clip": 5, "nft.kl_weight": 1e-4,
     "ema.decay": 0.9, "evaluation_sampling.steps": 40, "evaluation_sampling.guidance": 1.0,
 }  # fmt: skip
@@ -136,20 +136,20 @@ OCR = {"nft.beta": 0.1, "optimizer.updates_per_rollout": 2, "nft.old.decay": 0.9
        "nft.old.rise": 0.0075, "nft.old.after": 75}  # fmt: skip
 AWM = {  # scxue/advantage_weighted_matching, config/dgx_awm.py, geneval_sd3_no_cfg_1node. All three
     # terms of the loss are five times theirs, as they divide advantages by 5.
-    "rollout.prompts": 6 * 36 * 8 // 24, "rollout.copies": 24, "rollout.steps": 14,
-    "rollout.guidance": 1.0, "optimizer.lr": 3e-4, "awm.states": 6, "awm.levels": "sampler",
+    "rollout.prompts": 6 * 36 * 8 // 24, "rollout.group_size": 24, "rollout.steps": 14,
+    "rollout.guidance": 1.0, "optimizer.lr": 3e-4, "awm.noise_levels": 6, "awm.levels": "sampler",
     "awm.advantage_clip": 5, "awm.kl_weight": 5 * 0.001, "awm.ema_kl_weight": 5,
     "optimizer.max_grad_norm": 5, "awm.weighting": "ghuber",
     "awm.ghuber_power": 0.25, "awm.clip_range": 1, "awm.average.decay": 0.3, "ema.decay": 0.99,
     "ema.every": 1,
 }  # fmt: skip
 GRPO_MIX = {  # Flow-OPD, config/grpo.py, geneval_ocr_deqa_pickscore_32gpu
-    "rollout.prompts": 48, "rollout.copies": 24, "optimizer.lr": 1e-4,
+    "rollout.prompts": 48, "rollout.group_size": 24, "optimizer.lr": 1e-4,
     "optimizer.updates_per_rollout": 2,
 }  # fmt: skip
 DIFFUSION_OPD = {  # a dense ODE trajectory
     "rollout.kind": "ode", "rollout.trained": (0, 10), "student.weighting": "mean",
-    "student.states.select": "all",
+    "student.noise_levels.select": "all",
 }  # fmt: skip
 SETTINGS: dict[str, dict[str, Any]] = {
     "grpo_mix": GRPO_MIX, "student_diffusion_opd": DIFFUSION_OPD,
@@ -172,10 +172,10 @@ def test_the_default_student_is_the_one_that_the_study_found_best() -> None:
     assert isinstance(student, OpdStage)
     default = OpdStage.model_fields["student"].default
     assert student.student.model_copy(update={"label_batch": default.label_batch}) == default
-    assert (default.weighting, default.states.select, default.states.count) == (
+    assert (default.weighting, default.noise_levels.select, default.noise_levels.count) == (
         "velocity", "high_noise", 1,
     )  # fmt: skip
-    assert (student.rollout.prompts, student.rollout.copies) == (256, 1)
+    assert (student.rollout.prompts, student.rollout.group_size) == (256, 1)
 
 
 FITTED = ("student_flow_opd", "student_flow_opd_published", "teacher_geneval",

@@ -56,7 +56,7 @@ def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 CONFIG = ["--config", "configs/tiny/teacher_ocr.yaml", "output=run", "evaluation=null"]
-CONFIG += ["rollout.prompts=2", "rollout.copies=2", "rollout.steps=3", "rollout.window=[0,1]"]
+CONFIG += ["rollout.prompts=2", "rollout.group_size=2", "rollout.steps=3", "rollout.window=[0,1]"]
 
 
 def updates(folder: Path) -> list[int]:

@@ -65,7 +65,7 @@ def test_the_rollout_stops_at_the_last_trained_state(
     """No later step, no decoding; and no forward at that state unless its action is needed."""
     loop = fakes.wired(
         fakes.distillation(random_model, tmp_path / "run", f"student.gradient={gradient}",
-                           "student.states={select: random, count: 1}"))  # fmt: skip
+                           "student.noise_levels={select: random, count: 1}"))  # fmt: skip
     calls: list[int] = []
     loop.backbone.core.register_forward_pre_hook(lambda *_: calls.append(1))
     for update in range(6):
@@ -156,7 +156,7 @@ def test_the_ratio_is_one_and_the_published_form_leaks(random_model: str, tmp_pa
 def test_a_run_comes_nearer_to_its_teachers(random_model: str, tmp_path: Path) -> None:
     """On the states that it started from; and it logs what a researcher asks for."""
     given = ["train.updates=10", "optimizer.lr=2e-2", "ema=null", "student.weighting=velocity",
-             "student.states={select: random}"]  # fmt: skip
+             "student.noise_levels={select: random}"]  # fmt: skip
     loop = fakes.wired(fakes.distillation(random_model, tmp_path / "run", *given, alone="odd"))
     student = loop.algorithm
     assert isinstance(student, Opd)
@@ -182,8 +182,8 @@ def test_a_run_comes_nearer_to_its_teachers(random_model: str, tmp_path: Path) -
 
 def evaluated(model: str, folder: Path, *overrides: str) -> fakes.config.TrainingStage:
     prompts = folder / "prompts.txt"
-    given = ["evaluation={every: 1, prompts: 2}", "rollout.copies=1", "train.checkpoint_every=1",
-             "student.fixed_prompts=2"]  # fmt: skip
+    given = ["evaluation={every: 1, prompts: 2}", "rollout.group_size=1",
+             "train.checkpoint_every=1", "student.fixed_prompts=2"]  # fmt: skip
     given += [f"tasks.{index}.validation={prompts}" for index in range(2)]
     return fakes.distillation(model, folder / "run", *given, *overrides)
 
@@ -238,7 +238,7 @@ def test_without_rewards_the_nearest_student_is_kept(random_model: str, tmp_path
 
 
 def test_sft_learns_the_straight_way_to_the_teachers_images(random_model: str, tmp_path: Path):
-    found = fakes.distillation(random_model, tmp_path / "run", "sft.states=3", stage="sft")
+    found = fakes.distillation(random_model, tmp_path / "run", "sft.noise_levels=3", stage="sft")
     loop = fakes.wired(found, moved=True)
     assert isinstance(loop.algorithm, Sft)
     rollout = loop.rollout(0)
@@ -263,7 +263,7 @@ def test_sft_learns_the_straight_way_to_the_teachers_images(random_model: str, t
         (["tasks.0.teacher=odd"], ["teachers.even"]),
         (["rollout.kind=ode"], ["rollout.kind", "needs"]),
         (["student.gradient=published"], ["student.weighting", "published"]),
-        (["student.states={select: random, count: 4}"], ["count", "rollout.window"]),
+        (["student.noise_levels={select: random, count: 4}"], ["count", "rollout.window"]),
         (["student.gradient=policy", "student.guidance=2"], ["student.guidance", "2.0", "1.0"]),
         (["teachers.odd.reference=start"], ["teachers.odd.reference", "lora.init"]),
         (["student.patience=1"], ["student.patience", "evaluation"]),
@@ -296,7 +296,7 @@ def test_a_task_without_a_reward_is_trained_and_not_evaluated(
 ) -> None:
     """`evaluation` is on, as it is by default; the other task's scores are the headline."""
     prompts = str(tmp_path / "prompts.txt")
-    given = ["evaluation={prompts: 2}", "rollout.copies=1", "train.updates=1"]
+    given = ["evaluation={prompts: 2}", "rollout.group_size=1", "train.updates=1"]
     for index, name in enumerate(["even", "odd"]):
         key = f"tasks.{index}"
         given += [f"{key}.validation={prompts}"] if name in scored else [f"{key}.reward=null"]

@@ -23,7 +23,7 @@ from flowalign.types import Rollout, StepLoss
 class ToyConfig(AdvantageConfig):
     """How rewards become advantages, and at how many noise levels an image is learnt from."""
 
-    states: int = 3
+    noise_levels: int = 3
     """Noise levels."""
 
 
@@ -59,7 +59,9 @@ class Toy(Algorithm[Best]):
     @classmethod
     def keeps(cls, config: ToyStage, updates: Sequence[int] | None = None) -> Keeps:
         """Images, their latents, and the velocity to match at each noise level."""
-        return Keeps(images=True, latents=True, noise_levels=config.toy.states, targets=["float32"])
+        return Keeps(
+            images=True, latents=True, noise_levels=config.toy.noise_levels, targets=["float32"]
+        )
 
     def prepare(self, rollout: Rollout, update: int) -> Best:
         """Score the images, keep the best of each group, add noise."""
@@ -70,7 +72,7 @@ class Toy(Algorithm[Best]):
             best[rows[credit.advantage.cpu()[rows].argmax()]] = True
         key = (self.config.seed, update, 99)
         shift = self.backbone.shift(self.config.rollout.steps)
-        states, target = noised(rollout, stratified(shift, self.config.toy.states, key), key)
+        states, target = noised(rollout, stratified(shift, self.config.toy.noise_levels, key), key)
         credit = replace(credit, rollout=states, keep=best)
         return Best(**vars(credit), velocity=target)
 

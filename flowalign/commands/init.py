@@ -170,7 +170,7 @@ class Draft:
             data = _without_sampling(data)
             if self.like == "opd":  # only at its own noise levels is a teacher's velocity right
                 data["rollout"] = data["rollout"] | {"kind": "ode"}
-                data["student"] = data["student"] | {"states": {"select": "all"}}
+                data["student"] = data["student"] | {"noise_levels": {"select": "all"}}
         data |= {"stage": self.stage, "output": f"outputs/{self.out.stem}", "model": model}
         # a plugin's stage lacks some keys of the built-in one
         return {k: v for k, v in data.items() if k in stage_class(self.stage).model_fields}
@@ -234,7 +234,7 @@ class Draft:
             data["anchor"] = data["anchor"] | {"adapter": next(iter(good), None)}
         if not any("reward" in task for task in data["tasks"]) and self.like != "sft":
             # LoRAs of styles matter at every sigma, rewards mostly at high ones
-            data["student"] = data["student"] | {"states": {"select": "random", "count": 1}}
+            data["student"] = data["student"] | {"noise_levels": {"select": "random", "count": 1}}
         return data
 
     def _tasks(self, names: Iterable[str]) -> dict[str, Any]:

@@ -61,6 +61,10 @@ def load(
     return parse(data, overrides, source=str(path), stage=stage)
 
 
+RENAMED = {  # keys of earlier checkouts
+    "rollout.copies": "rollout.group_size",
+    **{f"{s}.states": f"{s}.noise_levels" for s in ("nft", "awm", "sft", "dpo", "student")},
+}
 LABELS = {
     "measured": "docs/results.md has the scores of such runs",
     "tested": "CI runs them at a small size",
@@ -245,7 +249,10 @@ def parse(
     try:
         config = kind.model_validate(_by_model(data, kind.model_fields))
     except ValidationError as error:
-        problems += [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()]
+        for e in error.errors():
+            key = ".".join(map(str, e["loc"]))
+            text = f" is now {RENAMED[key]}." if key in RENAMED else f": {e['msg']}"
+            problems.append(f"{key}{text}")
     if problems:
         raise ConfigError(problems, source)
     return config

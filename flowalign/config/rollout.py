@@ -48,8 +48,8 @@ class RolloutConfig(Section):
     """One initial noise for all images of a prompt."""
     prompts: Count = 8
     """P: distinct prompts per update, over all processes."""
-    copies: Count = 16
-    """K: images per prompt (group size). 1 is enough for distillation."""
+    group_size: Count = 16
+    """K: images per prompt. 1 is enough for distillation."""
     batch_size: Many = 16
     """Images per forward pass of a process."""
 
@@ -67,7 +67,7 @@ class RolloutConfig(Section):
     @property
     def images(self) -> int:
         """Images of a rollout, over all processes."""
-        return self.prompts * self.copies
+        return self.prompts * self.group_size
 
     def problems(self) -> Iterator[str]:
         start, stop = self.trained

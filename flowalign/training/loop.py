@@ -128,7 +128,7 @@ class Loop:
         settings = self.config.rollout
         places = shard(
             settings.prompts,
-            settings.copies,
+            settings.group_size,
             self.config.optimizer.updates_per_rollout,
             self.accelerator.process_index,
             self.accelerator.num_processes,

@@ -307,9 +307,9 @@ def reward_problems(
     prompts = rollout.prompts // updates  # of a step
     tasks = [task.name for task in config.tasks if said.get(task.name, (False, True))[0]]
     text = unit = ""
-    if prompts * rollout.copies % processes:
-        text = f"{prompts * rollout.copies} images an optimizer step"
-        unit = processes // math.gcd(rollout.copies, processes) * updates
+    if prompts * rollout.group_size % processes:
+        text = f"{prompts * rollout.group_size} images an optimizer step"
+        unit = processes // math.gcd(rollout.group_size, processes) * updates
     elif prompts % processes and (tasks or algorithm_class(config).needs_groups):
         who = f"task {min(tasks)!r}" if tasks else f"stage {config.stage!r}"
         text = f"{prompts} groups an optimizer step, which {who} needs complete"

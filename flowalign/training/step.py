@@ -38,7 +38,7 @@ class Step:
         algorithm: Algorithm[Any],
     ) -> None:
         self.settings, self.backbone, self.accelerator = config.optimizer, backbone, accelerator
-        self.algorithm, self.copies = algorithm, config.rollout.copies
+        self.algorithm, self.copies = algorithm, config.rollout.group_size
         self.parameters = backbone.adapter_parameters(STUDENT)
         optimizer = build_optimizer(config, self.parameters)
         self.parallel = processes.of(accelerator)

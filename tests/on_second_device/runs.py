@@ -28,7 +28,7 @@ HERE, CPU = torch.device("second:1"), torch.device("cpu")
 SMOOTH = ["optimizer.eps=1.0", "optimizer.lr=30.0"]  # Adam's own steps blow up what rounding does
 PICKSCORE = "reward={name: pickscore, options: {model: tiny}}"
 DISTILLED = [
-    "student.states.select=all",
+    "student.noise_levels.select=all",
     "anchor={adapter: null, weight: 0.5, guidance: 2.0}",
 ]  # fmt: skip
 
@@ -66,7 +66,7 @@ def settings(model: str, output: Path, stage: str) -> config.TrainingStage:
         return fakes.forward(model, output, *shared, *both, stage=stage)
     if stage == "dpo":
         return fakes.pairs(model, output, *shared, "dpo.beta=10")  # of little rounding
-    more = DISTILLED if stage == "opd" else ["sft.states=3"]
+    more = DISTILLED if stage == "opd" else ["sft.noise_levels=3"]
     return fakes.distillation(model, output, *shared, *more, stage=stage)
 
 

@@ -258,11 +258,11 @@ CUTS = (
     Cut("benchmarks.*.images", 1, "images of one prompt resemble each other (log)"),
     Cut("benchmarks.*.limit", 128, "standard errors grow: at most .044 of a share"),
     Cut("evaluation.prompts", 64, "the best update is chosen less surely: errors of at most .063"),
-    Cut("student.states.select", "high_noise", "one such state was level with all (log)"),
-    Cut("student.states.count", 1, "one random state was .005 behind three (log)"),
+    Cut("student.noise_levels.select", "high_noise", "one such level was as good as all (log)"),
+    Cut("student.noise_levels.count", 1, "one random level was .005 behind three (log)"),
     Cut("rollout.prompts", 8, "a quarter of the images cost as half the rollouts (log)", 128),
-    Cut("rollout.copies", 8, "groups of 8 learn (results); larger ones were not compared"),
-    Cut("{stage}.states", 1, "1 of 8 cost a quarter of the gain of an OCR teacher (log)"),
+    Cut("rollout.group_size", 8, "groups of 8 learn (results); larger ones were not compared"),
+    Cut("{stage}.noise_levels", 1, "1 of 8 cost a quarter of the gain of an OCR teacher (log)"),
     Cut("train.updates", 100, "half of the rollouts cost a quarter of the gain (log)"),
     Cut("rollout.window", "[0,4]", "4 of 10 steps were enough (log); all were not compared", 0),
     Cut("train.updates", 30, "the tiny model's teachers learn most in 30 (results)"),
@@ -375,7 +375,7 @@ def _choices(cut: Cut, forecast: Forecast) -> list[list[str]]:
     if isinstance(floor, str) or not floor:
         return [[f"{head}={floor}"]] if floor and now[head] in ("all", None) else []
     unit = 1  # of what all processes and optimizer steps share
-    if cut.key in ("rollout.prompts", "rollout.copies"):
+    if cut.key in ("rollout.prompts", "rollout.group_size"):
         unit = stage.optimizer.updates_per_rollout * forecast.device.gpus
     every = max(evaluated_images(stage).values(), default=0)  # for None
     largest = max((value or every for value in now.values()), default=0)

@@ -78,7 +78,8 @@ def examine(args: argparse.Namespace) -> int:
         last = list(forecast.findings())
         show(last)
         sound &= healthy([*findings, *sampled, *last])
-    advise.show_total(forecasts)
+    if forecasts:
+        advise.show_total(forecasts)
     sound &= advise.within(args.root, forecasts, args.hours)
     print("no fault was found" if sound else "faults were found")
     return 2 if problems else 0 if sound else 1

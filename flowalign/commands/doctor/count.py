@@ -449,7 +449,7 @@ class _Update:
         states = self.pairs * (1 + keeps.actions) * model.latent
         widths = [DTYPES[dtype].itemsize for dtype in keeps.targets]
         labels = self.pairs * model.latent * sum(widths) // 4
-        self.prompts = math.ceil(self.images / config.rollout.copies)
+        self.prompts = math.ceil(self.images / config.rollout.group_size)
         self.prompt_bytes = (self.prompts + 1) * size(
             model.texts(1).values()
         )  # and the empty prompt

@@ -119,13 +119,13 @@ def _small(config: TrainingStage, folder: str) -> TrainingStage:
     batch = max(size for key, size in config.batch_sizes.items() if key != "rollout.batch_size")
     images = max(IMAGES, 2 * rollout.batch_size, math.ceil(2 * batch / states))
     images = min(images, rollout.images)
-    copies = min(rollout.copies, max(COPIES, math.ceil(images / rollout.prompts)))
+    copies = min(rollout.group_size, max(COPIES, math.ceil(images / rollout.prompts)))
     prompts = max(len(config.tasks), min(rollout.prompts, math.ceil(images / copies)), 2)
     changes = [
         f"output={json.dumps(folder)}", "train.trackers=[]", f"train.updates={UPDATES}",
         f"train.checkpoint_every={UPDATES}", "train.sample_every=1000",
         "train.max_invalid_share=1.0",
-        f"rollout.prompts={prompts}", f"rollout.copies={copies}",
+        f"rollout.prompts={prompts}", f"rollout.group_size={copies}",
         "optimizer.updates_per_rollout=1",
     ]  # fmt: skip
     if prompts < rollout.prompts:  # few, and each task shall have some

@@ -89,12 +89,12 @@ class PolicyLearning(AdvantageConfig):
 class ForwardConfig(PolicyLearning):
     """Learning from clean images, to which noise is added: at which noise levels."""
 
-    states: Steps = 4
+    noise_levels: Steps = 4
     """Noise levels at which each image is trained, its own."""
     levels: Literal["sampler", "random", "stratified"] = "stratified"
-    """sampler: they are steps of the rollout's own schedule, one drawn in each of `states` parts of
-    about equal size. random: any `states` of these steps. stratified: drawn in as many parts of the
-    continuous schedule."""
+    """sampler: they are steps of the rollout's own schedule, one drawn in each of `noise_levels`
+    parts of about equal size. random: any `noise_levels` of these steps. stratified: drawn in as
+    many parts of the continuous schedule."""
     within: Annotated[tuple[Share, Share], as_tuple] = (0.0, 0.99)
     """The part of the way from noise (0) to the image (1) that they are drawn from."""
 
@@ -144,9 +144,9 @@ class ForwardStage(PolicyStage):
         yield from super().problems()
         rollout, forward, name = self.rollout, self.forward, self.stage
         start, stop = steps_within(rollout.steps, forward.within)
-        if forward.levels != "stratified" and forward.states > stop - start:
-            text = f"{forward.states} of {max(stop - start, 0)} sampler steps in {name}.within"
-            yield f"{name}.states: {text}. Use at most as many, or levels 'stratified'."
+        if forward.levels != "stratified" and forward.noise_levels > stop - start:
+            text = f"{max(stop - start, 0)} sampler steps in {name}.within. Use at most as many"
+            yield f"{name}.noise_levels: {forward.noise_levels} of {text}, or levels 'stratified'."
 
 
 class NftConfig(ForwardConfig):
@@ -282,7 +282,7 @@ class DpoConfig(Section):
     multiplies means over C, h, w, as in the code of Diffusion-DPO (2000 to 5000). The papers'
     formulas have sums: their beta is this one divided by C h w. The same at all noise levels, which
     Flow-DPO found better than beta (1 - sigma)^2."""
-    states: Steps = 4
+    noise_levels: Steps = 4
     """Noise levels at which each pair is trained, its own."""
     noise: Literal["fresh", "known"] = "fresh"
     """fresh: drawn, the same for both images of a pair. known: the noise that each image was
@@ -300,8 +300,8 @@ class DpoStage(TrainingStage):
     algorithm = "flowalign.teachers.dpo:Dpo"
     stage: Literal["dpo"]  # pyright: ignore[reportIncompatibleVariableOverride]
     """Learn from pairs of images."""
-    rollout: RolloutConfig = RolloutConfig(copies=2)
-    """How evaluations sample, and how many pairs an update has (`prompts`). copies: 2."""
+    rollout: RolloutConfig = RolloutConfig(group_size=2)
+    """How evaluations sample, and how many pairs an update has (`prompts`). group_size: 2."""
     dpo: DpoConfig = DpoConfig()
 
     @property
@@ -310,7 +310,7 @@ class DpoStage(TrainingStage):
 
     def problems(self) -> Iterator[str]:
         yield from super().problems()
-        if (copies := self.rollout.copies) != 2:
-            yield f"rollout.copies: {copies}, but a row has two images. Use 2."
+        if (copies := self.rollout.group_size) != 2:
+            yield f"rollout.group_size: {copies}, but a row has two images. Use 2."
         if (size := self.optimizer.micro_batch) % 2:
             yield f"optimizer.micro_batch: {size} would part a pair. Use an even number."

@@ -52,7 +52,7 @@ class AnchorConfig(LabellerConfig):
 
 
 class StatesConfig(Section):
-    """Which states of a rollout are trained, of rollout.window."""
+    """Which noise levels of a rollout are trained, of rollout.window."""
 
     select: Literal["all", "random", "low_noise", "high_noise"] = "all"
     """all, or `count` steps that are drawn again for every update. random: any steps. low_noise,
@@ -69,9 +69,9 @@ class StudentConfig(Section):
     teacher's log-ratio. published: the official arithmetic."""
     weighting: Literal["kl", "published", "mean", "velocity"] = "velocity"
     """w(sigma) of the distance w |v - v_teacher|^2; see flowalign.training.losses.step_weights. The
-    defaults here and of states did best in the first tiny world; in the second, random states are
-    as good or better (docs/log). The paper has kl and all states."""
-    states: StatesConfig = StatesConfig(select="high_noise")
+    defaults here and of noise_levels did best in the first tiny world; in the second, random ones
+    are as good or better (docs/log). The paper has kl and all noise levels."""
+    noise_levels: StatesConfig = StatesConfig(select="high_noise")
     guidance: NotNegative | None = Field(default=None, examples=[1.0])
     """CFG scale of the student in the loss; null = rollout.guidance."""
     clip_range: Positive = 1e-4
@@ -105,7 +105,7 @@ class OpdStage(DistillationStage):
 
     Start it from the average of the teachers: after 20 rollouts on the tiny world it has .855 from
     there, and .826 from nothing (docs/log). Guidance counts once: labels at a CFG scale above
-    1 are for a student that is sampled at 1. One state of a trajectory costs a third of three, and
+    1 are for a student that is sampled at 1. One noise level costs a third of three, and
     is .016 ± .009 below them. A prompt has one teacher: where an image needs two, merge these.
     """
 
@@ -163,16 +163,16 @@ class OpdStage(DistillationStage):
             yield f"student.substeps: {text}. Use rollout.kind 'ode'."
         if self.student.patience is not None and self.evaluation is None:
             yield "student.patience: it counts evaluations, and evaluation is null."
-        states, width = self.student.states, self.rollout.width
+        states, width = self.student.noise_levels, self.rollout.width
         if states.select != "all" and states.count > width:
             text = f"{states.count}, and rollout.window has only {width} steps"
-            yield f"student.states.count: {text}. Use at most {width}."
+            yield f"student.noise_levels.count: {text}. Use at most {width}."
 
 
 class SftConfig(Section):
     """Cold start: flow matching on images that the routed teachers sample."""
 
-    states: Steps = 4
+    noise_levels: Steps = 4
     """Noise levels at which each image is trained."""
 
 

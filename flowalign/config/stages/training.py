@@ -202,9 +202,9 @@ class TrainingStage(Job):
                 "begin at 1, as torch compiles rollout and update otherwise. Use false, or a stage "
                 "without a ratio (nft, awm, sft, opd with 'pathwise')."
             )
-        if self.learns_from_rewards and rollout.copies < 2:
+        if self.learns_from_rewards and rollout.group_size < 2:
             text = "an advantage compares the images of a prompt. Use 2 or more."
-            yield f"rollout.copies: got {rollout.copies}; {text}"
+            yield f"rollout.group_size: got {rollout.group_size}; {text}"
         if rollout.prompts % updates:  # advantages need all images of a prompt in one step
             text = f"{rollout.prompts} prompts cannot be shared evenly among"
             text += f" optimizer.updates_per_rollout = {updates}. Use a multiple of {updates}."

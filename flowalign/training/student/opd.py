@@ -42,7 +42,7 @@ class Opd(Algorithm[Labels]):
     """The algorithm. The teachers label by task; the anchor labels every task (MAR).
 
     Which steps an update trains is a function of (seed, update): its window's, or a draw
-    among them by student.states.
+    among them by student.noise_levels.
     """
 
     needs_groups = False
@@ -67,7 +67,7 @@ class Opd(Algorithm[Labels]):
     def trained_steps(cls, config: OpdStage, update: int) -> tuple[int, ...]:
         """Those of the window, or a draw among them: a function of (seed, update)."""
         window = list(range(*window_of(config.rollout, update)))
-        return chosen(config.student.states, window, (config.seed, update))
+        return chosen(config.student.noise_levels, window, (config.seed, update))
 
     # What the loop asks ------------------------------------------------------------------------
 

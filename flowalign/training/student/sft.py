@@ -37,7 +37,7 @@ class Targets(Prepared):
 class Sft(Algorithm[Targets]):
     """The algorithm. The teachers sample without noise.
 
-    Each image is learnt from at `sft.states` noise levels an update, which all images of the update
+    Each image is learnt from at `sft.noise_levels` levels an update, which all images of the update
     share. They are stratified over the shift of the teachers' schedule:
     sigma = shift u / (1 + (shift - 1) u), u in (0, 1).
     """
@@ -47,9 +47,8 @@ class Sft(Algorithm[Targets]):
     @classmethod
     def keeps(cls, config: SftStage, updates: Sequence[int] | None = None) -> Keeps:
         """The teachers' latents; noised states with the velocity to match."""
-        return Keeps(
-            latents=True, noise_levels=config.sft.states, targets=["float32"], taught_images=True
-        )
+        count = config.sft.noise_levels
+        return Keeps(latents=True, noise_levels=count, targets=["float32"], taught_images=True)
 
     def sources(self, tasks: list[str]) -> list[Source]:
         assert self.teachers
@@ -58,7 +57,8 @@ class Sft(Algorithm[Targets]):
     def prepare(self, rollout: Rollout, update: int) -> Targets:
         key = (self.config.seed, update, Stream.SFT)
         shift = self.backbone.shift(self.config.rollout.steps)
-        return Targets.of(*noised(rollout, stratified(shift, self.config.sft.states, key), key))
+        levels = stratified(shift, self.config.sft.noise_levels, key)
+        return Targets.of(*noised(rollout, levels, key))
 
     def loss(self, pairs: Pairs, velocity: Tensor, prepared: Targets) -> StepLoss:
         """The mean of |v - (eps - x0)|^2."""

@@ -26,7 +26,7 @@ def checked(config: TrainingStage) -> tuple[int, int]:
     """(prompts, images of each) of a rollout that the base samples for a check."""
     assert config.alarm
     rollout = config.rollout
-    copies = min(COPIES, rollout.copies)
+    copies = min(COPIES, rollout.group_size)
     limit = min(config.alarm.images, rollout.images // SHARE)
     return min(rollout.prompts, max(1, limit // copies)), copies
 
