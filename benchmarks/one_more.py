@@ -6,8 +6,8 @@ NFT.
 Every folder holds a run of benchmarks/seeds.yaml. The fourth task asks for Noto's style with bare
 prompts ("two dogs"); the base draws a quarter of them so. The student of the folder gets it in
 three ways, each with as many forward passes: a teacher by NFT, then distillation from all four
-teachers; NFT on the new task alone; NFT on all four tasks. A fourth way distils for 40 rollouts, for
-more passes. Writes FOLDER/one_more/, of which `flowalign eval table` makes one table.
+teachers; NFT on the new task alone; NFT on all four tasks. A fourth way distils for 40 rollouts,
+for more passes. Writes FOLDER/one_more/, of which `flowalign eval table` makes one table.
 """
 
 from __future__ import annotations
