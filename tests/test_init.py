@@ -206,6 +206,8 @@ def test_own_prompts_and_a_reward() -> None:
     assert config.tasks[0].validation == "my_val.txt" and config.evaluation
     table = written("--stage", "eval", "--reward", "ocr", "--prompts", "my.txt")
     assert table.fidelity is None  # needs tiny prompts
+    shipped = written("--stage", "grpo", "--reward", "ocr", "--prompts", "tiny/ocr_train")
+    assert shipped.tasks[0].validation == "tiny/ocr_val" and shipped.evaluation
 
 
 def test_own_teachers() -> None:

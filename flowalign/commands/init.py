@@ -18,6 +18,7 @@ from flowalign import rewards as reward_registry
 from flowalign.backbone import ModelError, family_of
 from flowalign.backbone.loading import pipeline_name
 from flowalign.backbone.structure import find, known
+from flowalign.backbone.tiny import PROMPTS
 from flowalign.commands import CONFIGS, SD35, recipe
 from flowalign.commands.arguments import NONE
 from flowalign.commands.prompts.fetch import missing_sets
@@ -340,7 +341,8 @@ class Draft:
         if prompts:
             path = Path(prompts)  # of x_train or x, x_val
             validation = path.with_name(f"{path.stem.removesuffix('_train')}_val{path.suffix}")
-            task |= {"prompts": prompts, "validation": validation.is_file() and str(validation)}
+            file = PROMPTS / f"{validation.name}.jsonl" if prompts.startswith("tiny/") else validation
+            task |= {"prompts": prompts, "validation": file.is_file() and str(validation)}
         return {key: value for key, value in task.items() if value}
 
     def _reward(self, name: str) -> dict[str, Any]:
