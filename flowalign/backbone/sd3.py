@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -72,13 +71,12 @@ class SD3(Family):
             "pooled": (config.pooled_projection_dim,),
         }
 
-    def encode(self, prompts: Sequence[str], length: int, device: Any) -> list[Text]:
+    def encode(self, prompts: list[str], length: int, device: Any) -> list[Text]:
         """embeds [L,D] and pooled [E] of each prompt."""
-        texts = list(prompts)
         embeds, _, pooled, _ = self.pipe.encode_prompt(
-            texts,
-            prompt_2=texts,
-            prompt_3=texts,
+            prompts,
+            prompt_2=None,  # the same
+            prompt_3=None,
             device=device,
             do_classifier_free_guidance=False,
             max_sequence_length=length,
