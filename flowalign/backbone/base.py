@@ -227,13 +227,15 @@ class Backbone:
         rank: int,
         alpha: float,
         targets: Sequence[str] | None = None,
+        ranks: Mapping[str, int] | None = None,
     ) -> None:
         """A fresh LoRA, active and trainable. Its B is 0, so that it changes nothing yet. targets:
-        layers, by the end of their names (None = the family's)."""
+        layers, by the end of their names (None = the family's). ranks: of layers with another."""
         config = LoraConfig(
             r=rank,
             lora_alpha=alpha,  # pyright: ignore[reportArgumentType] (any number will do)
             init_lora_weights="gaussian",
+            rank_pattern={f"^{layer}": r for layer, r in (ranks or {}).items() if r != rank},
             target_modules=adapted_layers(self.core, targets or self.family.targets),
         )
         with several_adapters():

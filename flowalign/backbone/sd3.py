@@ -40,6 +40,7 @@ class SD3(Family):
     targets = JOINT_ATTENTION
     tokenizer = "tokenizer_3"
     max_shift = 1.16
+    even_grid = False
     foreign = FINAL_LAYER | in_blocks("joint_blocks", "transformer_blocks", STABILITY)
 
     def __init__(self, pipe: Any) -> None:
@@ -58,10 +59,6 @@ class SD3(Family):
     def encoder_tokens(self, length: int) -> list[int]:
         clip = self.pipe.text_encoder.config.max_position_embeddings
         return [clip, clip, length][: len(self.encoders)]
-
-    @property
-    def even_grid(self) -> bool:
-        return False
 
     def text_shapes(self, length: int) -> dict[str, tuple[int, ...]]:
         """embeds: the tokens of CLIP, then those of T5."""
