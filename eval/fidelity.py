@@ -56,8 +56,6 @@ def frechet(features: ArrayLike, reference: ArrayLike) -> float:
 
 @dataclass(frozen=True)
 class Distance:
-    """The distance of images to a reference."""
-
     value: float
     without: Tensor  # [G]: the same when one of G groups of prompts is left out
     n: int  # valid images

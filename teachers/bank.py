@@ -28,8 +28,6 @@ Place = tuple[Tensor, Tensor]  # rows and columns of (image, step) pairs
 
 @dataclass(frozen=True)
 class Member:
-    """One teacher."""
-
     adapter: str | Path | Lora | None  # an opened one, its folder or Hub id; None = the base itself
     guidance: float = 1.0  # CFG scale of its labels
     extrapolate: float = 1.0  # lambda; 1 = its own velocity

@@ -100,11 +100,7 @@ class Family(ABC):
     gpu_attention: ClassVar[str | None] = None  # in 16 bits, where model.attention is null
 
     def __init__(self, pipe: Any) -> None:
-        self.pipe = pipe
-
-    @property
-    def core(self) -> Any:
-        return self.pipe.transformer
+        self.pipe, self.core = pipe, pipe.transformer
 
     @property
     def scheduler(self) -> Any:

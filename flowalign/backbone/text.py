@@ -6,6 +6,7 @@ import hashlib
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -40,7 +41,6 @@ class TextEncoder:
         self.max_sequence_length = ModelSpec(model, family).length
         encoders, offload = family.encoders, model.offload_text_encoders
         self.placements = [Placement(part, device, offload) for part in encoders]
-        self._negative: Text | None = None
         self._held: dict[tuple[str, ...], Text] = {}  # by the texts of a call, on the CPU
         self.folder = None
         if model.text_cache is not None:
@@ -59,11 +59,10 @@ class TextEncoder:
             batch = stacked([self._read(prompt) for prompt in prompts])
         return {name: part.to(self.device) for name, part in batch.items()}
 
+    @cached_property
     def negative(self) -> Text:
         """The prompt without content, {name: [1, ...]}, for classifier-free guidance."""
-        if self._negative is None:
-            self._negative = self([self.family.negative])
-        return self._negative
+        return self([self.family.negative])
 
     @torch.no_grad()
     def prepare(self, calls: Sequence[Sequence[str]]) -> None:

@@ -64,7 +64,6 @@ def updates(run: Path, kind: str) -> list[int]:
 
 
 def write_drift(folder: Path, update: int, content: Any) -> None:
-    """Keep a check of the drift."""
     with replacing(place(folder, DRIFT, update)) as part:
         part.write_text(json.dumps(content, allow_nan=False), encoding="utf-8")
     _remove_old(folder, DRIFT)
