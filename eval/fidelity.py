@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -56,8 +56,6 @@ def frechet(features: ArrayLike, reference: ArrayLike) -> float:
 
 @dataclass(frozen=True)
 class Distance:
-    """The distance of images to a reference."""
-
     value: float
     without: Tensor  # [G]: the same when one of G groups of prompts is left out
     n: int  # valid images
@@ -132,14 +130,6 @@ def enough(width: int) -> int:
     return max(GROUPS, math.ceil((width + 1) * GROUPS / (GROUPS - 1)) + 1)
 
 
-def too_few(counts: Mapping[str, int], width: int) -> Iterator[str]:
-    """Images that are too few for a distance between so many features, by their key."""
-    for key, count in counts.items():
-        if count < enough(width):
-            text = f"{count} images are too few for a distance between {width} features. Use at"
-            yield f"{key}: {text} least {enough(width)}, better ten times as many, or null."
-
-
 def load_reference(
     config: EvalStage, sets: Sequence[ImageSet], device: torch.device
 ) -> Reference | None:
@@ -164,8 +154,10 @@ def load_reference(
     width = features.shape[1]
     sampled = sum(len(images.prompts) * images.copies for images in sets)
     counts = {"fidelity.reference": len(features), "benchmarks": sampled}
-    if problems := list(too_few(counts, width)):
-        raise ConfigError(problems)
+    text = f"images are too few for a distance between {width} features. Use at least"
+    text += f" {enough(width)}, better ten times as many, or null."
+    if few := {key: count for key, count in counts.items() if count < enough(width)}:
+        raise ConfigError([f"{key}: {count} {text}" for key, count in few.items()])
     return Reference(extract, features)
 
 

@@ -18,14 +18,7 @@ from flowalign.eval.compare import VERSION
 from flowalign.eval.fidelity import GROUPS
 from flowalign.eval.stats import AVERAGE, FIDELITY, FIELDS, headline_row, part_of
 from flowalign.eval.suite import Benchmark, environment
-from flowalign.eval.table import (
-    Results,
-    Table,
-    markdown,
-    metric_rows,
-    of_cells,
-    tables,
-)
+from flowalign.eval.table import Results, Table, markdown, metric_rows, of_cells, tables
 from flowalign.rewards import describe
 from flowalign.system import manifest
 from flowalign.system.escape import escaped
@@ -205,8 +198,6 @@ class Cell(NamedTuple):
 
 
 class Line(NamedTuple):
-    """One prompt."""
-
     index: int
     prompt: str
     tag: str

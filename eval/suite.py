@@ -24,13 +24,7 @@ from torch import Tensor
 
 from flowalign import rewards
 from flowalign.backbone import Backbone
-from flowalign.config import (
-    BenchmarkConfig,
-    ConfigError,
-    ModelConfig,
-    RewardConfig,
-    SamplingConfig,
-)
+from flowalign.config import BenchmarkConfig, ConfigError, ModelConfig, RewardConfig, SamplingConfig
 from flowalign.config.section import Size
 from flowalign.config.stages.evaluation import GivenImages
 from flowalign.eval.images import ImagesError, assign, check_images, find_images

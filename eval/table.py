@@ -69,8 +69,27 @@ class Results:
 
     @cached_property
     def crossed(self) -> Table | None:
-        """`matrix`; kept, as the tables and results.json have it."""
-        return matrix(self)
+        """Every judge on the prompts of every task, by model, and what that comes to: the mean of
+        the judges on their own prompts, that on those of other tasks, and the cell that lost most
+        to the first model. None where no judge has prompts besides its own. Kept, as the tables and
+        results.json have it."""
+        cells = [b for b in self.benchmarks if as_reward(b.reward).averaged]
+        own = [b for b in cells if b in self.columns]
+        if len(own) == len(cells):
+            return None
+        rows, changes, first = {}, {}, next(iter(self.judged.values()))
+        for model, judged in self.judged.items():
+            row = {b.name: headline_row(b, self.rows[model]) for b in cells}
+            others = [row[b.name] for b in cells if b not in own]
+            change = {b.name: difference(b, first[b.name].rows, judged[b.name].rows) for b in cells}
+            means = {"own": average([row[b.name] for b in own]), "others": average(others)}
+            worst = min(change.values(), key=lambda gap: (math.isnan(gap.mean), gap.mean))
+            rows[model], changes[model] = row | means | {"worst": worst}, change
+        base, columns = next(iter(rows.items()))
+        decimals = {column: _decimals(rows.values(), column) for column in columns}
+        text = "TASK_JUDGE: another task's judge. own, others: means of the judges on their own "
+        text += f"prompts, and on those of others. worst: the largest loss to {base}, paired."
+        return Table("Every judge on every task's prompts", rows, decimals, False, [text], changes)
 
     def pictured(self, benchmark: Benchmark) -> list[int]:
         """The prompts of the report, whose images are at hand: those of all models alike."""
@@ -114,28 +133,6 @@ class Results:
             columns |= {f"{name}_{part}": number(benchmark, part) for part in reward.columns}
         columns |= {FIDELITY: fidelity} if fidelity else {}
         return columns | ({AVERAGE: average(averaged)} if averaged else {})
-
-
-def matrix(results: Results) -> Table | None:
-    """Every judge on the prompts of every task, by model, and what that comes to: the mean of the
-    judges on their own prompts, that on those of other tasks, and the cell that lost most to the
-    first model. None where no judge has prompts besides its own."""
-    cells = [b for b in results.benchmarks if as_reward(b.reward).averaged]
-    own = [b for b in cells if b in results.columns]
-    if len(own) == len(cells):
-        return None
-    rows, changes, first = {}, {}, next(iter(results.judged.values()))
-    for model, judged in results.judged.items():
-        row = {b.name: headline_row(b, results.rows[model]) for b in cells}
-        others = [row[b.name] for b in cells if b not in own]
-        change = {b.name: difference(b, first[b.name].rows, judged[b.name].rows) for b in cells}
-        means = {"own": average([row[b.name] for b in own]), "others": average(others)}
-        worst = min(change.values(), key=lambda gap: (math.isnan(gap.mean), gap.mean))
-        rows[model], changes[model] = row | means | {"worst": worst}, change
-    decimals = {column: _decimals(rows.values(), column) for column in next(iter(rows.values()))}
-    text = "TASK_JUDGE: another task's judge. own, others: means of the judges on their own prompts"
-    text += f", and on those of others. worst: the largest loss to {next(iter(rows))}, paired."
-    return Table("Every judge on every task's prompts", rows, decimals, False, [text], changes)
 
 
 @dataclass(frozen=True)

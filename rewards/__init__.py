@@ -31,9 +31,10 @@ from uuid import uuid4
 
 import torch
 
+from flowalign.config.section import did_you_mean
 from flowalign.rewards import source
 from flowalign.rewards.base import Cost, RewardBase, as_reward, reward_class
-from flowalign.rewards.options import check_call, suggestion
+from flowalign.rewards.options import check_call
 from flowalign.rewards.scoring import score, settings_kept
 from flowalign.system.devices import resolve
 from flowalign.system.packages import entry_points, installed
@@ -270,8 +271,9 @@ def _find(name: str) -> Callable[..., Any]:
     path = _paths().get(name, name)
     if ":" not in path:
         raise ValueError(
-            f"no reward {name!r}{suggestion(name, names())}; use one of {names()}, register yours "
-            "with @flowalign.rewards.register(name), or give its path 'package.module:attribute'."
+            f"no reward {name!r}.{did_you_mean(name, names())} Use one of {names()}, register "
+            "yours with @flowalign.rewards.register(name), or give its path "
+            "'package.module:attribute'."
         )
     return load(path)
 

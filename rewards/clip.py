@@ -28,8 +28,6 @@ try:  # the same pixels, whether torchvision is installed or not
 except ImportError:  # transformers 4: the one without "Fast" is PIL's
     from transformers import CLIPImageProcessor as ImageProcessor
 
-__all__ = ["Clip", "ClipModel", "ImageEncoder", "ImageProcessor", "TwoTowers", "image_encoder"]
-
 TEXT_CACHE = 4096  # prompts whose vectors are kept on the CPU: 16 MB at D = 1024
 CONTEXT = 77  # tokens of CLIP's text tower; longer prompts are cut
 LARGE = "openai/clip-vit-large-patch14"
@@ -190,9 +188,8 @@ class Clip(TwoTowers):
     def __init__(self, model: str, processor: str | None = None, *computing: Any) -> None:
         self.name = model
         name, at = _located(model)
-        self.model = CLIPModel.from_pretrained(
-            name, use_safetensors=True, **at
-        ).float()  # no pickle
+        # no pickle
+        self.model = CLIPModel.from_pretrained(name, use_safetensors=True, **at).float()
         source, at_source = _located(processor or model)
         self.pixels = ImageProcessor.from_pretrained(source, **at_source)
         self.tokenizer = AutoTokenizer.from_pretrained(source, **at_source)

@@ -115,28 +115,19 @@ class GenEval(RewardBase):
         self.settings = {"engine": engine, "rule": reward, **RULES}
 
     @classmethod
-    def check_options(
-        cls,
-        detector: str | Detector = "tiny",
-        detector_options: Mapping[str, Any] | None = None,
-        **others: Any,
-    ) -> None:
+    def check_options(cls, *_: Any, **options: Any) -> None:
         """Raise ValueError if there is no such detector, or if it does not take its options.
 
         Imports the detector's module and checks its signature; builds nothing.
         """
+        detector, given = cls.chosen(**options), options.get("detector_options") or {}
         if isinstance(detector, str):
-            check_call(f"detector {detector!r}", _found(detector), detector_options or {})
+            check_call(f"detector {detector!r}", _found(detector), given)
 
     @classmethod
-    def packages(
-        cls,
-        detector: str | Detector = "tiny",
-        detector_options: Mapping[str, Any] | None = None,
-        **others: Any,
-    ) -> tuple[str, ...]:
-        packages = getattr(_found(detector), "packages", None)
-        return packages(**(detector_options or {})) if packages else ()
+    def packages(cls, *_: Any, **options: Any) -> tuple[str, ...]:
+        packages = getattr(_found(cls.chosen(**options)), "packages", None)
+        return packages(**(options.get("detector_options") or {})) if packages else ()
 
     @classmethod
     def hub_files(cls, **options: Any) -> list[HubFiles]:

@@ -131,14 +131,12 @@ class ImageReward(Preference):
 class Network(nn.Module):
     """BLIP's two towers and the head; vision, text: sizes other than the published model's."""
 
-    def __init__(
-        self, vision: Mapping[str, Any] | None = None, text: Mapping[str, Any] | None = None
-    ) -> None:
+    def __init__(self, vision: Mapping[str, Any] = {}, text: Mapping[str, Any] = {}) -> None:
         super().__init__()
-        vision_config = BlipVisionConfig(**VISION | dict(vision or {}))
+        vision_config = BlipVisionConfig(**VISION | dict(vision))
         # is_decoder builds the layers that attend to the image; the text is read bidirectionally
         width = {"encoder_hidden_size": vision_config.hidden_size, "is_decoder": True}
-        text_config = BlipTextConfig(**TEXT | dict(text or {}) | width)
+        text_config = BlipTextConfig(**TEXT | dict(text) | width)
         self.image_size = int(vision_config.image_size)  # pyright: ignore[reportArgumentType]
         self.vision = BlipVisionModel(vision_config)
         self.text = BlipTextModel(text_config, add_pooling_layer=False)
@@ -156,8 +154,7 @@ def official_names(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     renamed = {}
     for name, tensor in weights.items():
         for pattern, ours in KEYS:
-            match = re.fullmatch(pattern, name)
-            if match:
+            if match := re.fullmatch(pattern, name):
                 renamed |= {match.expand(ours): tensor} if ours else {}
                 break
         else:

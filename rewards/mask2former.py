@@ -274,7 +274,7 @@ class ClipColors:
         self.placement = Placement(self.model, device, offload)
         self.tokenizer = library.get_tokenizer(architecture)
         self.name = f"open_clip {library.__version__} {architecture} {pretrained}"
-        self._classifiers: dict[str, Tensor] = {}
+        self.classifier = cache(self._classifier)
 
     @torch.no_grad()
     def color(self, pixels: np.ndarray, mask: np.ndarray, thing: str) -> str:
@@ -289,16 +289,13 @@ class ClipColors:
             return COLORS[int((normalize(vector, dim=-1) @ self.classifier(thing).T).argmax())]
 
     @torch.no_grad()
-    def classifier(self, thing: str) -> Tensor:
-        """Unit vectors [10,D], one a colour: the mean over the templates; computed once a thing."""
-        if thing not in self._classifiers:
-            texts = [t.format(color=color, thing=thing) for color in COLORS for t in TEMPLATES]
-            with self.placement:
-                tokens = self.tokenizer(texts).to(self.placement.device)
-                vectors = normalize(self.model.encode_text(tokens).float(), dim=-1)
-            mean = vectors.view(len(COLORS), len(TEMPLATES), -1).mean(1)
-            self._classifiers[thing] = normalize(mean, dim=-1)
-        return self._classifiers[thing]
+    def _classifier(self, thing: str) -> Tensor:
+        """Unit vectors [10,D], one a colour: the mean over the templates."""
+        texts = [t.format(color=color, thing=thing) for color in COLORS for t in TEMPLATES]
+        with self.placement:
+            tokens = self.tokenizer(texts).to(self.placement.device)
+            vectors = normalize(self.model.encode_text(tokens).float(), dim=-1)
+        return normalize(vectors.view(len(COLORS), len(TEMPLATES), -1).mean(1), dim=-1)
 
     def of_boxes(
         self,

@@ -9,12 +9,11 @@ Nothing here loads a model.
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
@@ -31,6 +30,7 @@ from pydantic import (
 )
 from pydantic_core import ErrorDetails
 
+from flowalign.config.section import did_you_mean
 from flowalign.system.hub_address import HubAddress, secrets
 from flowalign.system.hub_files import TEXTS, WEIGHTS, HubFiles
 
@@ -138,18 +138,12 @@ def check_call(
         if name in takes:
             faults += _faults(what, name, annotations.get(name, Any), value)
         elif not takes_any:
-            close = suggestion(name, takes)
-            faults.append(f"{what} has no option {name!r}{close}; it takes {list(takes)}.")
+            hint = did_you_mean(name, takes)
+            faults.append(f"{what} has no option {name!r}.{hint} It takes {list(takes)}.")
     if faults:
         raise ValueError("\n".join(faults))
     if check_options := getattr(function, "check_options", None):
         check_options(**options)
-
-
-def suggestion(name: str, names: Iterable[str]) -> str:
-    """` (did you mean 'x'?)`, or nothing where no name is close."""
-    close = difflib.get_close_matches(name, list(names), n=1)
-    return f" (did you mean {close[0]!r}?)" if close else ""
 
 
 def _annotations(function: Callable[..., Any]) -> dict[str, Any]:

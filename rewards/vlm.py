@@ -131,15 +131,9 @@ class VLM(RewardBase):
         }
 
     @classmethod
-    def check_options(
-        cls,
-        template: str = "unifiedreward",
-        pattern: str | None = None,
-        scale: float | None = None,
-        **others: Any,
-    ) -> None:
+    def check_options(cls, *_: Any, template: str = "unifiedreward", **options: Any) -> None:
         """Raise ValueError for a template that cannot work. Sends no request."""
-        _template(template, pattern, scale)
+        _template(template, options.get("pattern"), options.get("scale"))
 
     def __call__(self, images: Tensor, prompts: Sequence[str], metadata: Metadata) -> Scores:
         """images [B,3,H,W] in [0,1], B prompts -> Scores of B, on the CPU; failed ones say why."""

@@ -28,8 +28,6 @@ Place = tuple[Tensor, Tensor]  # rows and columns of (image, step) pairs
 
 @dataclass(frozen=True)
 class Member:
-    """One teacher."""
-
     adapter: str | Path | Lora | None  # an opened one, its folder or Hub id; None = the base itself
     guidance: float = 1.0  # CFG scale of its labels
     extrapolate: float = 1.0  # lambda; 1 = its own velocity
@@ -66,18 +64,8 @@ class Bank:
         if any(m.extrapolate != 1 and m.reference == "start" for m in self.members.values()):
             adapters[START] = start
         for name, adapter in adapters.items():
-            if adapter is None:
-                continue
-            base = bases.get(name, backbone)
-            try:
-                base.load_adapter(name, adapter, frozen=True)
-            except (RuntimeError, ValueError, KeyError, TypeError) as error:
-                where = adapter.file.parent if isinstance(adapter, Lora) else adapter
-                raise ValueError(
-                    f"the adapter {where} does not fit the base "
-                    f"{base.name or 'model'}: {str(error).splitlines()[0]}. Give an adapter "
-                    "that was trained on this base."
-                ) from error
+            if adapter is not None:
+                bases.get(name, backbone).load_adapter(name, adapter, frozen=True)
 
     @torch.no_grad()
     def __call__(self, rollout: Rollout) -> TeacherLabel:

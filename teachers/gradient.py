@@ -168,7 +168,6 @@ class Gradient(WithPolicies[Moved]):
                 self.floor[number] = now - abs(now) * self.settings.rise
             elif now > floor:
                 self.floor[number] += self.settings.rise * (now - floor)
-
         return {**found, metrics.TAU: float(self.tau)}
 
 

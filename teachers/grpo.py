@@ -23,8 +23,6 @@ from flowalign.types import Gaussian, Rollout, Schedule, StepLoss
 
 
 class Grpo(Algorithm[Credit]):
-    """The algorithm."""
-
     needs_groups = False
 
     def __init__(self, parts: Parts) -> None:

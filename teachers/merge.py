@@ -42,8 +42,6 @@ class Factors:
 
 @dataclass(frozen=True)
 class MergeReport:
-    """What was merged, and how well."""
-
     method: str
     adapters: list[str]
     weights: list[float]

@@ -18,8 +18,6 @@ from flowalign.types import Rollout, StepLoss
 
 
 class Nft(Forward):
-    """The algorithm."""
-
     def prepare(self, rollout: Rollout, update: int) -> Matched:
         """An image without an advantage (r = 1/2) has no gradient while the student is the old
         policy: it then only keeps the student near it, and near the base."""

@@ -96,7 +96,7 @@ def test_an_adapter_of_another_base_is_refused(random_model: str, tmp_path: Path
     lora = read_lora(tmp_path / "mine")
     wide = {k: torch.cat([v, v], 1) if "lora_A" in k else v for k, v in lora.weights.items()}
     write_lora(tmp_path / "wide", wide, lora.metadata)
-    with pytest.raises(ValueError, match="does not fit the base .* trained on this base"):
+    with pytest.raises(ValueError, match="adapts .*, and the model has such a layer"):
         Bank(backbone, {"t": Member(tmp_path / "wide")}, {"ocr": "t"})
 
 

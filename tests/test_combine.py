@@ -174,7 +174,7 @@ def test_what_cannot_work_is_refused_before_any_model_is_loaded():
     ocr = {"name": "ocr"}
     cases = [
         ("weighted", {"rewards": []}, "`rewards`"),
-        ("weighted", {"rewards": [{"name": "ocrr"}]}, "did you mean 'ocr'"),
+        ("weighted", {"rewards": [{"name": "ocrr"}]}, "Did you mean 'ocr'"),
         ("weighted", {"rewards": [ocr | {"wieght": 1}]}, "`rewards.0.wieght`"),
         ("weighted", {"rewards": [ocr, ocr]}, "`label`"),
         ("weighted", {"rewards": [ocr | {"options": {"rule": "x"}}]}, "`rule` of reward 'ocr'"),

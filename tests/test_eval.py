@@ -350,7 +350,7 @@ def test_the_text_of_an_evaluation_is_encoded_at_once_and_not_per_batch(
 ) -> None:
     """The three encoders come once, for two evaluations, in which each text is encoded once."""
     backbone = fakes.backbone(random_model, offload_text_encoders=True)
-    backbone.text.negative()
+    _ = backbone.text.negative
     words = [f"a {letter}" for letter in "ABCDEFGHI"]
     mark = Benchmark("x", PromptBatch(words, ["x"] * 9, [{}] * 9), Judge())
     settings = SamplingConfig(steps=2, guidance=4.5, seed=7, batch_size=2)

@@ -68,10 +68,10 @@ def test_the_distribution_and_its_extras_are_those_of_the_project() -> None:
 
 
 def test_an_extra_is_installed_from_the_checkout_or_by_name(monkeypatch, tmp_path: Path) -> None:
-    assert packages.install_command("uvicorn") == f"pip install -e '{ROOT}[serve]'"
+    assert packages.hint("uvicorn") == f"Run `pip install -e '{ROOT}[serve]'`."
     monkeypatch.setattr(packages, "ROOT", tmp_path)
-    assert packages.install_command("open_clip") == "pip install 'flowalign-t2i[clip]'"
-    assert packages.install_command("rapidocr") == "pip install rapidocr onnxruntime"
+    assert packages.hint("open_clip") == "Run `pip install 'flowalign-t2i[clip]'`."
+    assert packages.hint("rapidocr") == "Run `pip install rapidocr onnxruntime`."
 
 
 def test_a_missing_package_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from flowalign.commands.evaluate import main
 from flowalign.eval.suite import Benchmark, Judged
-from flowalign.eval.table import Results, matrix, tables
+from flowalign.eval.table import Results, tables
 from flowalign.rewards import RewardBase
 from flowalign.types import PromptBatch
 
@@ -53,7 +53,7 @@ def test_the_worst_cell_is_the_largest_loss_to_the_first_model() -> None:
         for model, values in scores.items()
     }  # fmt: skip
     results = Results(marks, judged, {}, own=["a", "b"])
-    table = matrix(results)
+    table = results.crossed
     assert table
     row = table.rows["student"]
     assert row["own"].mean == pytest.approx(0.85) and row["others"].mean == pytest.approx(0.35)
@@ -61,4 +61,4 @@ def test_the_worst_cell_is_the_largest_loss_to_the_first_model() -> None:
     assert row["worst"].stderr == pytest.approx(0)  # paired
     assert table.shade("student", "a_b") == -100 and table.shade("student", "own") == 0
     assert list(tables(results, {})[0].decimals) == ["a", "b", "average"]
-    assert matrix(Results(marks[:2], judged, {}, own=["a", "b"])) is None
+    assert Results(marks[:2], judged, {}, own=["a", "b"]).crossed is None

@@ -101,14 +101,6 @@ def test_an_optimizer_step_learns_from_the_same_images_on_any_number_of_processe
             assert together == everyone[share * size : (share + 1) * size], world
 
 
-@pytest.mark.parametrize(("prompts", "copies", "shares", "world"), [(3, 2, 2, 1), (4, 2, 2, 8)])
-def test_images_that_cannot_be_shared_evenly_are_refused(
-    prompts: int, copies: int, shares: int, world: int
-) -> None:
-    with pytest.raises(ValueError, match="cannot be shared"):
-        shard(prompts, copies, shares, 0, world)
-
-
 def test_each_image_is_sampled_by_its_own_source(random_model: str, tmp_path: Path) -> None:
     """Whatever the order of the sources, and the batch: as each source alone samples it."""
     found = fakes.adapted(random_model)

@@ -43,7 +43,7 @@ def test_kept_embeddings_are_those_of_the_encoders(random_model: str, tmp_path: 
     plain, kept = encoder(random_model), encoder(random_model, tmp_path)
     for _ in range(2):  # encoded, then read
         assert_close(kept(TEXTS), plain(TEXTS), rtol=0, atol=5e-6)
-    assert_close(kept.negative(), plain([""]), rtol=0, atol=5e-6)
+    assert_close(kept.negative, plain([""]), rtol=0, atol=5e-6)
 
 
 def test_a_text_is_encoded_once_by_all_runs_and_whatever_its_batch(

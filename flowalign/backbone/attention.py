@@ -2,18 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from diffusers.models.attention_dispatch import AttentionBackendName, attention_backend
 from torch import nn
 
 from flowalign.system.packages import hint, installed
-
-
-def use_backend(transformer: Any, name: str) -> None:
-    """Let every attention layer use a backend of diffusers, which raises if it is not installed."""
-    with attention_backend(name):  # puts diffusers' global choice back, which the switch sets, too
-        transformer.set_attention_backend(name)
 
 
 def has_backends(transformer: nn.Module) -> bool:

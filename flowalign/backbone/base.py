@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from diffusers.models.attention_dispatch import attention_backend
 from peft import LoraConfig
 from peft.tuners.lora import LoraLayer
 from peft.utils import get_peft_model_state_dict, set_peft_model_state_dict
 from torch import Tensor, nn
 
 from flowalign.backbone.adapters import Lora, read_lora, write_lora
-from flowalign.backbone.attention import use_backend
 from flowalign.backbone.family import ModelError
 from flowalign.backbone.loading import family_of, load_pipeline
 from flowalign.backbone.lora import (
@@ -99,7 +99,8 @@ class Backbone:
         if torch.device(device).type == "cuda" and backbone.dtype != torch.float32:
             attention = attention or backbone.family.gpu_attention
         if attention:
-            use_backend(backbone.core, attention)
+            with attention_backend(attention):  # puts diffusers' global choice back, set here too
+                backbone.core.set_attention_backend(attention)
         if model.gradient_checkpointing:
             backbone.core.enable_gradient_checkpointing()
         return backbone
@@ -140,7 +141,7 @@ class Backbone:
         rows = {text: row for row, text in enumerate(texts)}
         index = torch.tensor([rows[text] for text in prompts], device=self.device)
         index = index.repeat_interleave(copies)
-        return Conditioning(self.text(texts), index, self.text.negative())
+        return Conditioning(self.text(texts), index, self.text.negative)
 
     def velocity(
         self,

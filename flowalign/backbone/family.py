@@ -73,6 +73,12 @@ class Family(ABC):
     foreign: layers by their names in the model's own code, for LoRAs of other programs: those here
     that they are made of, side by side. {} is the number of a block.
     tokenizer: the part whose tokens `max_sequence_length` limits. longest: its largest value.
+    even_grid: whether the scheduler shifts linspace(1, 1/T, T), not a grid of its own.
+    guidance: what a guidance scale is: of classifier-free guidance, an input of the transformer, or
+    nothing (the scale must be 1).
+    unused: names of layers among `targets` on which no velocity depends: adapters of them get no
+    gradient.
+    largest: pixels of the longest side that the transformer has positions for; None = any.
 
     A latent is [C,h,w]; pipe may lie on the meta device.
     """
@@ -86,15 +92,15 @@ class Family(ABC):
     tokenizer: ClassVar[str] = "tokenizer"
     longest: ClassVar[int] = 512
     patch: int = 2  # latents a side of a token
+    even_grid: bool = True
+    guidance: Literal["cfg", "embedded", "none"] = "cfg"
+    unused: Sequence[str] = ()
+    largest: int | None = None
     max_shift: ClassVar[float] = 1.15  # where the scheduler's config has none
     gpu_attention: ClassVar[str | None] = None  # in 16 bits, where model.attention is null
 
     def __init__(self, pipe: Any) -> None:
-        self.pipe = pipe
-
-    @property
-    def core(self) -> Any:
-        return self.pipe.transformer
+        self.pipe, self.core = pipe, pipe.transformer
 
     @property
     def scheduler(self) -> Any:
@@ -107,28 +113,11 @@ class Family(ABC):
         parts = (getattr(self.pipe, name, None) for name in ENCODERS)
         return [part for part in parts if part is not None]
 
-    @property
-    def even_grid(self) -> bool:
-        """Whether the scheduler shifts linspace(1, 1/T, T), not a grid of its own."""
-        return True
-
-    @property
-    def guidance(self) -> Literal["cfg", "embedded", "none"]:
-        """What a guidance scale is: of classifier-free guidance, an input of the transformer, or
-        nothing (the scale must be 1)."""
-        return "cfg"
-
     @classmethod
     def defaults(cls) -> tuple[int, float]:
         """(steps, guidance scale) of a call of the pipeline in diffusers."""
         call = inspect.signature(getattr(diffusers, cls.pipeline).__call__).parameters
         return call["num_inference_steps"].default, call[cls.scale].default
-
-    @property
-    def unused(self) -> Sequence[str]:
-        """Names of layers among `targets` on which no velocity depends: adapters of them get no
-        gradient."""
-        return ()
 
     @property
     def length(self) -> int:
@@ -149,11 +138,6 @@ class Family(ABC):
     def factor(self) -> int:
         """Pixels a side of a latent."""
         return self.pipe.vae_scale_factor
-
-    @property
-    def largest(self) -> int | None:
-        """Pixels of the longest side that the transformer has positions for; None = any."""
-        return None
 
     @property
     def usual(self) -> int:

@@ -39,10 +39,7 @@ class Flux2(Family):
     ]  # fmt: skip
     foreign = MODULATIONS | bfl_names(DOUBLE, SINGLE, EMBEDDERS, "time_guidance_embed")
     patch = 1
-
-    @property
-    def guidance(self) -> Literal["cfg", "embedded", "none"]:
-        return "embedded"
+    guidance = "embedded"
 
     @property
     def factor(self) -> int:

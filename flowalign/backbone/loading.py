@@ -32,14 +32,12 @@ from flowalign.system.hub_files import TEXTS, WEIGHTS, HubFiles
 FAMILIES: dict[str, type[Family]] = {
     family.pipeline: family for family in (SD3, Flux, Flux2, Flux2Klein, QwenImage, ZImage, Sana)
 }
-GROUP = "flowalign.backbones"  # of entry points, each a Family
-PAGE = "docs/backbones.md"
 
 
 @functools.cache
 def families() -> Mapping[str, type[Family]]:
     """{pipeline class: Family}: those built in, and those of plugins (entry points)."""
-    plugins = [point.load() for point in packages.entry_points(GROUP)]
+    plugins = [point.load() for point in packages.entry_points("flowalign.backbones")]
     return FAMILIES | {family.pipeline: family for family in plugins}
 
 
@@ -49,7 +47,7 @@ def family_of(pipeline: str) -> type[Family]:
     if pipeline not in known:
         raise ModelError(
             f"model.id: its model_index.json names a {pipeline}; flowalign knows "
-            f"{', '.join(known)}. {PAGE} says how to add a family."
+            f"{', '.join(known)}. docs/backbones.md says how to add a family."
         )
     return known[pipeline]
 

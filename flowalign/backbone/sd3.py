@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -41,6 +40,7 @@ class SD3(Family):
     targets = JOINT_ATTENTION
     tokenizer = "tokenizer_3"
     max_shift = 1.16
+    even_grid = False
     foreign = FINAL_LAYER | in_blocks("joint_blocks", "transformer_blocks", STABILITY)
 
     def __init__(self, pipe: Any) -> None:
@@ -60,10 +60,6 @@ class SD3(Family):
         clip = self.pipe.text_encoder.config.max_position_embeddings
         return [clip, clip, length][: len(self.encoders)]
 
-    @property
-    def even_grid(self) -> bool:
-        return False
-
     def text_shapes(self, length: int) -> dict[str, tuple[int, ...]]:
         """embeds: the tokens of CLIP, then those of T5."""
         config, clip = self.core.config, self.pipe.text_encoder.config.max_position_embeddings
@@ -72,13 +68,12 @@ class SD3(Family):
             "pooled": (config.pooled_projection_dim,),
         }
 
-    def encode(self, prompts: Sequence[str], length: int, device: Any) -> list[Text]:
+    def encode(self, prompts: list[str], length: int, device: Any) -> list[Text]:
         """embeds [L,D] and pooled [E] of each prompt."""
-        texts = list(prompts)
         embeds, _, pooled, _ = self.pipe.encode_prompt(
-            texts,
-            prompt_2=texts,
-            prompt_3=texts,
+            prompts,
+            prompt_2=None,  # the same
+            prompt_3=None,
             device=device,
             do_classifier_free_guidance=False,
             max_sequence_length=length,

@@ -6,13 +6,13 @@ import hashlib
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import cached_property
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor
-from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
 from flowalign.backbone.family import Family, Text
@@ -41,7 +41,6 @@ class TextEncoder:
         self.max_sequence_length = ModelSpec(model, family).length
         encoders, offload = family.encoders, model.offload_text_encoders
         self.placements = [Placement(part, device, offload) for part in encoders]
-        self._negative: Text | None = None
         self._held: dict[tuple[str, ...], Text] = {}  # by the texts of a call, on the CPU
         self.folder = None
         if model.text_cache is not None:
@@ -60,11 +59,10 @@ class TextEncoder:
             batch = stacked([self._read(prompt) for prompt in prompts])
         return {name: part.to(self.device) for name, part in batch.items()}
 
+    @cached_property
     def negative(self) -> Text:
         """The prompt without content, {name: [1, ...]}, for classifier-free guidance."""
-        if self._negative is None:
-            self._negative = self([self.family.negative])
-        return self._negative
+        return self([self.family.negative])
 
     @torch.no_grad()
     def prepare(self, calls: Sequence[Sequence[str]]) -> None:
@@ -145,14 +143,7 @@ def stacked(texts: Sequence[Mapping[str, Tensor]]) -> Text:
 def joined(negative: Mapping[str, Tensor], positive: Mapping[str, Tensor]) -> Text:
     """{name: [2B, ...]}: the negative prompt [1, ...] once for each row of the positive ones
     [B, ...], then these. The shorter texts are padded as by `stacked`."""
-    both = {}
-    for name, part in positive.items():
-        other = negative[name].expand(len(part), *negative[name].shape[1:])
-        if part.dim() > 1 and part.shape[1] != other.shape[1]:
-            longest = max(part.shape[1], other.shape[1])
-            part, other = (
-                pad(text, [0, 0] * (text.dim() - 2) + [0, longest - text.shape[1]])
-                for text in (part, other)
-            )
-        both[name] = torch.cat([other, part])
-    return both
+    return {
+        name: pad_sequence([*negative[name]] * len(part) + [*part], batch_first=True)
+        for name, part in positive.items()
+    }

@@ -108,7 +108,6 @@ def check_manifest(
 
 
 def file_sha256(path: str | Path) -> str:
-    """SHA-256 of a file."""
     with open(path, "rb") as file:
         digest = hashlib.sha256()
         while piece := file.read(1 << 20):

@@ -57,18 +57,12 @@ def installed(module: str) -> bool:
 
 
 def hint(module: str) -> str:
-    """The sentence that says how to install a package of EXTRAS or OTHERS."""
-    return f"Run `{install_command(module)}`."
-
-
-def install_command(module: str) -> str:
-    """What installs a package of EXTRAS or OTHERS; in a checkout, from its folder."""
+    """The sentence that says how to install a package of EXTRAS or OTHERS; in a checkout, from its
+    folder."""
     if module not in EXTRAS:
-        return f"pip install {OTHERS.get(module, module)}"
-    extra = f"[{EXTRAS[module]}]"
-    if (ROOT / "pyproject.toml").is_file():
-        return f"pip install -e '{ROOT}{extra}'"
-    return f"pip install '{DISTRIBUTION}{extra}'"
+        return f"Run `pip install {OTHERS.get(module, module)}`."
+    source = f"-e '{ROOT}" if (ROOT / "pyproject.toml").is_file() else f"'{DISTRIBUTION}"
+    return f"Run `pip install {source}[{EXTRAS[module]}]'`."
 
 
 def entry_points(group: str) -> importlib.metadata.EntryPoints:

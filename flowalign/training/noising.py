@@ -45,12 +45,9 @@ def of_sampler(
     """`count` noise levels [S], falling, of a sampler's own sigmas [T+1]: of the steps within, one
     drawn in each of so many parts of about equal size; all of them, where there are `count`. (AWM's
     code draws so, with its time_type "discrete".) Not stratified: any of them, as in DiffusionNFT.
-
-    Raises ValueError where there are fewer steps than levels.
+    There are at least as many steps as levels.
     """
     start, stop = steps_within(len(sigmas) - 1, within)
-    if count > stop - start:
-        raise ValueError(f"{count} noise levels of {max(stop - start, 0)} steps; take fewer")
     if not stratified:
         steps = np.random.default_rng(key).permutation(range(start, stop))[:count]
         return sigmas[torch.from_numpy(np.sort(steps))]

@@ -107,15 +107,11 @@ def shard(prompts: int, copies: int, shares: int, rank: int, world: int) -> list
     """The images of process `rank` of `world`, ordered by the optimizer step that they are for.
 
     The batch is cut into `shares` of complete prompts, one for each optimizer step. Every process
-    has an equal part of each share, so that a step learns from the same images whatever `world` is.
-    Raises ValueError where they cannot be shared evenly.
+    has an equal part of each share, so that a step learns from the same images whatever `world` is;
+    a config and preflight refuse what cannot be shared so.
     """
     size, rest = divmod(prompts // shares * copies, world)
-    if prompts % shares or rest:
-        raise ValueError(
-            f"{prompts} prompts x {copies} images cannot be shared by {world} processes in "
-            f"{shares} equal shares of complete prompts"
-        )
+    assert not (prompts % shares or rest)
     images = places(prompts, copies)
     starts = range(0, len(images), size * world)
     return [images[i] for s in starts for i in range(s + rank * size, s + (rank + 1) * size)]

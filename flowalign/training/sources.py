@@ -12,8 +12,6 @@ RAW = "https://raw.githubusercontent.com"
 
 @dataclass(frozen=True)
 class File:
-    """One file of a set."""
-
     name: str  # where it is written, below the data folder
     url: str
     checksum: str = ""  # "sha256:..." or "md5:..." of what is written, "" if none is known
@@ -26,8 +24,6 @@ class File:
 
 @dataclass(frozen=True)
 class Source:
-    """A prompt set."""
-
     prompts: str
     home: str  # "owner/repository/commit"
     licence: str

@@ -170,16 +170,14 @@ def decode_answer(reward: str, body: bytes, count: int) -> Scores:
         raise ValueError(f"the answer has {len(answer.results)} results, not {count}.")
     rows = []
     for each in answer.results:
-        numbers = {name: _float(number) for name, number in each.get(reward, {}).items()}
+        numbers = {
+            name: math.nan if number is None or abs(number) > FLOAT32 else number
+            for name, number in each.get(reward, {}).items()
+        }
         value = numbers.pop(reward, next(iter(numbers.values()), math.nan))
         rows.append(numbers | {"value": value})
     said = [*enumerate(answer.notes[:count]), *enumerate(answer.errors[:count])]
     return Scores.of_rows(rows, {row: texts[reward] for row, texts in said if reward in texts})
-
-
-def _float(number: float | None) -> float:
-    """NaN for what float32 cannot hold."""
-    return math.nan if number is None or abs(number) > FLOAT32 else number
 
 
 def parse(data: bytes | bytearray, kind: type[Kind]) -> Kind:

@@ -140,12 +140,10 @@ def _facts(
 def _pictures(run: Path) -> list[tuple[str, str]]:
     found = {"Curves": run / pictures.CURVES}
     held_out, training = (samples.updates(run, k) for k in (samples.EVALUATION, samples.TRAINING))
-    for update in [*held_out[:1], *held_out[-1:]]:  # before and after
-        path = samples.place(run, samples.EVALUATION, update, "png")
-        found[f"Held-out prompts at update {update}"] = path
-    for update in training[-1:]:
-        path = samples.place(run, samples.TRAINING, update, "png")
-        found[f"Training samples at update {update}"] = path
+    for n in [*held_out[:1], *held_out[-1:]]:  # before and after
+        found[f"Held-out prompts at update {n}"] = samples.place(run, samples.EVALUATION, n)
+    for n in training[-1:]:
+        found[f"Training samples at update {n}"] = samples.place(run, samples.TRAINING, n)
     return [
         (title, f"data:image/png;base64,{base64.b64encode(path.read_bytes()).decode()}")
         for title, path in found.items()

@@ -8,7 +8,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 
 from flowalign.config import TrainingStage
@@ -52,12 +52,10 @@ class Progress:
         self.first: tuple[float, int] | None = None  # when which update was shown first
         self.seconds: float | None = None  # an update takes, with evaluations and checkpoints
 
-    @contextmanager
-    def live(self, update: int) -> Iterator[None]:
+    def live(self, update: int) -> AbstractContextManager[None]:
         """Around the run, which starts after `update` updates."""
         self.done = update
-        with recorded(self.folder, self.main, lambda: self.done):
-            yield
+        return recorded(self.folder, self.main, lambda: self.done)
 
     def update(self, update: int, values: Mapping[str, float]) -> None:
         if not self.main:

@@ -33,7 +33,7 @@ def write_rollout(folder: Path, update: int, rollout: Rollout, notes: Sequence[s
     rows = list(range(0, len(rollout), max(1, copies // COPIES)))[:SHOWN]
     about = zip(rollout.batch.select(rows).prompts, [notes[row] for row in rows], strict=True)
     captions = [f"{prompt}\n{note}".strip() for prompt, note in about]
-    path = place(folder, TRAINING, update, "png")
+    path = place(folder, TRAINING, update)
     grid(path, list(rollout.images[rows]), captions, title=path.stem)
     _remove_old(folder, TRAINING)
     return path
@@ -44,7 +44,7 @@ def write_examples(folder: Path, update: int, examples: Sequence[Example]) -> Pa
     images = [pixels_of(example.picture) for example in examples]
     notes = ["" if e.score is None else score_text(e.score) for e in examples]
     captions = [f"{e.prompt}\n{note}".strip() for e, note in zip(examples, notes, strict=True)]
-    path = place(folder, EVALUATION, update, "png")
+    path = place(folder, EVALUATION, update)
     grid(path, images, captions, title=path.stem)
     _remove_old(folder, EVALUATION)
     return path
@@ -53,9 +53,8 @@ def write_examples(folder: Path, update: int, examples: Sequence[Example]) -> Pa
 # The files ---------------------------------------------------------------------------------------
 
 
-def place(run: Path, kind: str, update: int, ending: str) -> Path:
-    """A file of a sample: "png", or "json"."""
-    return run / "samples" / f"{kind}{update:06d}.{ending}"
+def place(run: Path, kind: str, update: int) -> Path:
+    return run / "samples" / f"{kind}{update:06d}.{'json' if kind == DRIFT else 'png'}"
 
 
 def updates(run: Path, kind: str) -> list[int]:
@@ -65,21 +64,19 @@ def updates(run: Path, kind: str) -> list[int]:
 
 
 def write_drift(folder: Path, update: int, content: Any) -> None:
-    """Keep a check of the drift."""
-    with replacing(place(folder, DRIFT, update, "json")) as part:
+    with replacing(place(folder, DRIFT, update)) as part:
         part.write_text(json.dumps(content, allow_nan=False), encoding="utf-8")
     _remove_old(folder, DRIFT)
 
 
 def _remove_old(folder: Path, kind: str) -> None:
     for update in updates(folder, kind)[1:-KEPT]:
-        for ending in ("json", "png"):
-            place(folder, kind, update, ending).unlink(missing_ok=True)
+        place(folder, kind, update).unlink(missing_ok=True)
 
 
 def read_drift(run: Path) -> tuple[int, Any] | None:
     """Update and content of the newest check that can be read; None if there is none."""
     for update in updates(run, DRIFT)[::-1]:
         with suppress(OSError, ValueError):
-            return update, json.loads(place(run, DRIFT, update, "json").read_text("utf-8"))
+            return update, json.loads(place(run, DRIFT, update).read_text("utf-8"))
     return None

@@ -43,12 +43,10 @@ class Checkpoints:
     def all(self) -> list[Path]:
         """Those with a manifest, oldest first. Whether their files are as it says,
         `flowalign.training.run.resume.newest` finds out."""
-        return [
-            path for path in resume.checkpoints(self.run) if (path / manifest.MANIFEST).is_file()
-        ]
+        named = resume.checkpoints(self.run)
+        return [path for path in named if (path / manifest.MANIFEST).is_file()]
 
     def latest(self) -> Path | None:
-        """The newest of them, if any."""
         return (self.all() or [None])[-1]
 
     def save(
@@ -70,7 +68,7 @@ class Checkpoints:
         drawn, rest = get_rng()
         # as bytes: gather_object fails to unpickle these tensors (torch 2.11)
         rngs: list[tuple[bytes, str]] = gather_object([(save(drawn), json.dumps(rest))])
-        final = self.folder / resume.name_of(update)
+        final = self.folder / f"update_{update:06d}"  # six digits: names sort as numbers
 
         def write() -> None:
             with files.replacing(final, durable=True, swap=True) as part:

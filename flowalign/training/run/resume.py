@@ -35,11 +35,6 @@ FREE = {"train", "evaluation", "alarm", "output"}
 DELETE = "Delete the folder to start again, or choose another `output`."
 
 
-def name_of(update: int) -> str:
-    """The name of a checkpoint. Six digits: names sort as numbers."""
-    return f"update_{update:06d}"
-
-
 def update_of(folder: Path) -> int:
     """The number in the name of a checkpoint; -1 for a folder that is not named as one."""
     match = NAME.fullmatch(folder.name)
