@@ -341,7 +341,8 @@ class Draft:
         if prompts:
             path = Path(prompts)  # of x_train or x, x_val
             validation = path.with_name(f"{path.stem.removesuffix('_train')}_val{path.suffix}")
-            file = PROMPTS / f"{validation.name}.jsonl" if prompts.startswith("tiny/") else validation
+            shipped = prompts.startswith("tiny/")
+            file = PROMPTS / f"{validation.name}.jsonl" if shipped else validation
             task |= {"prompts": prompts, "validation": file.is_file() and str(validation)}
         return {key: value for key, value in task.items() if value}
 

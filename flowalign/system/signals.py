@@ -7,6 +7,7 @@ is what Slurm is told to send some time before (`scripts/slurm/`).
 from __future__ import annotations
 
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -19,8 +20,9 @@ UNFINISHED = 75  # EX_TEMPFAIL of sysexits.h: not finished, start the same comma
 CODES = {  # exit statuses; a shell reports a process that a signal ended by 128 + its number
     signal.SIGINT: 128 + signal.SIGINT,
     signal.SIGTERM: 128 + signal.SIGTERM,
-    signal.SIGUSR1: UNFINISHED,
 }
+if sys.platform != "win32":
+    CODES[signal.SIGUSR1] = UNFINISHED
 ECHO = 1.0  # seconds in which a signal that comes again is the same request: launchers repeat it
 
 
