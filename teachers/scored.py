@@ -7,6 +7,7 @@ need of other rollouts or of the parts of a reward is collected here, the same o
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,7 @@ from accelerate.utils import gather_object
 from torch import Tensor
 
 from flowalign.config import AdvantageConfig, EarlierConfig
+from flowalign.config.learning import ADVANTAGES
 from flowalign.rewards import as_reward
 from flowalign.rewards.scoring import AsyncScorer, TaskRewards
 from flowalign.training import metrics
@@ -25,6 +27,8 @@ from flowalign.training.report.pictures import score_text
 from flowalign.training.rollout import OnImages
 from flowalign.training.run.processes import Means
 from flowalign.types import PromptBatch, Rollout, Scores
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +46,7 @@ class Scored:
         self.weights = {
             name: dict(as_reward(reward).weights or {}) for name, reward in parts.rewards.items()
         }
-        self.variant = advantage_function(settings.advantage)
+        self.variant, self.clipped = advantage_function(settings.advantage), False  # none so far
         self.running = RunningRewards.of(settings, parts.prompts)
         self.max_invalid_share = train.max_invalid_share
         score = TaskRewards(parts.rewards)
@@ -81,8 +85,18 @@ class Scored:
             average = self.running.average(keys, update)
             self.running.add(keys, value, valid, update)
             more = self._earlier(average)
+        found = self.variant(value, group, valid=valid, task=task, **more)
         limit = self.settings.advantage_clip
-        advantages = self.variant(value, group, valid=valid, task=task, **more).clamp(-limit, limit)
+        advantages, clipped = (
+            found.clamp(-limit, limit),
+            float((found.abs() > limit).float().mean()),
+        )
+        if clipped and self.settings.advantage not in ADVANTAGES and not self.clipped:
+            self.clipped = True
+            text = (
+                "update %d: %.0f %% of the advantages of %s are clipped to +- advantage_clip = %g"
+            )
+            log.warning(text, update, 100 * clipped, self.settings.advantage, limit)
         first = self.accelerator.process_index * len(rollout)
         advantage = advantages[first : first + len(rollout)]
         measured = {
@@ -90,6 +104,7 @@ class Scored:
             metrics.REWARD_STD: float(value[valid].std(correction=0)),
             metrics.INVALID_SHARE: 1 - float(valid.float().mean()),
             metrics.KEPT_SHARE: float((advantages != 0).float().mean()),
+            metrics.CLIPPED_ADVANTAGES: clipped,
         }
         measured |= {**by_task(names, task, value, valid, advantages), **_part_means(scores)}
         return Credit(

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.testing import assert_close
 
-from flowalign import credit
+from flowalign import config, credit
 from flowalign.commands.card import origins
 from flowalign.config import ConfigError, parse, to_yaml
 from flowalign.config.learning import ADVANTAGES
@@ -202,7 +202,7 @@ def test_one_that_gives_no_advantages_is_refused_before_a_model_is_loaded(bad: s
 
 
 def test_one_may_be_an_entry_point_and_a_run_learns_by_it(
-    random_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    random_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
     info = tmp_path / "site" / "own-1.0.dist-info"
     info.mkdir(parents=True)
@@ -216,3 +216,9 @@ def test_one_may_be_an_entry_point_and_a_run_learns_by_it(
     scores = fakes.redness(Tensor(rollout.images), [], []).value
     assert_close(found.advantage, centred(scores, rollout.group))
     assert "advantages by `centred`" in origins(tmp_path, given)
+    assert found.metrics["clipped_advantages"] == 0 and not caplog.messages
+    loop = fakes.wired(config.parse(given.model_dump(mode="json"), ["grpo.advantage_clip=1e-9"]))
+    for update in (1, 2):
+        assert loop.prepare(loop.rollout(update)).metrics["clipped_advantages"] > 0.5
+    (text,) = caplog.messages  # once
+    assert "centred" in text and "advantage_clip" in text

@@ -51,7 +51,8 @@ def test_the_judges_of_other_benchmarks_are_rewards_with_options_that_they_take(
 def test_the_config_that_it_keeps_is_the_same_evaluation(tmp_path: Path) -> None:
     """Run again from there, nothing is sampled or scored a second time."""
     out = tmp_path / "out"
-    flags = ["--lora", "tiny/ocr", "second=tiny/geneval", "--benchmarks", "ocr", "--limit", "2"]
+    flags = ["--lora", "tiny/ocr", "--lora", "second=tiny/geneval", "--benchmarks", "ocr"]
+    flags += ["--limit", "2"]
     assert main(["--out", str(out), *flags, "sampling.steps=2"]) == 0
     table = (out / "table.md").read_text()
     assert "| ocr |" in table and "| second |" in table

@@ -235,7 +235,7 @@ def test_the_anchor_of_own_teachers_is_that_of_good_pictures_or_the_base(
 def test_loras_without_rewards_are_measured_by_their_distance() -> None:
     for name in ("ink", "ink_val", "dots", "dots_val"):
         Path(f"{name}.txt").write_text('a sign that says "KITE"\n')
-    words = ["--stage", "opd", "--loras", "loras/ink.safetensors", "me/dots"]
+    words = ["--stage", "opd", "--loras", "loras/ink.safetensors", "--loras", "me/dots"]
     words += ["--prompts", "ink.txt", "dots.txt"]
     config = written(*words)
     adapters = {name: teacher.adapter for name, teacher in config.teachers.items()}

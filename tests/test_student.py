@@ -229,7 +229,8 @@ def test_without_rewards_the_nearest_student_is_kept(random_model: str, tmp_path
     assert best["headline"] == max(row[metrics.HEADLINE] for row in rows)
     assert [row["update"] for row in rows] == [0, 1, 2]
     # for people a distance, which is not negative
-    assert f"(distance to the teachers {-best['headline']:.4f}" in str(kept(Path(config.output)))
+    text = f"(held-out distance to the teachers {-best['headline']:.4f}"
+    assert text in str(kept(Path(config.output)))
     # and images of the held-out prompts, which have no score
     assert samples.updates(Path(config.output), samples.EVALUATION) == [0, 1, 2]
 

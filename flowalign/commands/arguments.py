@@ -32,7 +32,7 @@ def init(argv: Sequence[str]) -> argparse.Namespace:
     add = parser.add_argument
     add("--stage", choices=stage_names(), required=True, help=stages)
     add("--model", default="tiny", help="tiny (default), a folder or a Hub id")
-    many = {"nargs": "+", "default": []}
+    many: Any = {"nargs": "+", "default": [], "action": "extend"}
     add("--reward", metavar="NAME", **many,
         help="what scores the images, such as ocr, geneval or my_rewards:redness; one per task "
         f"(grpo, nft, awm, opd, sft; {NONE} = a task of opd or sft without one), teacher (recipe: "

@@ -49,12 +49,12 @@ def parser() -> argparse.ArgumentParser:
         "is kept there")  # fmt: skip
     add("--variant", help="of --config: a YAML file of keys by stage: other hardware")
     add("--model", help="tiny (default), a folder or a Hub id")
-    add("--lora", nargs="+", metavar="NAME=ADAPTER", help="folders or Hub ids")
-    add("--images", nargs="+", metavar="NAME=SOURCE",
+    some: Any = {"nargs": "+", "action": "extend"}
+    add("--lora", metavar="NAME=ADAPTER", help="folders or Hub ids", **some)
+    add("--images", metavar="NAME=SOURCE", **some,
         help="folders or files of images with their prompts, of --benchmarks of --model; no model "
         "is loaded")  # fmt: skip
-    add("--benchmarks", nargs="+", metavar="NAME",
-        help="default: those of the family's eval.yaml")  # fmt: skip
+    add("--benchmarks", metavar="NAME", help="default: those of the family's eval.yaml", **some)
     add("--limit", type=int, help="only the first so many prompts of each")
     add("overrides", nargs="*", metavar="key.path=value", help="change the config")
     return parser

@@ -177,7 +177,8 @@ class Draft:
         return {k: v for k, v in data.items() if k in stage_class(self.stage).model_fields}
 
     def notes(self, data: Mapping[str, Any]) -> Iterator[str]:
-        if label := label_of(self.folder / "eval.yaml"):
+        label = label_of(self.folder / "eval.yaml")
+        if label and self.stage in STAGES:  # not a plugin
             text = f"{label} with the prompts and rewards there ({LABELS[label]})"
             yield f"settings as in configs/{self.folder.name}: {text}."
         if not self.known:

@@ -32,6 +32,7 @@ TASK_REWARD_STD = "task_reward_std/"
 TASK_ADVANTAGE = "task_advantage/"  # mean of |advantage|
 INVALID_SHARE = "invalid_share"
 KEPT_SHARE = "kept_share"  # share of images whose advantage is not 0
+CLIPPED_ADVANTAGES = "clipped_advantages"
 MOVED_SHARE = "moved_share"  # of the images, along their reward's gradient
 MOVED_GAIN = "moved_gain"  # what it gained them, mean
 PAIR_ACCURACY = "pair_accuracy"  # share of the pairs whose chosen image gained more
@@ -75,7 +76,7 @@ def headline(values: Mapping[str, float]) -> str:
     """The headline of an evaluation for people. Without a reward it is minus a distance."""
     if any(name.startswith(EVAL) and name != HEADLINE for name in values):
         return f"held-out {values[HEADLINE]:.3f}"
-    return f"distance to the teachers {-values[HEADLINE]:.4f}"
+    return f"held-out distance to the teachers {-values[HEADLINE]:.4f}"
 
 
 # What a curve means, in a sentence below it; see `meaning`.
@@ -91,6 +92,7 @@ MEANINGS = {
     TEACHER_ERROR: "The distance to the teacher; should fall for every curve.",
     FIXED_PATH: "The distance to the target on the teacher's own path; should fall.",
     KEPT_SHARE: "kept_share: the share of images that count (advantage not 0); near 1 is good.",
+    CLIPPED_ADVANTAGES: "clipped_advantages: the share that advantage_clip clips.",
     PAIR_ACCURACY: "pair_accuracy: the share of pairs that the model ranks as their voters did.",
     MARGIN: "margin: how much more the chosen images gained than the rejected ones; should rise.",
     CHOSEN_GAIN: "chosen_gain: below 0 the model fits the chosen images, too, worse than before.",

@@ -69,8 +69,7 @@ class StudentConfig(Section):
     teacher's log-ratio. published: the official arithmetic."""
     weighting: Literal["kl", "published", "mean", "velocity"] = "velocity"
     """w(sigma) of the distance w |v - v_teacher|^2; see flowalign.training.losses.step_weights. The
-    defaults here and of noise_levels did best in the first tiny world; in the second, random ones
-    are as good or better (docs/log). The paper has kl and all noise levels."""
+    paper has kl and all noise levels."""
     noise_levels: StatesConfig = StatesConfig(select="high_noise")
     guidance: NotNegative | None = Field(default=None, examples=[1.0])
     """CFG scale of the student in the loss; null = rollout.guidance."""

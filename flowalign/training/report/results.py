@@ -21,14 +21,17 @@ FILES = {"report": "report.html", "grid": "grid.png", "table": "table.md", "adap
 
 @dataclass(frozen=True)
 class Kept:
-    """The evaluation that chose the adapter of a run, and the last one: rows of its log."""
+    """The evaluation that chose the adapter of a run, the last and the first: rows of its log."""
 
     row: Mapping[str, Any]
     last: Mapping[str, Any]
+    first: Mapping[str, Any]
 
     def __str__(self) -> str:
         said, last = metrics.headline(self.row), metrics.headline(self.last).split()[-1]
         more = "" if self.row == self.last else f"; the last: {last}"
+        if self.first[metrics.HEADLINE] > self.row[metrics.HEADLINE]:
+            more += f"; the start: {metrics.headline(self.first).split()[-1]}"
         return f"update {self.row[metrics.UPDATE]} of {self.last[metrics.UPDATE]} ({said}{more})"
 
 
@@ -46,7 +49,8 @@ def kept(folder: Path) -> Kept | None:
     except (OSError, ValueError, AttributeError):
         return None
     rows = evaluations(folder)
-    return next((Kept(row, rows[-1]) for row in rows if row[metrics.UPDATE] == chosen), None)
+    of = (Kept(row, rows[-1], rows[0]) for row in rows if row[metrics.UPDATE] == chosen)
+    return next(of, None)
 
 
 def unlearnt(adapter: str | None) -> str:
