@@ -6,8 +6,9 @@ NFT.
 Every folder holds a run of benchmarks/seeds.yaml. The fourth task asks for Noto's style with bare
 prompts ("two dogs"); the base draws a quarter of them so. The student of the folder gets it in
 three ways, each with as many forward passes: a teacher by NFT, then distillation from all four
-teachers; NFT on the new task alone; NFT on all four tasks. A fourth way distils for 40 rollouts,
-for more passes. Writes FOLDER/one_more/, of which `flowalign eval table` makes one table.
+teachers; NFT on the new task alone; NFT on all four tasks. Two more distil for 40 rollouts, for
+more passes, one of them at random noise levels. Writes FOLDER/one_more/, of which `flowalign eval
+table` makes one table.
 """
 
 from __future__ import annotations
@@ -74,10 +75,10 @@ def recipe(run: Path, seed: int, updates: int | None, limit: int) -> dict[str, A
         "evaluation": None,
         "train": train(10),
     }
+    low = {"noise_levels": {"select": "random", "count": 1}}  # a style shows at low noise, too
     benchmarks = [*judges, {"name": "noto", "prompts": files["test"], "reward": reward}]
-    models = {
-        m: f"stage:{m}" for m in ("teacher_noto", "nft_new", "nft_all", "distilled", "distilled_40")
-    }
+    ways = ("teacher_noto", "nft_new", "nft_all", "distilled", "distilled_40", "distilled_random")
+    models = {way: f"stage:{way}" for way in ways}
     size = {"height": 96, "width": 96, "max_sequence_length": 14}
     return {
         "stage": "recipe",
@@ -93,6 +94,7 @@ def recipe(run: Path, seed: int, updates: int | None, limit: int) -> dict[str, A
             },
             "distilled": distilled,
             "distilled_40": distilled | {"train": train(40)},
+            "distilled_random": distilled | {"train": train(40), "student": low},
             "nft_new": nft | {"tasks": [task], "train": train(25)},
             "nft_all": nft | {"tasks": [*old, task], "train": train(25)},
             "table": {
