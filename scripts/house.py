@@ -26,7 +26,7 @@ LINKED = ("rewards", "teachers", "eval")
 BUDGET = {
     "backbone": 3244,
     "commands": 4635,
-    "config": 2269,
+    "config": 2268,
     "credit": 244,
     "eval": 2526,
     "flowalign": 64,
