@@ -219,6 +219,7 @@ def test_one_may_be_an_entry_point_and_a_run_learns_by_it(
     assert found.metrics["clipped_advantages"] == 0 and not caplog.messages
     loop = fakes.wired(config.parse(given.model_dump(mode="json"), ["grpo.advantage_clip=1e-9"]))
     for update in (1, 2):
-        assert loop.prepare(loop.rollout(update)).metrics["clipped_advantages"] > 0.5
+        found = loop.prepare(loop.rollout(update))
+        assert found.metrics["clipped_advantages"] > 0.5
     (text,) = caplog.messages  # once
     assert "centred" in text and "advantage_clip" in text

@@ -210,12 +210,22 @@ def check_arguments(command: Command, what: str, namespace: argparse.Namespace) 
             rewards.check(PLUGINS.get(name, name), options)
     loras = given.get("lora") or []
     named = [text.rpartition("=")[2] for text in ([loras] if isinstance(loras, str) else loras)]
-    for folder in [*given.get("adapters", []), *named]:
+    theirs = {
+        text for words in inits() for text in words
+    }  # LoRAs of the reader's, as init has them
+    for folder in {*given.get("adapters", []), *named} - theirs - {"base"}:
         assert folder in written() or (adapter_folder(folder) / ADAPTER).is_file(), folder
 
 
 def in_a_block(path: str) -> bool:
-    return any(block.notes.get("file") == path for block in BLOCKS)
+    """Is it a file that the reader writes, or that `flowalign init` writes for them?"""
+    made = [words[words.index("--out") + 1] for words in inits() if "--out" in words]
+    return path in made or any(block.notes.get("file") == path for block in BLOCKS)
+
+
+def inits() -> list[tuple[str, ...]]:
+    """The commands that write a config."""
+    return [c.words for c in COMMANDS if c.words[:2] == ("flowalign", "init")]
 
 
 @functools.cache
@@ -250,6 +260,8 @@ def written() -> set[str]:
         elif isinstance(config, RecipeStage):
             folders |= {f"{config.output}/{name}/adapter" for name in config.stages}
     merges = [c.words for c in COMMANDS if c.words[:2] == ("flowalign", "merge")]
+    drafts = [Path(words[words.index("--out") + 1]) for words in inits() if "--out" in words]
+    folders |= {f"outputs/{draft.stem}/adapter" for draft in drafts}
     return folders | {words[words.index("--out") + 1] for words in merges if "--out" in words}
 
 

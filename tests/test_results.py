@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import fakes
 import pytest
@@ -57,7 +58,7 @@ def test_a_run_says_which_adapter_was_kept_and_warns_if_it_is_the_one_it_began_w
 
 
 def test_a_student_is_looked_at_beside_its_teachers(tmp_path: Path) -> None:
-    config = fakes.distillation("tiny", tmp_path)
+    config: Any = fakes.distillation("tiny", tmp_path)
     (tmp_path / "adapter").mkdir()
     (line,) = [line for line in summary(config).splitlines() if "sample PROMPT" in line]
     loras = [teacher.adapter for teacher in config.teachers.values()]
