@@ -117,8 +117,7 @@ def compared(found: config.TrainingStage, device_type: str) -> dict[str, tuple[i
     seen, expected = footprint(found), predict(found, device_type=device_type)
     each = {phase.name: phase.bytes for phase in expected.phases}
     sampling = max(each.pop(n, 0) for n in ("text", "rollout", "VAE decode"))
-    targets = max(each.pop(name, 0) for name in ("labels", "noising", "reward gradient"))
-    each["labels"] = targets
+    each["labels"] = max(each.pop(name, 0) for name in ("labels", "noising", "reward gradient"))
     foreseen = {"resident": expected.resident, "rollout": sampling, **each}
     peak = seen["resident"] + max(v for k, v in seen.items() if k != "resident")
     pairs = {k: (v, foreseen[k]) for k, v in seen.items() if foreseen.get(k)}

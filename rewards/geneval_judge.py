@@ -115,8 +115,10 @@ def partial_credit(
     "published": the reward server's `scores`, with its quirks: 1 - |n - found| / n has no floor;
       a failed relation adds 0 and then a spurious 1 (a lone position failure scores 0.75); a
       wrong count adds one 0 for colour and position together; exclude is ignored; 0 if no include.
-    Raises as `judge`.
+    Raises as `judge`; ValueError for another variant.
     """
+    if variant not in ("bounded", "published"):
+        raise ValueError(f"variant {variant!r} is unknown; use 'bounded' or 'published'.")
     selected = select(metadata, detections, **rules)
     outcomes = _outcomes(metadata, selected, detections, colors, position_threshold, equal=True)
     if variant == "published":

@@ -24,17 +24,17 @@ from pathlib import Path
 LINKED = ("rewards", "teachers", "eval")
 # Lines a room may have. A change that needs more says so here.
 BUDGET = {
-    "backbone": 3244,
-    "commands": 4635,
+    "backbone": 3252,
+    "commands": 4629,
     "config": 2268,
     "credit": 244,
     "eval": 2526,
     "flowalign": 64,
-    "rewards": 4289,
+    "rewards": 4291,
     "sde": 185,
     "system": 1184,
-    "teachers": 1418,
-    "training": 5070,
+    "teachers": 1414,
+    "training": 5076,
     "types": 267,
 }
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)

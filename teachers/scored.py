@@ -87,15 +87,11 @@ class Scored:
             more = self._earlier(average)
         found = self.variant(value, group, valid=valid, task=task, **more)
         limit = self.settings.advantage_clip
-        advantages, clipped = (
-            found.clamp(-limit, limit),
-            float((found.abs() > limit).float().mean()),
-        )
+        advantages = found.clamp(-limit, limit)
+        clipped = float((found.abs() > limit).float().mean())
         if clipped and self.settings.advantage not in ADVANTAGES and not self.clipped:
             self.clipped = True
-            text = (
-                "update %d: %.0f %% of the advantages of %s are clipped to +- advantage_clip = %g"
-            )
+            text = "update %d: %.0f %% of the advantages of %s are clipped: advantage_clip = %g"
             log.warning(text, update, 100 * clipped, self.settings.advantage, limit)
         first = self.accelerator.process_index * len(rollout)
         advantage = advantages[first : first + len(rollout)]

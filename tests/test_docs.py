@@ -210,9 +210,7 @@ def check_arguments(command: Command, what: str, namespace: argparse.Namespace) 
             rewards.check(PLUGINS.get(name, name), options)
     loras = given.get("lora") or []
     named = [text.rpartition("=")[2] for text in ([loras] if isinstance(loras, str) else loras)]
-    theirs = {
-        text for words in inits() for text in words
-    }  # LoRAs of the reader's, as init has them
+    theirs = {text for words in inits() for text in words}  # LoRAs of the reader's own
     for folder in {*given.get("adapters", []), *named} - theirs - {"base"}:
         assert folder in written() or (adapter_folder(folder) / ADAPTER).is_file(), folder
 

@@ -65,6 +65,8 @@ def test_bounded_credit_of_the_cases_that_the_published_score_gets_wrong():
     single = {"tag": "single_object", "include": [dog]}
     assert partial_credit(single, crowd, {}, variant="published") == -14
     assert partial_credit(single, crowd, {}) == 0
+    with pytest.raises(ValueError, match="bounded"):
+        partial_credit(single, crowd, {}, variant="none")
 
 
 def test_colors_may_be_a_callable_that_is_asked_by_raw_index():

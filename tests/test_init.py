@@ -208,6 +208,11 @@ def test_own_prompts_and_a_reward() -> None:
     assert table.fidelity is None  # needs tiny prompts
     shipped = written("--stage", "grpo", "--reward", "ocr", "--prompts", "tiny/ocr_train")
     assert shipped.tasks[0].validation == "tiny/ocr_val" and shipped.evaluation
+    Path("tiny").mkdir()  # a folder of the user's own
+    for name in ("tiny/my.txt", "tiny/my_val.txt"):
+        Path(name).write_text('a sign that says "LAMP"\n')
+    own = written("--stage", "grpo", "--reward", "ocr", "--prompts", "tiny/my.txt")
+    assert own.tasks[0].validation == "tiny/my_val.txt"
 
 
 def test_own_teachers() -> None:

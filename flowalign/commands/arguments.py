@@ -59,14 +59,9 @@ def sample(argv: Sequence[str]) -> argparse.Namespace:
     add = parser.add_argument
     add("prompts", nargs="+", help="for example 'a red sign that says \"CAT\"'")
     add("--model", help="tiny, a folder or a Hub id; default: the LoRA's, or tiny")
-    add(
-        "--lora",
-        action="append",
-        default=[],
-        metavar="[NAME=]ADAPTER",
-        help="a folder, file or "
-        "Hub id, or `base`. Several, each after a --lora of its own: side by side, of one noise",
-    )
+    help = "a folder, file or Hub id, or `base`. Several, each after a --lora of its own: side by "
+    help += "side, of one noise"
+    add("--lora", action="append", default=[], metavar="[NAME=]ADAPTER", help=help)
     help = "file of the grid; default: samples.png, or the next free number. Images above "
     help += f"{SHOWN} pixels, and several of a prompt, also go one by one to a folder of that name"
     add("--out", type=Path, help=help)

@@ -18,7 +18,6 @@ from flowalign import rewards as reward_registry
 from flowalign.backbone import ModelError, family_of
 from flowalign.backbone.loading import pipeline_name
 from flowalign.backbone.structure import find, known
-from flowalign.backbone.tiny import PROMPTS
 from flowalign.commands import CONFIGS, SD35, recipe
 from flowalign.commands.arguments import NONE
 from flowalign.commands.prompts.fetch import missing_sets
@@ -39,6 +38,7 @@ from flowalign.config.safe_yaml import dump_yaml
 from flowalign.config.section import about
 from flowalign.system.exit import refusing
 from flowalign.system.files import expanded, replacing
+from flowalign.training.data import path_of
 from flowalign.training.preflight import FEW
 
 WIDTH = 90  # of a comment
@@ -342,9 +342,8 @@ class Draft:
         if prompts:
             path = Path(prompts)  # of x_train or x, x_val
             validation = path.with_name(f"{path.stem.removesuffix('_train')}_val{path.suffix}")
-            shipped = prompts.startswith("tiny/")
-            file = PROMPTS / f"{validation.name}.jsonl" if shipped else validation
-            task |= {"prompts": prompts, "validation": file.is_file() and str(validation)}
+            there = path_of(str(validation)).is_file()
+            task |= {"prompts": prompts, "validation": there and str(validation)}
         return {key: value for key, value in task.items() if value}
 
     def _reward(self, name: str) -> dict[str, Any]:

@@ -149,10 +149,10 @@ def draw(prompts: Sequence[str], plan: Plan, loras: Mapping[str, Lora | None]) -
     backbone = Backbone.load(model, plan.device)
     batch, images = PromptBatch(list(prompts), ["sample"] * len(prompts), [{} for _ in prompts]), {}
     for number, (name, lora) in enumerate(loras.items()):
-        adapter = f"sampled_{number}" if lora else None
+        adapter = f"sampled_{number}"
         if lora:
-            backbone.load_adapter(f"sampled_{number}", lora, frozen=True)
-        with backbone.adapter(adapter):
+            backbone.load_adapter(adapter, lora, frozen=True)
+        with backbone.adapter(adapter if lora else None):
             images[name] = generate(backbone, batch, sampling, copies=plan.images).cpu()
     return images
 

@@ -116,11 +116,17 @@ def spread_text(numbers: Sequence[int], total: int) -> str:
 # Reading -----------------------------------------------------------------------------------------
 
 
+def path_of(source: str) -> Path:
+    """Where a set lies, if it is there: tiny/NAME ships with the package."""
+    shipped = source.startswith("tiny/") and not Path(source).suffix
+    return PROMPTS / f"{source[5:]}.jsonl" if shipped else Path(source).expanduser()
+
+
 def _locate(source: str) -> Path:
     """The file or folder of a source; an error says what writes it, or what else is there."""
-    tiny = source.startswith("tiny/") and not Path(source).suffix
     try:
-        path = PROMPTS / f"{source[5:]}.jsonl" if tiny else Path(source).expanduser()
+        path = path_of(source)
+        tiny = path.is_relative_to(PROMPTS)
         if path.is_file() or (path.is_dir() and not tiny):
             return path
     except (OSError, ValueError, RuntimeError) as error:  # no file can have this path

@@ -49,8 +49,8 @@ def kept(folder: Path) -> Kept | None:
     except (OSError, ValueError, AttributeError):
         return None
     rows = evaluations(folder)
-    of = (Kept(row, rows[-1], rows[0]) for row in rows if row[metrics.UPDATE] == chosen)
-    return next(of, None)
+    found = (Kept(row, rows[-1], rows[0]) for row in rows if row[metrics.UPDATE] == chosen)
+    return next(found, None)
 
 
 def unlearnt(adapter: str | None) -> str:
