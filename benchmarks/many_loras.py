@@ -253,12 +253,10 @@ def leaks(judge: Judge, images: dict[str, Any]) -> dict[str, dict[str, float]]:
     return found
 
 
-def fixed_paths(run: Path) -> tuple[float, float]:
-    """The run's own measure: mean distance on the LoRAs' paths, of the base and of the adapter that
-    was kept."""
+def fixed_path(run: Path) -> float:
+    """The run's own measure of the adapter that was kept: the distance on the LoRAs' paths."""
     rows = read_lines(run / "metrics.jsonl")
-    means = [-row[metrics.HEADLINE] for row in rows if metrics.HEADLINE in row]
-    return means[0], min(means)
+    return min(-row[metrics.HEADLINE] for row in rows if metrics.HEADLINE in row)
 
 
 def main() -> None:
@@ -292,7 +290,7 @@ def main() -> None:
         models, images = compare(judge, names[:count], out)
         found[count] = {
             "models": models,
-            "fixed_path": fixed_paths(out / f"run_{count}"),
+            "fixed_path": fixed_path(out / f"run_{count}"),
             "labels_a_cpu_second": judge.labels_a_second(names[:count]),
             "cost": json.loads((out / f"run_{count}" / "cost.json").read_text()),
         }
@@ -323,15 +321,21 @@ def report(found: dict[str, Any]) -> str:
             worst = max(models["student"][kind].items(), key=lambda pair: pair[1])
             rows.append([str(count), kind, *means, f"{worst[0]} {worst[1]:.2f}"])
         spent, peak = student["cost"]
-        first, last = student["fixed_path"]
         rates = [
             f"{models[m]['images_a_cpu_second']:.1f}" for m in ("stacked, weight 1", "student")
         ]
         labels = f"{student['labels_a_cpu_second']:.0f}"
         speed.append(
-            [str(count), f"{spent:.0f}", f"{peak:.2f}", labels, f"{last / first:.2f}", *rates]
+            [
+                str(count),
+                f"{spent:.0f}",
+                f"{peak:.2f}",
+                labels,
+                f"{student['fixed_path']:.2f}",
+                *rates,
+            ]
         )
-    costs = ["LoRAs", "student, CPU s", "peak GB", "labels a CPU s", "fixed_path, last / first",
+    costs = ["LoRAs", "student, CPU s", "peak GB", "labels a CPU s", "fixed_path",
              "images a CPU s, stacked", "images a CPU s, student"]  # fmt: skip
     heads = ["pictures nearest to", "their LoRA's", "the base's", "another LoRA's"]
     nearest = [[m, *(f"{share:.2f}" for share in s.values())] for m, s in found["leaks"].items()]

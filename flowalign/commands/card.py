@@ -89,13 +89,13 @@ def write_card(folder: Path, config: Stage) -> None:
 def score_table(rows: Sequence[Mapping[str, Any]], own: Mapping[str, Any]) -> str:
     """First evaluation of a run, the one that chose its adapter, and the last, as Markdown."""
     columns = (rows[0], own, rows[-1])
-    names, digits = [name for name in rows[0] if name.startswith(metrics.EVAL)], 3
-    if names == [metrics.HEADLINE]:  # without rewards it is minus the mean of these distances
-        names, digits = [name for name in rows[0] if name.startswith(metrics.FIXED_PATH)], 4
+    names = [name for name in rows[0] if name.startswith(metrics.EVAL)]
+    if names == [metrics.HEADLINE]:  # without rewards it is minus these distances
+        names = [name for name in rows[0] if name.startswith(metrics.FIXED_PATH)]
     heads = ["metric", "first", "this adapter", "last"]
     lines = [["update", *(str(row[metrics.UPDATE]) for row in columns)]]
     for name in names:
-        cells = [f"{row.get(name, math.nan):.{digits}f}" for row in columns]
+        cells = [f"{row.get(name, math.nan):.3f}" for row in columns]
         lines.append([escaped(name.removeprefix(metrics.EVAL)), *cells])
     note = "This adapter was chosen by its headline on these very prompts."
     return "\n".join([*table(heads, lines), "", note])

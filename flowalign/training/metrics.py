@@ -50,9 +50,9 @@ ANCHOR = "anchor"
 WEIGHT = "weight/"  # of a trained step in the loss
 TEACHER_KL = "kl/"
 TEACHER_ERROR = "velocity_error/"  # in place of TEACHER_KL if the rollout has no noise
-# At evaluations, mean |v - v_target|^2 at states that stay the same through the run, by task: those
-# of the teacher's trajectories
-FIXED_PATH = "fixed_path/"
+# At evaluations, mean |v - v_target|^2 over the base model's, at states that stay the same through
+# the run (those of the teacher's trajectories), by task, and of all
+FIXED_PATH, FIXED_MEAN = "fixed_path/", "fixed_path"
 
 # Evaluations
 EVAL = "eval/"
@@ -76,7 +76,7 @@ def headline(values: Mapping[str, float]) -> str:
     """The headline of an evaluation for people. Without a reward it is minus a distance."""
     if any(name.startswith(EVAL) and name != HEADLINE for name in values):
         return f"held-out {values[HEADLINE]:.3f}"
-    return f"held-out distance to the teachers {-values[HEADLINE]:.4f}"
+    return f"held-out distance to the teachers {-values[HEADLINE]:.3f} of the base model's"
 
 
 # What a curve means, in a sentence below it; see `meaning`.
@@ -90,7 +90,8 @@ MEANINGS = {
     VELOCITY_DRIFT: "velocity_drift: how far the model is from the base; a jump is a warning.",
     TEACHER_KL: "The distance to the teacher; should fall for every curve.",
     TEACHER_ERROR: "The distance to the teacher; should fall for every curve.",
-    FIXED_PATH: "The distance to the target on the teacher's own path; should fall.",
+    FIXED_PATH: "The distance to the target on the teacher's own path, over the base's: 0 is the "
+    "teacher, 1 the base.",
     KEPT_SHARE: "kept_share: the share of images that count (advantage not 0); near 1 is good.",
     CLIPPED_ADVANTAGES: "clipped_advantages: the share that advantage_clip clips.",
     PAIR_ACCURACY: "pair_accuracy: the share of pairs that the model ranks as their voters did.",

@@ -118,14 +118,14 @@ class Evaluations:
         keep: Callable[[Mapping[str, float]], None],
     ) -> bool:
         """Log an evaluation and what else was measured, and `keep` the adapter if it is the best so
-        far; the first of equals stays. scored: the headline; without one it is minus the mean
+        far; the first of equals stays. scored: the headline; without one it is minus the
         distance to the targets. False if too many images were lost, so that it does not count.
 
         The weights that the run began with stay only if those after are worse by more than a
         standard error: by the luck of a few prompts all training would be thrown away.
         """
-        distances = [value for key, value in more.items() if key.startswith(metrics.FIXED_PATH)]
-        headline = scored.mean if scored else -sum(distances) / len(distances)
+        distance = more.get(metrics.FIXED_MEAN, math.nan)
+        headline = scored.mean if scored else -distance
         counted = [row for row in report.rows if row.benchmark not in report.lost]
         rows = {f"{row.benchmark}/{row.metric}": measured(row) for row in counted}
         means = {metrics.EVAL + name: mean for name, (mean, _) in rows.items()}
@@ -145,10 +145,9 @@ class Evaluations:
             self.best = {"headline": headline, "update": update}
             keep(self.best)
         self.last = update
-        mean = sum(distances) / len(distances) if distances else math.nan
-        if mean < self.nearest.get("distance", math.inf):
-            self.nearest = {"distance": mean, "since": 0}
-        elif distances:
+        if distance < self.nearest.get("distance", math.inf):
+            self.nearest = {"distance": distance, "since": 0}
+        elif not math.isnan(distance):
             self.nearest["since"] += 1
         if self.stalled:
             text = f"no nearer to the targets for {self.config.patience} evaluations"

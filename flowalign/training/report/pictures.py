@@ -233,7 +233,7 @@ KINDS = (  # title, axis, metrics or the beginning of their names, style
     ("KL to the teacher, by step", "KL per dimension", metrics.TEACHER_KL + metrics.STEP, LOG),
     ("velocity error, by task", "mean square", metrics.TEACHER_ERROR, NOISY),
     ("velocity error, by step", "mean square", metrics.TEACHER_ERROR + metrics.STEP, LOG),
-    ("targets on the teachers' paths", "mean square", metrics.FIXED_PATH, ""),
+    ("targets on the teachers' paths", "of the base's", metrics.FIXED_PATH, ""),
     ("shares of the images", "share",
      [metrics.KEPT_SHARE, metrics.CLIP_FRACTION, metrics.INVALID_SHARE], ""),
     ("pairs ranked as chosen", "share", [metrics.PAIR_ACCURACY], NOISY),

@@ -28,15 +28,21 @@ STATES = 4  # of each trajectory
 
 @dataclass(frozen=True)
 class Fixed:
-    """States of one task and the targets there. name: the metric of the distance."""
+    """States of one task and the targets there. name: the metric of the distance. unit: the
+    distance of the base model, in which it is measured."""
 
     name: str
     states: Rollout
     target: Tensor  # [B,S,C,h,w]
+    unit: float = 1.0
 
 
 def fixed_states(
-    config: OpdStage, backbone: Backbone, teachers: Teacher, prompts: Mapping[str, PromptBatch]
+    config: OpdStage,
+    backbone: Backbone,
+    teachers: Teacher,
+    prompts: Mapping[str, PromptBatch],
+    guidance: float,
 ) -> list[Fixed]:
     """The states of each task, of its first prompts: a function of the seed and of the teachers.
     prompts: by task. All processes make the same."""
@@ -58,22 +64,31 @@ def fixed_states(
             sources=teachers.sources(batch.tasks),
         )
         found.append(Fixed(metrics.FIXED_PATH + task, path, teachers(path).velocity))
-    return found
+    with backbone.base():
+        size = config.optimizer.micro_batch
+        far = [distance(fixed, backbone, guidance, size) for fixed in found]
+    mean = sum(far) / len(far) or 1.0  # in place of 0, where a teacher is the base itself
+    units = [base or mean for base in far]
+    return [dataclasses.replace(fixed, unit=unit) for fixed, unit in zip(found, units, strict=True)]
 
 
 @torch.no_grad()
+def distance(fixed: Fixed, backbone: Backbone, guidance: float, batch_size: int) -> float:
+    """Mean |v - v_target|^2 of the active adapter."""
+    every = torch.ones(len(fixed.states), dtype=torch.bool)
+    errors = [
+        velocity_error(pairs.velocity(backbone, guidance), fixed.target[pairs.rows, pairs.columns])
+        for pairs in pairs_of(fixed.states, every, batch_size)
+    ]
+    return float(torch.cat(errors).mean())
+
+
 def distances(
     states: list[Fixed], backbone: Backbone, guidance: float, batch_size: int
 ) -> dict[str, float]:
-    """Mean |v - v_target|^2 of the active adapter, by metric."""
-    found = {}
-    for fixed in states:
-        every = torch.ones(len(fixed.states), dtype=torch.bool)
-        errors = [
-            velocity_error(
-                pairs.velocity(backbone, guidance), fixed.target[pairs.rows, pairs.columns]
-            )
-            for pairs in pairs_of(fixed.states, every, batch_size)
-        ]
-        found[fixed.name] = float(torch.cat(errors).mean())
-    return found
+    """Distances of the active adapter over the base model's (0: the target, 1: the base), by
+    metric. FIXED_MEAN is all distances over all of the base's: so a teacher that is near to the
+    base counts little."""
+    far = [distance(fixed, backbone, guidance, batch_size) for fixed in states]
+    shares = {fixed.name: d / fixed.unit for fixed, d in zip(states, far, strict=True)}
+    return shares | {metrics.FIXED_MEAN: sum(far) / sum(fixed.unit for fixed in states)}

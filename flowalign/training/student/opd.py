@@ -113,13 +113,15 @@ class Opd(Algorithm[Labels]):
         return StepLoss(total, measured, counts)
 
     def held_out(self) -> Mapping[str, float]:
-        """The distance to the targets at states that stay the same."""
+        """The distance to the targets at states that stay the same, of 0 to 1: the base's."""
         if not self.settings.fixed_prompts:
             return {}
         if self.fixed is None:
             assert self.teachers
             prompts = self.held_out_prompts
-            self.fixed = fixed_states(self.config, self.backbone, self.teachers, prompts)
+            self.fixed = fixed_states(
+                self.config, self.backbone, self.teachers, prompts, self.guidance
+            )
         size = self.config.optimizer.micro_batch
         return distances(self.fixed, self.backbone, self.guidance, size)
 
