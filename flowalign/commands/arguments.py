@@ -45,6 +45,8 @@ def init(argv: Sequence[str]) -> argparse.Namespace:
     add("--all", action="store_true", help="also write the keys at their defaults")
     add("--out", type=Path, help="file to write; default: STAGE.yaml")
     add("--force", action="store_true", help="replace a file that is there")
+    add("overrides", nargs="*", metavar="key.path=value",
+        help="change what is written, such as the changes that the doctor prints")  # fmt: skip
     return parser.parse_args(argv)
 
 

@@ -58,14 +58,17 @@ SHARED = ("model", "output", "seed")  # keys that a recipe gives to its stages
 def main(arguments: argparse.Namespace) -> int:
     """Exit status: 0 written, 2 refused."""
     args = vars(arguments)
-    every, force = args.pop("all"), args.pop("force")
+    every, force, overrides = args.pop("all"), args.pop("force"), args.pop("overrides")
     out = args["out"] = expanded(args["out"] or Path(f"{args['stage']}.yaml"))
     if out.exists() and not force:
         raise ValueError(f"--out: {out} is there already. Name another, or give --force.")
     draft = Draft(**args)
     data = draft.data()
-    config = parse(data, source=str(out), stage=Stage)
+    config = parse(data, overrides, source=str(out), stage=Stage)
     notes = [f"note: {note}" for note in draft.notes(data)]
+    if not config.merges:
+        size = f"{config.model.width} x {config.model.height} pixels"
+        notes.append(f"note: images of {size} (model.width, model.height).")
     head = [f"# {config.command} --config {out}", *map(_comment, notes), ""]
     with replacing(out) as part:
         text = "\n".join([*head, _Writer(every).text(config)])

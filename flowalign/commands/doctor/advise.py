@@ -314,7 +314,7 @@ def within(config: Any, listed: Sequence[Forecast], limit: float | None) -> bool
         for name, texts in _cuts(fitting, limit).items():
             changes[name] = [*changes[name], *texts]
     if any(changes.values()):
-        print("all of these changes, as arguments of `flowalign train`:")
+        print("all of these changes, as arguments of `flowalign train` (or of `init --force`):")
         print(_arguments(config, changes))
     return limit is None or 0 < total <= limit
 
