@@ -160,7 +160,7 @@ def recipe(run: Path, seed: int, updates: int, limit: int) -> dict[str, Any]:
         "stage": "recipe",
         "output": str(out),
         "seed": seed,
-        "model": {"id": "tiny", "compile": True, **size},
+        "model": {"id": "tiny", "compile": updates > 1, **size},
         "stages": stages,
     }
 

@@ -6,9 +6,9 @@ NFT.
 Every folder holds a run of benchmarks/seeds.yaml. The fourth task asks for Noto's style with bare
 prompts ("two dogs"); the base draws a quarter of them so. The student of the folder gets it in
 three ways, each with as many forward passes: a teacher by NFT, then distillation from all four
-teachers; NFT on the new task alone; NFT on all four tasks. Two more distil for 40 rollouts, for
-more passes, one of them at random noise levels. Writes FOLDER/one_more/, of which `flowalign eval
-table` makes one table.
+teachers; NFT on the new task alone; NFT on all four tasks. Two more distil for longer: 40 rollouts,
+and 100 of them at four times the learning rate and random noise levels. Writes FOLDER/one_more/, of
+which `flowalign eval table` makes one table.
 """
 
 from __future__ import annotations
@@ -75,9 +75,13 @@ def recipe(run: Path, seed: int, updates: int | None, limit: int) -> dict[str, A
         "evaluation": None,
         "train": train(10),
     }
-    low = {"noise_levels": {"select": "random", "count": 1}}  # a style shows at low noise, too
+    faster = {
+        "train": train(100),
+        "optimizer": {"lr": 2e-3},
+        "student": {"noise_levels": {"select": "random", "count": 1}},  # a style shows at low noise
+    }
     benchmarks = [*judges, {"name": "noto", "prompts": files["test"], "reward": reward}]
-    ways = ("teacher_noto", "nft_new", "nft_all", "distilled", "distilled_40", "distilled_random")
+    ways = ("teacher_noto", "nft_new", "nft_all", "distilled", "distilled_40", "distilled_100")
     models = {way: f"stage:{way}" for way in ways}
     size = {"height": 96, "width": 96, "max_sequence_length": 14}
     return {
@@ -94,7 +98,7 @@ def recipe(run: Path, seed: int, updates: int | None, limit: int) -> dict[str, A
             },
             "distilled": distilled,
             "distilled_40": distilled | {"train": train(40)},
-            "distilled_random": distilled | {"train": train(40), "student": low},
+            "distilled_100": distilled | faster,
             "nft_new": nft | {"tasks": [task], "train": train(25)},
             "nft_all": nft | {"tasks": [*old, task], "train": train(25)},
             "table": {

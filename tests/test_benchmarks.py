@@ -15,6 +15,7 @@ FOLDER = fakes.ROOT / "benchmarks"
 SMALLEST = {
     "hacks": ("long", "--seeds 0 --hacks darkened --out {}"),
     "many_loras": ("long", "--counts 2 --steps 1 --updates 1 --workers 1 --out {}"),
+    "many_tasks": ("long", "--updates 1 --limit 2 {}"),
     "one_more": ("long", "--updates 1 --limit 2 {}"),
     "pairs": ("long", "{}/pairs"),
     "predictions memory": ("long", "--width 0.05 --layers 2 --size 64 --cases grpo"),
@@ -36,7 +37,7 @@ def test_every_benchmark_is_tried() -> None:
 )
 def test_it_runs(name: str, tmp_path: Path) -> None:
     script, *command = name.split()
-    if script == "one_more":  # the models of a seed
+    if script in ("many_tasks", "one_more"):  # the models of a seed
         for model, adapter in ONE_MORE.items():
             shutil.copytree(TEACHERS / adapter, tmp_path / model / "adapter")
     words = shlex.split(SMALLEST[name][1].replace("{}", str(tmp_path)))
