@@ -519,10 +519,14 @@ def test_a_file_that_cannot_be_used_is_refused(tmp_path: Path, texts: dict[str, 
         read(files(tmp_path, **texts) / "top.yaml")
 
 
-VARIANT = "grpo: {rollout: {batch_size: 2}}\neval: {sampling: {batch_size: 3}}\n"
+VARIANT = """
+grpo: {rollout: {batch_size: 2}, evaluation: {batch_size: 3}}
+eval: {sampling: {batch_size: 3}}
+"""
 
 
 def test_a_variant_changes_the_stage_it_is_for_and_overrides_come_after(tmp_path: Path) -> None:
+    """It does not switch on what the config has switched off (evaluation)."""
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(raw(evaluation=None)))
     files(tmp_path, variant=VARIANT)
     path, variant = tmp_path / "run.yaml", tmp_path / "variant.yaml"

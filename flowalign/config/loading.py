@@ -56,8 +56,10 @@ def load(
         if problems := list(variant_problems(keys)):
             raise ConfigError(problems, str(variant))
         kind = str(data.get("stage"))
-        keys = {"variant": keys} if kind == "recipe" else keys.get(kind, {})
-        data = overlay(data, keys, source=str(variant))
+        if kind == "recipe":
+            data = overlay(data, {"variant": keys})
+        else:
+            data = varied(data, keys.get(kind, {}), source=str(variant))
     return parse(data, overrides, source=str(path), stage=stage)
 
 
@@ -137,6 +139,15 @@ def overlay(*layers: Mapping[str, Any], source: str = "config", place: str = "")
         for key, value in layer.items():
             merged[key] = _merged(merged.get(key), value, f"{place}{key}", source)
     return merged
+
+
+def varied(data: Mapping[str, Any], keys: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """A config with a variant's keys over it, but for sections that it has switched off (null)."""
+    off = {
+        key for key, value in data.items() if value is None and isinstance(keys.get(key), Mapping)
+    }
+    keys = {key: value for key, value in keys.items() if key not in off}
+    return overlay(data, keys, source=source)
 
 
 def _merged(old: Any, value: Any, where: str, source: str) -> Any:
