@@ -148,6 +148,8 @@ def recipe(run: Path, seed: int, updates: int, limit: int) -> dict[str, Any]:
             "lora": {"init": f"stage:merge_{count}"},
             "teachers": {x: {"adapter": a, "guidance": 1.0} for x, a in teachers.items()},
             "anchor": None,
+            "student": usual["student"] | {"noise_levels": {"select": "random", "count": 1}},
+            "optimizer": usual["optimizer"] | {"lr": 2e-3},  # slower ones mix tasks (one_more.py)
             **train(letters, distilled),
         }
         alone, joint, student = PASSES
