@@ -25,8 +25,8 @@ LINKED = ("rewards", "teachers", "eval")
 # Lines a room may have. A change that needs more says so here.
 BUDGET = {
     "backbone": 3252,
-    "commands": 4629,
-    "config": 2268,
+    "commands": 4634,
+    "config": 2279,
     "credit": 244,
     "eval": 2526,
     "flowalign": 64,
@@ -34,7 +34,7 @@ BUDGET = {
     "sde": 185,
     "system": 1184,
     "teachers": 1414,
-    "training": 5076,
+    "training": 5093,
     "types": 267,
 }
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
