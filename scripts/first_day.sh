@@ -127,11 +127,10 @@ YAML
     step flowalign doctor --config mine/teacher.yaml
     step flowalign train --config mine/teacher.yaml
     step flowalign merge tiny/preference runs/teacher_red/adapter --out runs/merged
-    cp mine/train.txt signs.txt && cp mine/test.txt photos.txt
-    block yaml 1 README.md | sed -e 's|model: .*|model: {id: tiny, height: 96, width: 96, max_sequence_length: 14}|' \
-        -e 's|runs/teacher_ocr/adapter|runs/teacher_red/adapter|' -e 's|someone/a-lora-on-the-hub|tiny/preference|' \
-        >mine/student.yaml
-    step flowalign train --config mine/student.yaml rollout.guidance=1 $SHORT
+    for name in red photos; do cp mine/train.txt mine/$name.txt; cp mine/test.txt mine/${name}_val.txt; done
+    step flowalign init --stage opd --loras runs/teacher_red/adapter tiny/preference --prompts mine/red.txt mine/photos.txt \
+        --out mine/student.yaml output=runs/student
+    step flowalign train --config mine/student.yaml $SHORT
     cat >mine/eval.yaml <<'YAML'
 stage: eval
 output: runs/eval
