@@ -11,6 +11,7 @@ from pathlib import Path
 
 from flowalign.system.exit import refusing
 from flowalign.system.files import expanded
+from flowalign.training import metrics
 
 FORMATS = (".pdf", ".svg", ".png")
 
@@ -18,18 +19,20 @@ FORMATS = (".pdf", ".svg", ".png")
 @refusing("eval curves")
 def main(argv: Sequence[str]) -> int:
     """The command line; exit status 0 = drawn, 2 = refused."""
-    text = "Draw the held-out scores of training runs over their updates, a chart for each score."
+    text = "Draw the held-out scores of training runs, a chart for each score."
     parser = argparse.ArgumentParser("flowalign eval curves", description=text)
     parser.add_argument("runs", nargs="+", metavar="[NAME=]RUN", help="output folders of runs")
     help = f"the figure, a {', '.join(FORMATS)} (default: curves.pdf)"
     parser.add_argument("--out", type=Path, default=Path("curves.pdf"), help=help)
+    parser.add_argument("--over", choices=(metrics.UPDATE, metrics.EVALUATIONS),
+                        default=metrics.UPDATE, help="what the axis counts")  # fmt: skip
     args = parser.parse_args(argv)
     logs, out = named_logs(args.runs), expanded(args.out)
     if out.suffix.lower() not in FORMATS:
         raise ValueError(f"--out: got {str(out)!r}; want a file that ends in {', '.join(FORMATS)}.")
     from flowalign.training.report.pictures import held_out_plot  # matplotlib and torch
 
-    held_out_plot(logs, out)
+    held_out_plot(logs, out, args.over)
     print(out)
     return 0
 

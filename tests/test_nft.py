@@ -146,6 +146,8 @@ def test_no_forward_pass_is_wasted(random_model: str, tmp_path: Path, stage: str
     calls.clear()
     loop.learn(found)
     assert calls == [STUDENT, None] * 3 + [STUDENT] * 3
+    # logged: all but the drift; a backward pass counts as two
+    assert loop.backbone.evaluations == len(found.rollout) * (4 + 3 * 3)
     assert not algorithm(loop).policies  # nor is there memory for weights that nobody asks for
 
 

@@ -134,10 +134,20 @@ def test_the_curves_of_runs_are_one_figure(tmp_path: Path, capsys) -> None:
         assert out.read_bytes().startswith(begin)
     drawn = re.findall(r"<!-- (.*?) -->", out.read_text())
     assert {"mean of the tasks", "ocr", "other"} <= {*drawn} and "exact" not in drawn
+    lines = [{"update": 0, "eval/headline": 0.4}, {"update": 1, "evaluations": 10}]
+    lines += [{"update": 2, "evaluations": 20}, {"update": 2, "eval/headline": 0.5}]
+    (tmp_path / "counted").mkdir()
+    log = tmp_path / "counted" / "metrics.jsonl"
+    log.write_text("\n".join(map(json.dumps, lines)))
+    words = [str(log.parent), "--over", "evaluations", "--out", str(out)]
+    assert main(["eval", "curves", *words]) == 0
+    drawn = re.findall(r"<!-- (.*?) -->", out.read_text())
+    assert {"function evaluations", "0", "30"} <= {*drawn} and "40" not in drawn
     out.unlink()
     for bad, key in (
         ([str(tmp_path)], "metrics.jsonl"), ([str(tmp_path / "none")], "held-out"),
         ([*runs, "--out", str(tmp_path / "x.txt")], "--out"),
+        ([*runs, "--over", "evaluations"], "evaluations"),
     ):  # fmt: skip
         assert main(["eval", "curves", *bad]) == 2
         assert key in capsys.readouterr().err

@@ -66,6 +66,9 @@ class Backbone:
             # weights, and their place in memory changes the last bits of products
             self.device = torch.device("cpu")
         self.others: Mapping[str, Backbone] = {}  # by the name that makes them active
+        self.evaluations = (
+            0  # of the transformer, by image: forward passes, and backward ones twice
+        )
         self.core = pipe.transformer.requires_grad_(False).eval().to(self.device)
         self.transformer: nn.Module = self.core
         self.dtype = DTYPES[model.dtype]  # of all arithmetic of the transformer, adapters too
@@ -162,7 +165,9 @@ class Backbone:
         """
         if self._other:
             other = self.others[self._other]
+            before = other.evaluations
             velocity = other.velocity(x.to(other.device), sigma, cond, guidance=guidance, rows=rows)
+            self.evaluations += other.evaluations - before
             return velocity.to(x.device)
         batch = x.shape[0]
         sigma = torch.as_tensor(sigma, dtype=torch.float32, device=x.device).expand(batch)
@@ -187,10 +192,19 @@ class Backbone:
         with limits:
             output = self.transformer(**inputs, return_dict=False)
         velocity = self.family.velocity(output[0], x)
+        passes = 3 if velocity.requires_grad else 1  # a backward pass counts as two
+        self.evaluations += passes * (2 if doubled else 1) * batch
         if doubled:
             negative, positive = velocity.chunk(2)  # in the order of the torch.cat above
             velocity = self.family.guided(negative, positive, guidance)
         return velocity[:batch]
+
+    @contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """What is computed meanwhile is no part of `evaluations`."""
+        before = self.evaluations
+        yield
+        self.evaluations = before
 
     @property
     def blocks(self) -> list[nn.Module]:

@@ -251,6 +251,7 @@ def parse(
             text = f"{name!r} is run by `{STAGES[name].command}`; this command wants {listed}."
         elif "stage" in data:
             hint = did_you_mean(name, possible)
+            hint += " A stage of yours has an entry point (docs/api.md)."
             text = f"got {shown_value(data['stage'])}; want {listed}.{hint}"
         else:
             text = f"missing. Add `stage:` with {listed}."

@@ -105,6 +105,7 @@ class Loop:
         while self.update < self.config.train.updates and not self.evaluations.stalled:
             self.requests.stop_point(longest)
             self._began, self._seconds = time.perf_counter(), {}
+            self.backbone.evaluations = 0
             with self._timed(metrics.SECONDS_ROLLOUT):
                 rollout = self.rollout(self.update)
             with self._timed(metrics.SECONDS_SCORE):
@@ -185,7 +186,9 @@ class Loop:
     ) -> None:
         images = len(rollout) * self.accelerator.num_processes  # an equal shard each
         speed = images / (time.perf_counter() - self._began)
-        values |= {**self._seconds, metrics.IMAGES_PER_SECOND: speed, **drift}
+        evaluations = self.backbone.evaluations * self.accelerator.num_processes
+        values |= {metrics.EVALUATIONS: evaluations, **drift}
+        values |= {**self._seconds, metrics.IMAGES_PER_SECOND: speed}
         if isinstance(prepared, Prepared):
             self.log.rollout(self.update, rollout, prepared.notes)
         self.log.warn(self.update, self.alarm.update(values))
@@ -217,7 +220,7 @@ class Loop:
         """Where it is due, the drift of a rollout from the base's images."""
         if self.monitor is None or not self.monitor.due(rollout, self.update):
             return {}
-        with self._timed(metrics.SECONDS_DRIFT):
+        with self._timed(metrics.SECONDS_DRIFT), self.backbone.uncounted():
             check = self.monitor.rollout(rollout, self.update)
             values = self.log.drift(self.update, check)
         self._stop_at_drift(check)

@@ -22,6 +22,9 @@ SECONDS_UPDATE = "seconds/update"
 SECONDS_DRIFT = "seconds/image_drift"  # where the alarm looked at the rollout
 SECONDS = (SECONDS_ROLLOUT, SECONDS_SCORE, SECONDS_UPDATE)
 IMAGES_PER_SECOND = "images_per_second"  # of all processes
+# Of all processes: forward passes of the transformer for one image (two with CFG), a backward pass
+# counts as two. Not counted: evaluations, the alarm, what gradient checkpointing computes again
+EVALUATIONS = "evaluations"
 
 # Learning from rewards
 REWARD = "reward"

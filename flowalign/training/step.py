@@ -62,7 +62,8 @@ class Step:
         for start in range(0, share * steps, share):
             keep = torch.zeros(len(prepared.rollout), dtype=torch.bool)
             keep[start : start + share] = prepared.keep[start : start + share].cpu()
-            self._measure_drift(prepared, start, share, means)
+            with self.backbone.uncounted():
+                self._measure_drift(prepared, start, share, means)
             fault = self.accumulate(prepared, keep, share, means)
             means.add(metrics.LEARNING_RATE, float(self.lr.get_last_lr()[0]))
             norm, taken = self._descend()

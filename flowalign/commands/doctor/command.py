@@ -54,8 +54,8 @@ def examine(args: argparse.Namespace) -> int:
     stages, problems = recipe.examine(args.root, Path(args.config).parent, launch)
     scales = list(scale_problems(stages))
     show(map(fault, [*problems, *scales]))
-    if not args.trust:
-        show(map(note, unexamined(stages)))
+    code = [] if args.trust else unexamined(stages)
+    show(map(note, code))
     sound, pace = not problems and not scales, None
     forecasts = advise.forecasts(stages, Device(args.gpus, args.gpu, args.memory, args.tflops))
     for number, forecast in enumerate(forecasts):
@@ -81,7 +81,8 @@ def examine(args: argparse.Namespace) -> int:
     if forecasts:
         advise.show_total(forecasts)
     sound &= advise.within(args.root, forecasts, args.hours)
-    print("no fault was found" if sound else "faults were found")
+    good = "no fault was found" + (" in what was examined; your code was not" if code else "")
+    print(good if sound else "faults were found")
     return 2 if problems else 0 if sound else 1
 
 

@@ -260,6 +260,7 @@ class Chart(NamedTuple):
     curves: Mapping[str, Curve]
     about: str
     style: str = ""
+    over: str = "rollouts"
 
 
 def charts(curves: Mapping[str, Curve]) -> list[Chart]:
@@ -292,13 +293,16 @@ def metrics_plot(drawn: Sequence[Chart], path: Path, title: str = "") -> None:
     _save(figure, path)
 
 
-def held_out_plot(logs: Mapping[str, Path], path: Path) -> None:
+def held_out_plot(logs: Mapping[str, Path], path: Path, over: str = metrics.UPDATE) -> None:
     """Plot the held-out scores of runs {name: metrics.jsonl}: a chart for the mean of the tasks,
-    and one a task, of its `overall` where there is one. Raises ValueError where none has a score.
+    and one a task, of its `overall` where there is one. over: metrics.UPDATE, or EVALUATIONS, the
+    sum of those until then. Raises ValueError where a run has no score, or no such metric.
     """
     scores: dict[str, dict[str, Curve]] = {}  # by chart, then by run
     for run, file in logs.items():
         log = read_metrics(file)
+        if over == metrics.EVALUATIONS:
+            log = _over_evaluations(log, run)
         for name, curve in log.items():
             task, _, metric = name.removeprefix(metrics.EVAL).partition("/")
             overall = f"{metrics.EVAL}{task}/overall" in log
@@ -308,17 +312,35 @@ def held_out_plot(logs: Mapping[str, Path], path: Path) -> None:
                 scores.setdefault(task, {})[run] = curve
     if not scores:
         raise ValueError(f"no held-out score in {', '.join(map(str, logs.values()))}.")
-    metrics_plot([Chart(title, "held-out score", c, "") for title, c in scores.items()], path)
+    about = "rollouts" if over == metrics.UPDATE else "function evaluations"
+    made = [Chart(title, "held-out score", c, "", over=about) for title, c in scores.items()]
+    metrics_plot(made, path)
+
+
+def _over_evaluations(log: Mapping[str, Curve], run: str) -> dict[str, Curve]:
+    """The curves over the function evaluations before each point."""
+    if metrics.EVALUATIONS not in log:
+        raise ValueError(
+            f"{run} has no {metrics.EVALUATIONS!r}: it was trained before they were logged."
+        )
+    updates, counts = zip(*log[metrics.EVALUATIONS], strict=True)
+    sums = np.cumsum(counts)
+
+    def spent(update: float) -> float:
+        done = int(np.searchsorted(updates, update, "right"))
+        return float(sums[done - 1]) if done else 0.0
+
+    return {name: [(spent(x), y) for x, y in curve] for name, curve in log.items()}
 
 
 def _draw_chart(axis: Axes, chart: Chart) -> None:
-    about, ones = "rollouts", np.ones(WINDOW)
+    about, ones = chart.over, np.ones(WINDOW)
     for label, points in chart.curves.items():
         x, y = zip(*points, strict=True)
         line, smooth = y, chart.style == NOISY and len(x) > WINDOW
         if smooth:  # over fewer values at the ends
             line = np.convolve(y, ones, "same") / np.convolve(np.ones(len(y)), ones, "same")
-            about = f"rollouts (line: mean of {WINDOW} points)"
+            about = f"{chart.over} (line: mean of {WINDOW} points)"
         marker = "o" if len(x) < 20 else ""  # a short run would be a bare line, or invisible
         (drawn,) = axis.plot(x, line, linewidth=1.2, marker=marker, label=_plain(label))
         if smooth:

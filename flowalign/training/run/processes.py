@@ -222,8 +222,8 @@ class Means:
         self.sums: dict[str, tuple[float, int]] = {}
 
     def add(self, name: str, value: float, count: int = 1) -> None:
-        """Add a mean over `count` values."""
-        self.add_sum(name, value * count, count)
+        """Add a mean over `count` values; one of a plugin may be a tensor of one number."""
+        self.add_sum(name, float(value) * count, count)
 
     def add_sum(self, name: str, total: float, count: int) -> None:
         before, number = self.sums.get(name, (0, 0))
