@@ -24,17 +24,17 @@ from pathlib import Path
 LINKED = ("rewards", "teachers", "eval")
 # Lines a room may have. A change that needs more says so here.
 BUDGET = {
-    "backbone": 3252,
-    "commands": 4634,
-    "config": 2279,
+    "backbone": 3266,
+    "commands": 4635,
+    "config": 2280,
     "credit": 244,
-    "eval": 2526,
+    "eval": 2529,
     "flowalign": 64,
     "rewards": 4291,
     "sde": 185,
     "system": 1184,
     "teachers": 1414,
-    "training": 5093,
+    "training": 5122,
     "types": 267,
 }
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)

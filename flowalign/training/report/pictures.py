@@ -326,9 +326,9 @@ def _over_evaluations(log: Mapping[str, Curve], run: str) -> dict[str, Curve]:
     updates, counts = zip(*log[metrics.EVALUATIONS], strict=True)
     sums = np.cumsum(counts)
 
-    def spent(update: float) -> float:
+    def spent(update: int) -> int:
         done = int(np.searchsorted(updates, update, "right"))
-        return float(sums[done - 1]) if done else 0.0
+        return int(sums[done - 1]) if done else 0
 
     return {name: [(spent(x), y) for x, y in curve] for name, curve in log.items()}
 
