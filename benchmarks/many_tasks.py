@@ -179,7 +179,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("runs", type=Path, nargs="+", help="outputs of benchmarks/seeds.yaml")
     parser.add_argument("--updates", type=int, default=UPDATES, help="of a teacher")
-    parser.add_argument("--limit", type=int, default=24, help="test prompts of a task")
+    parser.add_argument("--limit", type=int, default=72, help="test prompts of a task")
     args = parser.parse_args()
     for seed, run in enumerate(args.runs):
         flowalign.train(recipe(run.resolve(), seed, args.updates, args.limit))
