@@ -92,7 +92,8 @@ class Bank:
         for adapter, group in groupby(passes, key=lambda part: part[0].adapter):
             with self.backbone.adapter(adapter):  # once per teacher: switching costs time
                 for source, weight, (row, column) in group:
-                    label = self._label(rollout, row, column, source.guidance)
+                    with self.backbone.uncounted(not weight):
+                        label = self._label(rollout, row, column, source.guidance)
                     velocity[row, column] += (weight * label).to(velocity.dtype)
         velocity = velocity.to(self.dtype)
         broken, fault = (~torch.isfinite(velocity)).flatten(2).any(2), None

@@ -200,11 +200,12 @@ class Backbone:
         return velocity[:batch]
 
     @contextmanager
-    def uncounted(self) -> Iterator[None]:
+    def uncounted(self, really: bool = True) -> Iterator[None]:
         """What is computed meanwhile is no part of `evaluations`."""
         before = self.evaluations
         yield
-        self.evaluations = before
+        if really:
+            self.evaluations = before
 
     @property
     def blocks(self) -> list[nn.Module]:

@@ -186,7 +186,7 @@ class Loop:
     ) -> None:
         images = len(rollout) * self.accelerator.num_processes  # an equal shard each
         speed = images / (time.perf_counter() - self._began)
-        evaluations = self.backbone.evaluations * self.accelerator.num_processes
+        evaluations = sum(gather_object([self.backbone.evaluations]))
         values |= {metrics.EVALUATIONS: evaluations, **drift}
         values |= {**self._seconds, metrics.IMAGES_PER_SECOND: speed}
         if isinstance(prepared, Prepared):

@@ -91,8 +91,9 @@ class Step:
         for i, (pairs, weight) in enumerate(filled(pairs_of(rollout, keep, size), batches)):
             weight = 0.0 if idle else weight
             with self.parallel.learning(self.backbone.transformer, last=i == batches - 1):
-                velocity = self.algorithm.velocity(pairs)
-                step = self.algorithm.loss(pairs, velocity, prepared)
+                with self.backbone.uncounted(not weight):
+                    velocity = self.algorithm.velocity(pairs)
+                    step = self.algorithm.loss(pairs, velocity, prepared)
                 # an infinite velocity may have a clipped, finite loss; asked together: one wait
                 sound = torch.isfinite(velocity).all()
                 loss, sound = torch.stack([step.total.detach().float(), sound.float()]).tolist()
