@@ -392,7 +392,7 @@ def test_changes_are_written(capsys: pytest.CaptureFixture[str]) -> None:
     """What the doctor advises need not be typed again at each command."""
     changes = ["rollout.prompts=8", "model.gradient_checkpointing=true"]
     assert init("--stage", "nft", "--out", "own.yaml", *changes) == 0
-    config = load("own.yaml", stage=Stage)
+    config = load("own.yaml")
     assert config.rollout.prompts == 8 and config.model.gradient_checkpointing
     assert init("--stage", "nft", "--out", "other.yaml", "rollout.prompt=8") == 2
     assert "rollout.prompt" in capsys.readouterr().err and not Path("other.yaml").exists()
