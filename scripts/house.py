@@ -24,8 +24,8 @@ from pathlib import Path
 LINKED = ("rewards", "teachers", "eval")
 # Lines a room may have. A change that needs more says so here.
 BUDGET = {
-    "backbone": 3266,
-    "commands": 4635,
+    "backbone": 3267,
+    "commands": 4636,
     "config": 2280,
     "credit": 244,
     "eval": 2529,
@@ -33,8 +33,8 @@ BUDGET = {
     "rewards": 4291,
     "sde": 185,
     "system": 1184,
-    "teachers": 1414,
-    "training": 5122,
+    "teachers": 1418,
+    "training": 5123,
     "types": 267,
 }
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)

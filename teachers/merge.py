@@ -98,12 +98,15 @@ def merge(
     model: folder or Hub id of the base, for adapters of other programs' names, or without a base's.
     Returns the report. Raises ValueError for adapters that do not fit together (another base,
     layers of other sizes, DoRA), a wrong number of weights, an unknown method or a rank for
-    concat; HubError for one that cannot be had; FileExistsError if `out` already holds an adapter.
+    concat; HubError for one that cannot be had; FileExistsError if `out` already holds an adapter
+    or a run.
     """
     weights = [1.0] * len(adapters) if weights is None else list(weights)
     _check_options(len(adapters), weights, method, rank, density)
-    if (Path(out := expanded(out)) / ADAPTER).exists():
-        raise FileExistsError(f"{out} already holds an adapter. Remove it, or write elsewhere.")
+    held = {ADAPTER: "an adapter", "config.yaml": "a run"}
+    out = Path(expanded(out))
+    if there := [what for file, what in held.items() if (out / file).exists()]:
+        raise FileExistsError(f"{out} already holds {there[0]}. Remove it, or write elsewhere.")
     family = partial(read_family, ModelConfig(id=model)) if model else None
     loras = [read_lora(source, newest=True, family=family) for source in adapters]
     updates = [_updates(source, lora) for source, lora in zip(adapters, loras, strict=True)]

@@ -198,6 +198,10 @@ def test_adapters_that_do_not_fit_are_refused(random_model: str, tmp_path: Path)
     assert read_lora(tmp_path / "out").base == "tiny"
     with pytest.raises(FileExistsError, match="already holds an adapter"):
         merge([one], other)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").write_text("stage: opd")
+    with pytest.raises(FileExistsError, match="already holds a run"):
+        merge([one], tmp_path / "run")
     with pytest.raises(ValueError, match="0 adapters"):
         merge([], tmp_path / "out")
 
