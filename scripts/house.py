@@ -33,7 +33,7 @@ BUDGET = {
     "rewards": 4291,
     "sde": 185,
     "system": 1184,
-    "teachers": 1418,
+    "teachers": 1416,
     "training": 5123,
     "types": 267,
 }

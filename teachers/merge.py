@@ -30,6 +30,7 @@ from flowalign.training.report.progress import quiet
 
 METHODS = ("concat", "svd", "ties", "dare")
 BLOCK = re.compile(r"transformer_blocks\.(\d+)\.")
+HELD = {ADAPTER: "an adapter", "config.yaml": "a run"}  # folders to which no merge is written
 
 
 @dataclass(frozen=True)
@@ -85,8 +86,7 @@ def merge(
     layer that one of them lacks has the update 0 there.
 
     adapters: folders or Hub ids, whatever `flowalign.backbone.adapters.read_lora` takes.
-    weights: one each, 1 by default: the plain sum. 1/n each is the average, as in the only
-        published script and in all shipped recipes.
+    weights: one each, 1 by default: the plain sum. 1/n each is the average, as in all recipes.
     method: "concat": exact, the ranks add up. "svd": the best approximation of the sum of rank
         `rank` (default: the largest rank given; at most the sum of the ranks). "ties" (2306.01708):
         keep the `density` largest entries of each update, elect a sign, and average what agrees
@@ -98,15 +98,13 @@ def merge(
     model: folder or Hub id of the base, for adapters of other programs' names, or without a base's.
     Returns the report. Raises ValueError for adapters that do not fit together (another base,
     layers of other sizes, DoRA), a wrong number of weights, an unknown method or a rank for
-    concat; HubError for one that cannot be had; FileExistsError if `out` already holds an adapter
-    or a run.
+    concat; HubError for one that cannot be had; FileExistsError if `out` holds one of HELD.
     """
     weights = [1.0] * len(adapters) if weights is None else list(weights)
     _check_options(len(adapters), weights, method, rank, density)
-    held = {ADAPTER: "an adapter", "config.yaml": "a run"}
     out = Path(expanded(out))
-    if there := [what for file, what in held.items() if (out / file).exists()]:
-        raise FileExistsError(f"{out} already holds {there[0]}. Remove it, or write elsewhere.")
+    if what := next((what for file, what in HELD.items() if (out / file).exists()), None):
+        raise FileExistsError(f"{out} already holds {what}. Remove it, or write elsewhere.")
     family = partial(read_family, ModelConfig(id=model)) if model else None
     loras = [read_lora(source, newest=True, family=family) for source in adapters]
     updates = [_updates(source, lora) for source, lora in zip(adapters, loras, strict=True)]
