@@ -324,17 +324,8 @@ def report(found: dict[str, Any]) -> str:
         rates = [
             f"{models[m]['images_a_cpu_second']:.1f}" for m in ("stacked, weight 1", "student")
         ]
-        labels = f"{student['labels_a_cpu_second']:.0f}"
-        speed.append(
-            [
-                str(count),
-                f"{spent:.0f}",
-                f"{peak:.2f}",
-                labels,
-                f"{student['fixed_path']:.2f}",
-                *rates,
-            ]
-        )
+        labels, path = f"{student['labels_a_cpu_second']:.0f}", f"{student['fixed_path']:.2f}"
+        speed.append([str(count), f"{spent:.0f}", f"{peak:.2f}", labels, path, *rates])
     costs = ["LoRAs", "student, CPU s", "peak GB", "labels a CPU s", "fixed_path",
              "images a CPU s, stacked", "images a CPU s, student"]  # fmt: skip
     heads = ["pictures nearest to", "their LoRA's", "the base's", "another LoRA's"]

@@ -29,16 +29,12 @@ from flowalign.system.images import to_uint8
 from flowalign.types import Metadata, Scores
 
 CONFIGS = Path(__file__).parents[1] / "configs" / "tiny"
-COUNTS = (3, 6, 12)
 UPDATES = 24  # of a teacher: 64 images, 10 steps, 4 noise levels
 DISTILLED = 8  # updates of a student for each of its tasks: 128 images, 10 steps, one noise level
 # what holds NFT on all rewards of the tiny world (docs/results.md); it costs a pass of its own
 LAGGING = {"old": {"decay": 0.9, "rise": 0.03}}
-PASSES = (
-    10 + 4 * 3,
-    10 + 4 * 4,
-    2 * (10 + 1 + 1 + 2),
-)  # of 64 images an update: NFT, lagging; student
+# function evaluations of an update, by 64 images: NFT, NFT that lags, a student (at most)
+ALONE, JOINT, STUDENT = 10 + 4 * 3, 10 + 4 * 4, 2 * (10 + 1 + 1 + 2)
 LETTERS = "ACDEILOPRSTN"
 # the first three differ in style, the first six in style and layout
 WANTED = {
@@ -94,9 +90,9 @@ def text(name: str) -> str:
     return f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
 
 
-def recipe(run: Path, seed: int, updates: int, limit: int) -> dict[str, Any]:
-    """The config of a seed. updates: of a teacher."""
-    out = run / "many_tasks"
+def recipe(run: Path, seed: int, counts: Sequence[int], updates: int, limit: int) -> dict[str, Any]:
+    """The config of a seed. counts: numbers of tasks. updates: of a teacher."""
+    out, every = run / "many_tasks", LETTERS[: max(counts)]
     write_prompts(out / "prompts")
     reward = {"name": "many_tasks:wanted"}
 
@@ -112,11 +108,11 @@ def recipe(run: Path, seed: int, updates: int, limit: int) -> dict[str, Any]:
         return prompts(letter, "train") | {"validation": val}
 
     def train(letters: str, updates: int) -> dict[str, Any]:
-        every = max(1, updates // 4)
+        quarter = max(1, updates // 4)
         return {
             "tasks": [task(letter) for letter in letters],
-            "train": {"updates": updates, "checkpoint_every": every, "sample_every": updates},
-            "evaluation": {"every": every, "prompts": 16} if len(letters) > 1 else None,
+            "train": {"updates": updates, "checkpoint_every": quarter, "sample_every": updates},
+            "evaluation": {"every": quarter, "prompts": 16} if len(letters) > 1 else None,
         }
 
     def nft(letters: str, updates: int, **more: Any) -> dict[str, Any]:
@@ -134,8 +130,8 @@ def recipe(run: Path, seed: int, updates: int, limit: int) -> dict[str, Any]:
         for key, value in read(CONFIGS / "student_flow_opd.yaml").items()
         if key not in ("output", "seed", "model")
     }
-    stages: dict[str, Any] = {f"teacher_{x}": nft(x, updates) for x in LETTERS}
-    for count in COUNTS:
+    stages: dict[str, Any] = {f"teacher_{x}": nft(x, updates) for x in every}
+    for count in counts:
         letters = LETTERS[:count]
         teachers = {x: f"stage:teacher_{x}" for x in letters}
         distilled = max(1, DISTILLED * count * updates // UPDATES)
@@ -152,13 +148,12 @@ def recipe(run: Path, seed: int, updates: int, limit: int) -> dict[str, Any]:
             "optimizer": usual["optimizer"] | {"lr": 2e-3},  # slower ones mix tasks (one_more.py)
             **train(letters, distilled),
         }
-        alone, joint, student = PASSES
-        as_many = (count * updates * alone + distilled * student) // joint
+        as_many = (count * updates * ALONE + distilled * STUDENT) // JOINT
         stages[f"nft_{count}"] = nft(letters, as_many, **LAGGING)
     models = {name: f"stage:{name}" for name in stages}
-    stages["table"] = {
+    stages[f"table_{len(every)}"] = {
         "use": str(CONFIGS / "eval.yaml"),
-        "benchmarks": [prompts(letter, "test") | {"limit": limit} for letter in LETTERS],
+        "benchmarks": [prompts(letter, "test") | {"limit": limit} for letter in every],
         "models": {"base": None, "guided": str(run / "guided" / "adapter"), **models},
         "fidelity": None,
         "alarm": None,
@@ -178,11 +173,12 @@ def main() -> None:
     """Run the recipe of every seed; what is there already is not made again."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("runs", type=Path, nargs="+", help="outputs of benchmarks/seeds.yaml")
+    parser.add_argument("--counts", type=int, nargs="+", default=[3, 6, 12], help="of tasks")
     parser.add_argument("--updates", type=int, default=UPDATES, help="of a teacher")
     parser.add_argument("--limit", type=int, default=72, help="test prompts of a task")
     args = parser.parse_args()
     for seed, run in enumerate(args.runs):
-        flowalign.train(recipe(run.resolve(), seed, args.updates, args.limit))
+        flowalign.train(recipe(run.resolve(), seed, args.counts, args.updates, args.limit))
 
 
 if __name__ == "__main__":

@@ -24,9 +24,9 @@ from pathlib import Path
 LINKED = ("rewards", "teachers", "eval")
 # Lines a room may have. A change that needs more says so here.
 BUDGET = {
-    "backbone": 3267,
+    "backbone": 3266,
     "commands": 4636,
-    "config": 2280,
+    "config": 2281,
     "credit": 244,
     "eval": 2529,
     "flowalign": 64,
@@ -34,7 +34,7 @@ BUDGET = {
     "sde": 185,
     "system": 1184,
     "teachers": 1416,
-    "training": 5123,
+    "training": 5122,
     "types": 267,
 }
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)

@@ -66,9 +66,8 @@ class Backbone:
             # weights, and their place in memory changes the last bits of products
             self.device = torch.device("cpu")
         self.others: Mapping[str, Backbone] = {}  # by the name that makes them active
-        self.evaluations = (
-            0  # of the transformer, by image: forward passes, and backward ones twice
-        )
+        # of the transformer, by image: forward passes, and backward ones twice
+        self.evaluations = 0
         self.core = pipe.transformer.requires_grad_(False).eval().to(self.device)
         self.transformer: nn.Module = self.core
         self.dtype = DTYPES[model.dtype]  # of all arithmetic of the transformer, adapters too

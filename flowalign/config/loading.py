@@ -57,7 +57,7 @@ def load(
             raise ConfigError(problems, str(variant))
         kind = str(data.get("stage"))
         if kind == "recipe":
-            data = overlay(data, {"variant": keys})
+            data = overlay(data, {"variant": keys}, source=str(variant))
         else:
             data = varied(data, keys.get(kind, {}), source=str(variant))
     return parse(data, overrides, source=str(path), stage=stage)
@@ -143,11 +143,12 @@ def overlay(*layers: Mapping[str, Any], source: str = "config", place: str = "")
 
 def varied(data: Mapping[str, Any], keys: Mapping[str, Any], source: str) -> dict[str, Any]:
     """A config with a variant's keys over it, but for sections that it has switched off (null)."""
-    off = {
-        key for key, value in data.items() if value is None and isinstance(keys.get(key), Mapping)
+    on = {
+        key: value
+        for key, value in keys.items()
+        if not isinstance(value, Mapping) or data.get(key, {}) is not None
     }
-    keys = {key: value for key, value in keys.items() if key not in off}
-    return overlay(data, keys, source=source)
+    return overlay(data, on, source=source)
 
 
 def _merged(old: Any, value: Any, where: str, source: str) -> Any:

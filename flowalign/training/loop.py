@@ -186,9 +186,8 @@ class Loop:
     ) -> None:
         images = len(rollout) * self.accelerator.num_processes  # an equal shard each
         speed = images / (time.perf_counter() - self._began)
-        evaluations = sum(gather_object([self.backbone.evaluations]))
-        values |= {metrics.EVALUATIONS: evaluations, **drift}
-        values |= {**self._seconds, metrics.IMAGES_PER_SECOND: speed}
+        values |= {**self._seconds, metrics.IMAGES_PER_SECOND: speed, **drift}
+        values[metrics.EVALUATIONS] = sum(gather_object([self.backbone.evaluations]))
         if isinstance(prepared, Prepared):
             self.log.rollout(self.update, rollout, prepared.notes)
         self.log.warn(self.update, self.alarm.update(values))
