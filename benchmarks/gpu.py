@@ -14,7 +14,7 @@ docs/gpu_NAME.json. `--device cpu --width 0.05 --layers 2 --size 64` tries all o
 With --trace every student's row also says by which kernels its third update spends its time, and
 how long the GPU waits. Not yet run, for half of the chip's rate with compiled models:
 `python benchmarks/gpu.py --trace --cases "matrix products" "write the Medium" "32 images"
-"rollouts of 16" "micro-batch 16" --prompts 32`.
+"rollouts of 16" "micro-batch 16" "LoRA of one layer" --prompts 32`.
 """
 
 from __future__ import annotations
@@ -295,8 +295,12 @@ def teacher(setup: Setup, case: Case) -> Mapping[str, Any]:
 
 def updated(config: Any, setup: Setup, case: Case) -> Mapping[str, Any]:
     """Seconds, peak of memory and operations of a second update, and the doctor's peak."""
-    if config.model.quantization == "nf4" and not importlib.util.find_spec("bitsandbytes"):
-        raise NotHere("bitsandbytes is not installed")
+    model = config.model
+    needs = {"bitsandbytes": model.quantization == "nf4",
+             "flash_attn_interface": model.attention == "_flash_3"}  # fmt: skip
+    for package, needed in needs.items():
+        if needed and not importlib.util.find_spec(package):
+            raise NotHere(f"{package} is not installed")
     from accelerate.state import AcceleratorState
 
     from flowalign.commands.doctor.count import predict
@@ -346,6 +350,7 @@ def student_config(setup: Setup, case: Case) -> Any:
     data = config.model_dump(mode="json")
     guidance = config.rollout.guidance
     data["lora"]["init"] = None
+    data["anchor"]["adapter"] = str(setup.folder / names[0])
     data["teachers"] = {n: {"adapter": str(setup.folder / n), "guidance": guidance} for n in names}
     data["tasks"] = [{"name": n, "prompts": "tiny/ocr_train"} for n in names]
     return parse(data, stage=OpdStage)
@@ -471,8 +476,13 @@ def cases() -> list[Case]:
              limit=180),
         Case("micro-batch 16", student, (*COMPILED, "optimizer.micro_batch=16"), alone=True,
              limit=180),
+        # what merged weights, stacked LoRAs and adapters that are cast once can gain at most
+        Case("LoRA of one layer", student,
+             (*COMPILED, "lora.targets=[transformer_blocks.0.attn.to_q]"), alone=True, limit=180),
         Case("write FLUX.1-dev", written_flux, limit=180),
         Case("FLUX.1-dev, NFT", teacher, FLUX, limit=120),
+        Case("FLUX.1-dev, flash attention 3", teacher, (*FLUX, "model.attention=_flash_3"),
+             limit=120),
         Case("FLUX.1-dev, NFT, nf4", teacher, (*FLUX, "model.quantization=nf4"), limit=150),
     ]  # fmt: skip
 

@@ -73,6 +73,13 @@ def test_what_goes_wrong_is_a_row_and_the_rest_goes_on(tmp_path, monkeypatch) ->
     assert sum(line.startswith("| ") for line in lines) == len(cases) + 1
 
 
+@pytest.mark.slow
+def test_a_student_needs_no_hub(tmp_path: Path) -> None:
+    small = "--device cpu --width 0.05 --layers 2 --size 64 --prompts 4".split()
+    names = ["write the Medium", "2 teachers"]
+    assert gpu.main([*small, "--out", str(tmp_path), "--cases", *names]) == 0
+
+
 @pytest.mark.long
 def test_every_case_runs_at_a_small_scale(tmp_path: Path) -> None:
     small = "--device cpu --width 0.05 --layers 2 --size 64 --prompts 4 --minutes 15".split()
