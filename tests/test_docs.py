@@ -84,11 +84,19 @@ def test_every_link_leads_somewhere() -> None:
             broken.append(f"{page.relative_to(ROOT)}:{line}: {target} does not exist")
         elif page.name == "CHANGELOG.md" and name:  # the site shows it as a page of docs/
             broken.append(f"CHANGELOG.md:{line}: {target}: no link is right in both places")
-        elif anchor.startswith("flowalign."):
-            continue  # mkdocstrings makes it, and the build checks it
         elif anchor and file in PAGES and anchor not in documents.anchors(file):
             broken.append(f"{page.relative_to(ROOT)}:{line}: {target}: no heading {anchor!r}")
     assert broken == []
+
+
+def test_the_reference_says_what_the_code_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If not: python scripts/docs/reference.py."""
+    monkeypatch.syspath_prepend(ROOT / "scripts" / "docs")
+    reference = importlib.import_module("reference")
+    stale = [
+        path.name for path, text in documents.pages().items() if reference.filled(text) != text
+    ]
+    assert stale == []
 
 
 class Parsed(Exception):

@@ -12,7 +12,7 @@ import documents
 import pytest
 
 ROOT = documents.ROOT
-INCLUDED = re.compile("^(--8<-- |::: |<!-- README)", re.MULTILINE)  # filled in by the build
+INCLUDED = re.compile("^(--8<-- |<!-- README)", re.MULTILINE)  # filled in by the build
 
 
 @pytest.fixture(scope="session")
