@@ -92,7 +92,7 @@ def test_a_download_that_broke_off_is_missed_and_resumed(
     with monkeypatch.context() as patch:
         patch.setattr(constants, "HF_HUB_OFFLINE", True)
         assert main(["fetch", "--config", path, "--check"]) == 1
-        assert "missing: me/model" in capsys.readouterr().out
+        assert "not known: me/model" in capsys.readouterr().out
     assert main(["fetch", "--config", path, "--check"]) == 1
     assert "missing: me/model: 1 files" in capsys.readouterr().out
     assert main(["fetch", "--config", path]) == 0

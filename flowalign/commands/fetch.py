@@ -18,13 +18,13 @@ from flowalign.commands.prompts import actions as data
 from flowalign.commands.prompts.fetch import missing_sets
 from flowalign.config import ConfigError, Stage, load
 from flowalign.system.exit import refusing
-from flowalign.system.hub_files import HubError, HubFiles
+from flowalign.system.hub_files import HubError, HubFiles, Unreachable
 from flowalign.training.report.progress import quiet
 
 
 @refusing("fetch")
 def main(args: argparse.Namespace) -> int:
-    """Exit status: 0 all is here, 1 something is missing, 2 refused."""
+    """Exit status: 0 all is here, 1 something is missing or not known, 2 refused."""
     quiet()
     config = load(args.config, args.overrides, stage=Stage, variant=args.variant)
     stages, problems = recipe.read_stages(config, Path(args.config).parent)
@@ -37,9 +37,8 @@ def main(args: argparse.Namespace) -> int:
             wanted = {"names": commands[0].split()[-1:], "out": "data", "force": False}
             data.main(argparse.Namespace(action="fetch", **wanted))
     sets = missing_sets(stages.values()).items()
-    lacking += [f"{name} ({' or '.join(commands) or 'yours'})" for name, commands in sets]
-    for text in lacking:
-        print(f"missing: {text}")
+    lacking += [f"missing: {n} ({' or '.join(commands) or 'yours'})" for n, commands in sets]
+    print(*lacking, sep="\n")
     return 1 if lacking else 0
 
 
@@ -68,11 +67,11 @@ def _files(stages: Iterable[Stage], check: bool) -> Iterator[str]:
         try:
             sizes = files.missing()
         except HubError as error:
-            yield str(error)
+            yield f"{'not known' if isinstance(error, Unreachable) else 'missing'}: {error}"
             continue
         text = f"{files.repository}: {len(sizes)} files, {sum(sizes.values()) / 1e9:.3g} GB"
         if sizes and check:
-            yield text
+            yield f"missing: {text}"
         else:
             print(f"to download: {text}" if sizes else f"here: {files.repository}", flush=True)
             lacking |= {files: source} if sizes else {}
@@ -80,4 +79,4 @@ def _files(stages: Iterable[Stage], check: bool) -> Iterator[str]:
         try:  # an adapter's own way refuses what is none
             adapters.adapter_folder(source, newest=True) if source else files.download()
         except (OSError, ValueError) as error:  # a gated model, say: the others still come
-            yield f"{files.repository}: {error}"
+            yield f"missing: {files.repository}: {error}"

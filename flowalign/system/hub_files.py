@@ -22,6 +22,10 @@ class HubError(OSError):
     """What the Hub did not do, in its own words."""
 
 
+class Unreachable(HubError):
+    """The Hub was not reached, so that nothing is known."""
+
+
 @dataclass(frozen=True)
 class HubFiles:
     """The files that match a pattern, and none of `ignored`. revision: None = main."""
@@ -45,7 +49,9 @@ class HubFiles:
             with suppress(*FAILED):
                 self.download(local_files_only=True)
                 return {}
-            raise HubError(f"{self.repository}: {shown(str(error), 600)}") from error
+            answered = isinstance(error, errors.HfHubHTTPError | errors.HFValidationError)
+            kind = HubError if answered else Unreachable
+            raise kind(f"{self.repository}: {shown(str(error), 600)}") from error
         sizes = {file.rfilename: file.size or 0 for file in about.siblings or ()}
         if not (names := [*filter_repo_objects(sizes, **self.chosen)]):
             raise HubError(f"{self.repository} has no file {' or '.join(self.patterns)}")
