@@ -28,14 +28,15 @@ WORDS = {str: "text", bool: "true or false", int: "int", float: "float", NoneTyp
 
 def filled(page: str) -> str:
     """The page, with what its blocks ask for as of the code that is installed."""
-    titles = {resolved(m["name"]): m["title"] for m in BLOCK.finditer(page) if m["title"]}
+    titles = {resolved(m["name"]): m["title"] for m in BLOCK.finditer(page)}
 
     def block(match: re.Match[str]) -> str:
         thing, name = resolved(match["name"]), match["name"]
         if hasattr(thing, "model_fields"):
             lines = section(thing, match["title"], titles)
         else:
-            lines = described(thing, name, match["members"] and match["members"].split(", "))
+            members = match["members"] and match["members"].split(", ")
+            lines = described(thing, name, members, titles)
         return match[1] + "\n" + "\n".join(lines).strip() + "\n\n"
 
     return BLOCK.sub(block, page)
@@ -131,20 +132,25 @@ def written(value: Any) -> str:
 # Functions and classes ----------------------------------------------------------------------------
 
 
-def described(thing: Any, name: str, members: Collection[str] | None) -> Iterator[str]:
-    """A function or a class with its public members, signature and docstring."""
-    yield f"### {name}"
+def described(
+    thing: Any, name: str, members: Collection[str] | None, known: Collection[Any]
+) -> Iterator[str]:
+    """A function or a class with its public members, signature and docstring. known: what the page
+    describes; members of a parent are not repeated."""
+    short = name.rpartition(".")[2]
+    yield f"### `{name}`"
     yield ""
-    yield from documented(thing, name.rpartition(".")[2])
+    yield from documented(thing, short)
     if not isinstance(thing, type):
         return
-    for key in dict.fromkeys(key for base in thing.__mro__ for key in vars(base)):
+    own = [base for base in thing.__mro__ if "flowalign" in base.__module__]
+    own = [base for base in own if base is thing or base not in known]
+    for key in dict.fromkeys(key for base in own for key in vars(base)):
         member = inspect.getattr_static(thing, key)
         member = getattr(member, "__func__", member)  # of a class method
-        ours = "flowalign" in str(getattr(getattr(member, "fget", member), "__module__", ""))
-        shown = key in members if members else ours and not key.startswith("_")
-        if shown and inspect.getdoc(member):
-            yield f"#### {name.rpartition('.')[2]}.{key}"
+        shown = key in members if members else not key.startswith("_")
+        if shown and inspect.isroutine(member) | hasattr(member, "fget") | hasattr(member, "func"):
+            yield f"#### `{short}.{key}`"
             yield ""
             yield from documented(member, key)
 
