@@ -195,6 +195,10 @@ def test_every_stage_gives_a_config_that_loads_and_explains_its_keys(
         assert "seed" not in part  # the recipe gives it
 
 
+def load_stage(config: Any, name: str) -> Any:
+    return recipe.read_stages(config, Path())[0][name]
+
+
 def test_own_prompts_and_a_reward() -> None:
     Path("my.txt").write_text('a sign that says "KITE"\n')
     config = written("--stage", "grpo", "--reward", "ocr", "--prompts", "my.txt")
@@ -213,6 +217,19 @@ def test_own_prompts_and_a_reward() -> None:
         Path(name).write_text('a sign that says "LAMP"\n')
     own = written("--stage", "grpo", "--reward", "ocr", "--prompts", "tiny/my.txt")
     assert own.tasks[0].validation == "tiny/my_val.txt"
+
+
+@pytest.mark.parametrize("stage", ["nft", "grpo", "recipe"])
+def test_a_teacher_is_paid_as_the_shipped_one(stage: str) -> None:
+    """GenEval's published reward pays for parts of a scene; the official score does not."""
+    config = written("--stage", stage, "--model", MEDIUM, "--reward", "geneval")
+    if stage == "recipe":
+        judged = config.stages["student"]["tasks"][0]["reward"]["options"]["reward"]
+        (task,) = load_stage(config, "teacher_geneval").tasks
+        assert judged == "official"
+    else:
+        (task,) = config.tasks
+    assert task.reward.options["reward"] == "published" and task.weight == 1
 
 
 def test_own_teachers() -> None:

@@ -162,6 +162,7 @@ class Draft:
         if self.like in TEACHERS:  # a task for each reward
             data = self._teacher(self.like, self.rewards[0])
             data |= self._tasks(map(_short, self.rewards))
+            data["tasks"] = self._paid(data["tasks"])
         elif self.like == "merge":
             shipped = [teacher["adapter"] for teacher in self.student["teachers"].values()]
             data = _average(list(self.adapters.values()) or shipped) | {"method": "concat"}
@@ -214,6 +215,18 @@ class Draft:
             of = self.eval["sampling"] if stage == "grpo" else self.student["rollout"]
             data |= {"model": {}, "rollout": data["rollout"] | {"guidance": of["guidance"]}}
         return data
+
+    def _paid(self, tasks: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Tasks of a student as those of a teacher: with the rewards of the shipped ones, which may
+        pay for parts of what is judged."""
+        stage, paid = self.like if self.like in TEACHERS else "nft", []
+        for task in tasks:
+            (shipped,) = self._teacher(stage, task["reward"]["name"])["tasks"]
+            same = shipped["reward"]["name"] == task["reward"]["name"]
+            paid.append({**task, **({"reward": shipped["reward"]} if same else {})})
+            if len(tasks) == 1:
+                paid[0].pop("weight", None)
+        return paid
 
     def _pairs(self) -> dict[str, Any]:
         """The shipped teacher from pairs, of the user's if --prompts names them."""
@@ -274,7 +287,8 @@ class Draft:
             for task in student["tasks"]:  # each has the name of its teacher
                 off = {} if "validation" in task else {"evaluation": None}
                 data = self._teacher("nft", task["reward"]["name"])
-                stages[f"teacher_{task['name']}"] = data | {"stage": "nft", "tasks": [task], **off}
+                taught = {"stage": "nft", "tasks": self._paid([task]), **off}
+                stages[f"teacher_{task['name']}"] = data | taught
             if scale := self._cfg_scale():
                 models = {"base": None, "base_cfg": None, **adapters}
                 table = {"guidance": {"base_cfg": scale}, "compare": {"student": ["base_cfg"]}}
