@@ -21,7 +21,8 @@ def main(argv: Sequence[str]) -> int:
     """The command line; exit status 0 = drawn, 2 = refused."""
     text = "Draw the held-out scores of training runs, a chart for each score."
     parser = argparse.ArgumentParser("flowalign eval curves", description=text)
-    parser.add_argument("runs", nargs="+", metavar="[NAME=]RUN", help="output folders of runs")
+    help = "output folders of runs; TEACHER+STUDENT counts the evaluations of both"
+    parser.add_argument("runs", nargs="+", metavar="[NAME=]RUN", help=help)
     help = f"the figure, a {', '.join(FORMATS)} (default: curves.pdf)"
     parser.add_argument("--out", type=Path, default=Path("curves.pdf"), help=help)
     parser.add_argument("--over", choices=(metrics.UPDATE, metrics.EVALUATIONS),
@@ -30,6 +31,10 @@ def main(argv: Sequence[str]) -> int:
     logs, out = named_logs(args.runs), expanded(args.out)
     if out.suffix.lower() not in FORMATS:
         raise ValueError(f"--out: got {str(out)!r}; want a file that ends in {', '.join(FORMATS)}.")
+    if args.over == metrics.UPDATE and (chained := [n for n, run in logs.items() if len(run) > 1]):
+        raise ValueError(
+            f"--over: {', '.join(chained)} has several runs; use {metrics.EVALUATIONS}."
+        )
     from flowalign.training.report.pictures import held_out_plot  # matplotlib and torch
 
     held_out_plot(logs, out, args.over)
@@ -37,17 +42,21 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def named_logs(texts: Sequence[str]) -> dict[str, Path]:
-    """{name: metrics.jsonl} of NAME=RUN, or of folders, whose names are their last parts if these
-    differ. Raises ValueError for a folder without the log of a run."""
+def named_logs(texts: Sequence[str]) -> dict[str, list[Path]]:
+    """{name: metrics.jsonl of the runs} of NAME=RUN+RUN, or of folders, whose names are the last
+    parts of the last run if these differ. Raises ValueError for a folder without the log of a
+    run."""
     logs, last = {}, [Path(text).name for text in texts]
     for text in texts:
-        name, _, run = text.rpartition("=")
-        folder = Path(expanded(run))
-        name = name or (folder.name if last.count(folder.name) == 1 else run)
-        logs[name] = log = folder / "metrics.jsonl"
-        if not log.is_file():
-            inside = ", ".join(str(path.parent) for path in sorted(folder.glob(f"*/{log.name}")))
-            hint = f"; there are {inside}" if inside else ""
-            raise ValueError(f"{folder} holds no {log.name} of a training run{hint}.")
+        name, _, runs = text.rpartition("=")
+        folders = [Path(expanded(run)) for run in runs.split("+")]
+        name = name or (folders[-1].name if last.count(folders[-1].name) == 1 else runs)
+        logs[name] = [folder / "metrics.jsonl" for folder in folders]
+        for folder, log in zip(folders, logs[name], strict=True):
+            if not log.is_file():
+                inside = ", ".join(
+                    str(path.parent) for path in sorted(folder.glob(f"*/{log.name}"))
+                )
+                hint = f"; there are {inside}" if inside else ""
+                raise ValueError(f"{folder} holds no {log.name} of a training run{hint}.")
     return logs

@@ -143,11 +143,15 @@ def test_the_curves_of_runs_are_one_figure(tmp_path: Path, capsys) -> None:
     assert main(["eval", "curves", *words]) == 0
     drawn = re.findall(r"<!-- (.*?) -->", out.read_text())
     assert {"function evaluations", "0", "30"} <= {*drawn} and "40" not in drawn
+    words[0] = f"student={log.parent}+{log.parent}"  # after a teacher that cost as much
+    assert main(["eval", "curves", *words]) == 0
+    drawn = re.findall(r"<!-- (.*?) -->", out.read_text())
+    assert {"30", "60"} <= {*drawn} and not {"0", "70"} & {*drawn}
     out.unlink()
     for bad, key in (
         ([str(tmp_path)], "metrics.jsonl"), ([str(tmp_path / "none")], "held-out"),
         ([*runs, "--out", str(tmp_path / "x.txt")], "--out"),
-        ([*runs, "--over", "evaluations"], "evaluations"),
+        ([*runs, "--over", "evaluations"], "evaluations"), ([f"{runs[0]}+{runs[0]}"], "--over"),
     ):  # fmt: skip
         assert main(["eval", "curves", *bad]) == 2
         assert key in capsys.readouterr().err

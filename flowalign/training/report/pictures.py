@@ -293,16 +293,19 @@ def metrics_plot(drawn: Sequence[Chart], path: Path, title: str = "") -> None:
     _save(figure, path)
 
 
-def held_out_plot(logs: Mapping[str, Path], path: Path, over: str = metrics.UPDATE) -> None:
+def held_out_plot(
+    logs: Mapping[str, Sequence[Path]], path: Path, over: str = metrics.UPDATE
+) -> None:
     """Plot the held-out scores of runs {name: metrics.jsonl}: a chart for the mean of the tasks,
-    and one a task, of its `overall` where there is one. over: metrics.UPDATE, or EVALUATIONS, the
-    sum of those until then. Raises ValueError where a run has no score, or no such metric.
+    and one a task, of its `overall` where there is one. Of several runs of a name the last one's.
+    over: metrics.UPDATE, or EVALUATIONS, the sum of those until then, of all runs of the name.
+    Raises ValueError where a run has no score, or no such metric.
     """
     scores: dict[str, dict[str, Curve]] = {}  # by chart, then by run
-    for run, file in logs.items():
-        log = read_metrics(file)
+    for run, files in logs.items():
+        *before, log = map(read_metrics, files)
         if over == metrics.EVALUATIONS:
-            log = _over_evaluations(log, run)
+            log = _over_evaluations(log, before, run)
         for name, curve in log.items():
             task, _, metric = name.removeprefix(metrics.EVAL).partition("/")
             overall = f"{metrics.EVAL}{task}/overall" in log
@@ -311,24 +314,27 @@ def held_out_plot(logs: Mapping[str, Path], path: Path, over: str = metrics.UPDA
             elif name.startswith(metrics.EVAL) and metric == ("overall" if overall else "reward"):
                 scores.setdefault(task, {})[run] = curve
     if not scores:
-        raise ValueError(f"no held-out score in {', '.join(map(str, logs.values()))}.")
+        raise ValueError(f"no held-out score in {', '.join(str(f[-1]) for f in logs.values())}.")
     about = "rollouts" if over == metrics.UPDATE else "function evaluations"
     made = [Chart(title, "held-out score", c, "", over=about) for title, c in scores.items()]
     metrics_plot(made, path)
 
 
-def _over_evaluations(log: Mapping[str, Curve], run: str) -> dict[str, Curve]:
-    """The curves over the function evaluations before each point."""
-    if metrics.EVALUATIONS not in log:
+def _over_evaluations(
+    log: Mapping[str, Curve], before: Sequence[Mapping[str, Curve]], run: str
+) -> dict[str, Curve]:
+    """The curves over the function evaluations before each point; before: logs of earlier runs."""
+    if any(metrics.EVALUATIONS not in part for part in (*before, log)):
         raise ValueError(
             f"{run} has no {metrics.EVALUATIONS!r}: it was trained before they were logged."
         )
+    first = sum(count for part in before for _, count in part[metrics.EVALUATIONS])
     updates, counts = zip(*log[metrics.EVALUATIONS], strict=True)
-    sums = np.cumsum(counts)
+    sums = first + np.cumsum(counts)
 
     def spent(update: int) -> int:
         done = int(np.searchsorted(updates, update, "right"))
-        return int(sums[done - 1]) if done else 0
+        return int(sums[done - 1] if done else first)
 
     return {name: [(spent(x), y) for x, y in curve] for name, curve in log.items()}
 
