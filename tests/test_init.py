@@ -9,6 +9,7 @@ import pytest
 import torch
 import yaml
 from huggingface_hub import constants
+from safetensors.torch import save_file
 
 from flowalign.backbone.adapters import describe, write_lora
 from flowalign.backbone.structure import model_spec
@@ -242,6 +243,25 @@ def test_own_teachers() -> None:
     config = written("--stage", "eval", "--teachers", "runs/a/adapter", "x=runs/b/adapter")
     assert config.models == {"base": None, "a": "runs/a/adapter", "x": "runs/b/adapter"}
     assert config.compare == {"x": ["a"]}  # the last one, besides the base
+
+
+@pytest.mark.parametrize(
+    ("layer", "family"),
+    [("transformer.single_transformer_blocks.0.attn.to_q", "FLUX"),
+     ("lora_unet_down_blocks_1_attentions_0_proj_in", "Stable Diffusion XL"),
+     ("transformer.transformer_blocks.0.attn.to_q", None)],
+)  # fmt: skip
+def test_a_lora_of_another_family_is_said_at_once(
+    layer: str, family: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    width = 1536  # of the Medium
+    halves = {"down": torch.ones(2, width), "up": torch.ones(width, 2)}
+    save_file({f"{layer}.lora_{h}.weight": halves[h] for h in halves}, "a.safetensors")
+    Path("a.txt").write_text("A fox")
+    words = ["--stage", "opd", "--model", MEDIUM, "--loras", "a.safetensors", "--prompts", "a.txt"]
+    assert init(*words, "--out", "own.yaml") == bool(family)
+    said = capsys.readouterr().out
+    assert ("problem: teachers.a" in said) == (f"LoRAs of {family}" in said) == bool(family)
 
 
 @pytest.mark.parametrize(("reward", "anchor"), [("pickscore", "tiny/preference"), ("none", None)])

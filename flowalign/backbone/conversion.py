@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -41,6 +41,17 @@ KINDS = {  # of weights that are not read, by a part of their names
     "bias$|diff_b$": "a bias",
     "embedding": "an embedding",
 }
+OTHERS = {  # families by what only the names of their layers hold
+    "single_(transformer_)?blocks": "FLUX",
+    "(down|up|input|output)_blocks|mid_block": "Stable Diffusion XL or 1.5",
+}
+
+
+def looks_like(layers: Iterable[str]) -> str:
+    """A remark on the family whose LoRAs have such layers; "" if it cannot be told."""
+    seen = " ".join(layers)
+    titles = (title for part, title in OTHERS.items() if re.search(part, seen))
+    return next((f"; LoRAs of {title} have such layers" for title in titles), "")
 
 
 def unwrapped(name: str) -> str:
@@ -66,8 +77,8 @@ def layers_of(stored: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
         if kind or not part:
             raise ValueError(
                 f"{shown(name)} is {kind}, and only plain LoRAs of a transformer are read. Remove "
-                "such weights from the file and see whether its images stay as they were, or train "
-                "another."
+                "such weights from the file (docs/hub.md has the lines) and see whether its images "
+                "stay as they were, or train another."
             )
         twin = names[part["layer"]].setdefault(HALVES[part["half"]], name)
         if twin != name:
@@ -94,7 +105,8 @@ def convert(pairs: Pairs, family: Family) -> dict[str, tuple[Tensor, Tensor]]:
     known, converted = _names(layers, family), dict[str, tuple[Tensor, Tensor]]()
     for layer, (a, b) in pairs.items():
         if (targets := _targets(layer, known)) is None:
-            raise ValueError(f"{shown(layer)} is no layer of a {family.pipeline} that is read here")
+            text = f"{shown(layer)} is no layer of a {family.pipeline} that is read here"
+            raise ValueError(text + looks_like(pairs))
         rows = [layers[t].out_features for t in targets] if len(targets) > 1 else [len(b)]
         if sum(rows) != len(b):
             raise ValueError(f"{shown(layer)} has {len(b)} rows, and the model {sum(rows)}")

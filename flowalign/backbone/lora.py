@@ -17,7 +17,7 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
 from flowalign.backbone.adapters import AdapterError, Lora, read_lora
-from flowalign.backbone.conversion import taking_lora
+from flowalign.backbone.conversion import looks_like, taking_lora
 
 
 @contextmanager
@@ -48,11 +48,11 @@ def put_lora(core: nn.Module, name: str, source: str | Path | Lora) -> dict[str,
 
 def misfit(core: nn.Module, lora: Lora) -> str | None:
     """What a LoRA adapts, and what a transformer has in its place; None where it fits."""
-    layers = taking_lora(core)
+    layers, looks = taking_lora(core), looks_like(lora.ranks)
     for layer, rank in lora.ranks.items():
         down, up = (tuple(lora.weights[f"{layer}.lora_{half}.weight"].shape) for half in "AB")
         if not (there := layers.get(layer)):
-            return f"adapts {layer} with {down}, {up}, and the model has no such layer"
+            return f"adapts {layer} with {down}, {up}, and the model has no such layer{looks}"
         base = there.get_base_layer() if isinstance(there, LoraLayer) else there
         if isinstance(base, nn.Conv2d):
             expected = (rank, base.in_channels, *base.kernel_size), (base.out_channels, rank, 1, 1)
@@ -60,7 +60,7 @@ def misfit(core: nn.Module, lora: Lora) -> str | None:
             expected = (rank, base.in_features), (base.out_features, rank)
         if expected != (down, up):
             has = f"such a layer with {expected[0]}, {expected[1]}"
-            return f"adapts {layer} with {down}, {up}, and the model has {has}"
+            return f"adapts {layer} with {down}, {up}, and the model has {has}{looks}"
     return None
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ from flowalign.config.section import about
 from flowalign.system.exit import refusing
 from flowalign.system.files import expanded, replacing
 from flowalign.training.data import path_of
-from flowalign.training.preflight import FEW
+from flowalign.training.preflight import FEW, Inputs, Launch, adapter_problems, once
 
 WIDTH = 90  # of a comment
 TEACHERS = tuple(name for name, kind in STAGES.items() if issubclass(kind, RewardStage))
@@ -56,7 +57,7 @@ SHARED = ("model", "output", "seed")  # keys that a recipe gives to its stages
 
 @refusing("init")
 def main(arguments: argparse.Namespace) -> int:
-    """Exit status: 0 written, 2 refused."""
+    """Exit status: 0 written, 1 written with LoRAs that do not fit the model, 2 refused."""
     args = vars(arguments)
     every, force, overrides = args.pop("all"), args.pop("force"), args.pop("overrides")
     out = args["out"] = expanded(args["out"] or Path(f"{args['stage']}.yaml"))
@@ -77,11 +78,20 @@ def main(arguments: argparse.Namespace) -> int:
     for name, commands in missing_sets(stages.values()).items():
         notes.append(f"there is no {name}" + (f": {' or '.join(commands)}" if commands else ""))
     print("\n".join([str(out), *notes]))
+    if unfit := once(chain.from_iterable(map(_unfit, stages.values()))):
+        print("\n".join(f"problem: {text}" for text in unfit))
+        return 1
     fits = "" if draft.model == "tiny" else " --gpu 4090 --hours 24"  # whatever the user has
     if any(map(reward_registry.own_code, draft.rewards)):
         fits += " --trust"  # without it, the doctor does not run the user's code
     print(f"next: flowalign doctor --config {out}{fits}\nthen: {config.command} --config {out}")
     return 0
+
+
+def _unfit(stage: Stage) -> Iterable[str]:
+    """Of the adapters on this machine, those that cannot be used."""
+    elsewhere = [source for source in stage.inputs.values() if not Path(source).exists()]
+    return adapter_problems(stage, Launch(pending=elsewhere), Inputs(stage.model))
 
 
 def family_folder(model: str) -> Path | None:

@@ -125,7 +125,7 @@ def _packages(config: Any, launch: Launch, inputs: Inputs) -> Iterator[str]:
         yield f"model.attention: {kernels!r}: {reason} Or use null: SDPA."
 
 
-def _adapters(config: Any, launch: Launch, inputs: Inputs) -> Iterator[str]:
+def adapter_problems(config: Any, launch: Launch, inputs: Inputs) -> Iterator[str]:
     """Adapters that are not there, cannot be read, hold NaN, or belong to another base: by what
     they say, or by their layers and sizes. Those on the Hub are downloaded."""
     for key, source in config.inputs.items():
@@ -294,7 +294,7 @@ def _training(config: Any, launch: Launch, inputs: Inputs) -> Iterator[str]:
         yield from resuming.problems(config, launch.processes, **given)
 
 
-CHECKS = (_packages, _adapters, _model, _scoring, _advantage, _fidelity, _bases, _training)
+CHECKS = (_packages, adapter_problems, _model, _scoring, _advantage, _fidelity, _bases, _training)
 
 
 def reward_problems(

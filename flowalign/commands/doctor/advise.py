@@ -88,8 +88,12 @@ class Forecast:
             return replace(self, pace=Pace.constant(tflops * 1e12, f"{tflops:g} TFLOP/s, --tflops"))
         if measured and not self.device.gpu:
             return replace(self, pace=measured)
-        gpu = self.estimate and self.gpu
-        return replace(self, pace=Pace.of_gpu(gpu, self.estimate) if gpu else None)
+        if not (self.estimate and self.gpu):
+            return replace(self, pace=None)
+        pace = Pace.of_gpu(self.gpu, self.estimate)
+        if not (self.device.gpu or torch.cuda.is_available()):
+            pace = replace(pace, source=f"{pace.source}; --gpu plans for another")
+        return replace(self, pace=pace)
 
     @cached_property
     def times(self) -> Times | None:
@@ -271,7 +275,7 @@ CUTS = (
 
 
 def show_total(listed: Sequence[Forecast]) -> None:
-    table = Table("stage", "peak GiB", "updates", "s/update", "evaluations", "hours", "GPU-hours")
+    table = Table("stage", "peak GiB", "updates", "s/update", "held-out", "hours", "GPU-hours")
     gpus = listed[0].device.gpus
     for f in listed:
         peak = f"{f.estimate.peak / GIB:.1f}" if f.estimate else "-"
@@ -289,7 +293,8 @@ def show_total(listed: Sequence[Forecast]) -> None:
     console = Console(highlight=False, width=max(100, Console().width))
     console.print(table)
     for source in dict.fromkeys(f.pace.source for f in listed if f.times and f.pace):
-        console.print(f"on {gpus} x {source}", soft_wrap=True)
+        speed = f", taken as {gpus} times as fast as one" * (gpus > 1)
+        console.print(f"on {gpus} x {source}{speed}", soft_wrap=True)
 
 
 def shown_hours(hours: float) -> str:

@@ -416,7 +416,7 @@ def _model_key(config: Stage) -> str:
 
 def _evaluation(config: Stage, model: _Model, processes: int) -> Phase:
     """Sample held-out prompts of all tasks and benchmarks by Euler steps, and decode them; their
-    prompts are encoded, once an image."""
+    prompts are encoded, once an image. The velocities of a student at its fixed states."""
     images, key = sum(evaluated_images(config).values()), "sampling.batch_size"
     least = size_of(*model.encoders) if config.model.offload_text_encoders else 0
     if isinstance(config, TrainingStage):
@@ -430,6 +430,9 @@ def _evaluation(config: Stage, model: _Model, processes: int) -> Phase:
     peak += size(model.texts(batch + 1).values())
     sizes = {"model.decode_batch": min(rows, batch), key: batch}
     flops = flops / batch * (images / processes)
+    if isinstance(config, TrainingStage) and config.held_out_states:  # each process measures all
+        forward = model.forward(batch, Source(model.sampler, config.loss_guidance))
+        flops += forward.flops / batch * config.held_out_states
     return Phase("evaluation", "sampling", max(peak, least), flops, sizes)
 
 

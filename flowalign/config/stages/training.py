@@ -77,6 +77,11 @@ class TrainingStage(Job):
         return False
 
     @property
+    def held_out_states(self) -> int:
+        """States at which an evaluation measures the distance to the targets."""
+        return 0
+
+    @property
     def evaluates(self) -> bool:
         """Whether held-out scores are taken while training, and choose the adapter to keep."""
         scored = self.unrewarded or any(task.evaluated for task in self.tasks)

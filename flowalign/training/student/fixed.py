@@ -17,13 +17,12 @@ from torch import Tensor
 
 from flowalign.backbone import Backbone
 from flowalign.config import OpdStage
+from flowalign.config.stages.students import FIXED_STATES
 from flowalign.training import metrics
 from flowalign.training.algorithm import pairs_of
 from flowalign.training.losses import velocity_error
 from flowalign.training.rollout import Noise, Stream, sample, schedule_of
 from flowalign.types import PromptBatch, Rollout, Teacher
-
-STATES = 4  # of each trajectory
 
 
 @dataclass(frozen=True)
@@ -50,7 +49,7 @@ def fixed_states(
     for task, batch in prompts.items():
         batch = batch.select(range(min(config.student.fixed_prompts, len(batch))))
         schedule = schedule_of(config, backbone)
-        spread = np.linspace(0, len(schedule.trained) - 1, STATES).round().astype(int)
+        spread = np.linspace(0, len(schedule.trained) - 1, FIXED_STATES).round().astype(int)
         steps = tuple(schedule.trained[i] for i in sorted({*spread.tolist()}))
         path = sample(
             backbone,
