@@ -285,6 +285,7 @@ def test_loras_without_rewards_are_measured_by_their_distance() -> None:
     assert config.mixtures == {}  # at the student's scale, not that of the shipped teachers
     assert [task.validation for task in config.tasks] == ["ink_val.txt", "dots_val.txt"]
     assert config.evaluates and not any(task.reward for task in config.tasks)
+    assert config.student.patience and config.evaluation.every == 10  # the run ends by itself
     assert config.student.noise_levels.select == "random"  # styles matter at low noise, too
     both = written(*words, "--reward", "ocr", "none")
     assert [task.reward and task.reward.name for task in both.tasks] == ["ocr", None]

@@ -264,6 +264,10 @@ class Draft:
         if not any("reward" in task for task in data["tasks"]) and self.like != "sft":
             # LoRAs of styles matter at every sigma, rewards mostly at high ones
             data["student"] = data["student"] | {"noise_levels": {"select": "random", "count": 1}}
+            # the shipped number of updates is that of rewards: end where it comes no nearer
+            if (evaluation := data.get("evaluation", {})) is not None:
+                data["student"] |= {"patience": 3}
+                data["evaluation"] = evaluation | {"every": 10}
         return data
 
     def _tasks(self, names: Iterable[str]) -> dict[str, Any]:
