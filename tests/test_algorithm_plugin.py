@@ -76,29 +76,33 @@ def test_init_writes_its_config(tmp_path, monkeypatch, capsys) -> None:
     assert "Missing" in capsys.readouterr().err
 
 
-def test_the_examples_of_the_api_page_run(
+def test_the_examples_of_its_page_run(
     random_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    text = (fakes.ROOT / "docs" / "api.md").read_text()
-    info = tmp_path / "site" / "positive-1.0.dist-info"
+    text = (fakes.ROOT / "docs" / "your-algorithm.md").read_text()
+    info = tmp_path / "site" / "weighted-1.0.dist-info"
     info.mkdir(parents=True)
     for name, code in re.findall(r"```python\n# (\w+\.py)\n(.*?)```", text, re.S):
         (info.parent / name).write_text(code)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: positive\nVersion: 1.0\n")
-    point = "[flowalign.algorithms]\npositive = positive:PositiveStage\n"
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: weighted\nVersion: 1.0\n")
+    point = "[flowalign.algorithms]\nweighted = weighted:WeightedStage\n"
     (info / "entry_points.txt").write_text(point)
     monkeypatch.syspath_prepend(info.parent)
     raw = fakes.settings(random_model, tmp_path / "run").model_dump(mode="json", exclude={"grpo"})
     raw["rollout"] |= {"kind": "ode", "window": None}
     own = {"advantage": "my_advantages:centred"}
-    config = parse({**raw, "stage": "positive", "positive": own}, stage=TrainingStage)
+    config = parse({**raw, "stage": "weighted", "weighted": own}, stage=TrainingStage)
     loop = fakes.wired(config, moved=True)
     prepared: Any = loop.prepare(loop.rollout(0))
-    advantage = prepared.advantage.cpu()
-    assert prepared.keep.tolist() == (advantage > 0).tolist() and 0 < prepared.keep.sum() < 8
-    assert advantage.view(2, 4).sum(1).abs().max() < 1e-6
+    assert prepared.advantage.view(2, 4).sum(1).abs().max() < 1e-6
     loop.run()
-    assert {"my_advantages", "positive"} <= sys.modules.keys()
+    assert {"my_advantages", "weighted"} <= sys.modules.keys()
+    monkeypatch.chdir(tmp_path)
+    for stage in ("weighted", "nft"):
+        assert cli.main(["init", "--stage", stage, "--reward", "ocr"]) == 0
+    own, others = load("weighted.yaml"), load("nft.yaml")
+    assert own.weighted.noise_levels == others.nft.noise_levels == 8
+    assert own.rollout == others.rollout and own.optimizer == others.optimizer
 
 
 @pytest.mark.usefixtures("installed")

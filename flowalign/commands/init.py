@@ -187,8 +187,12 @@ class Draft:
                 data["rollout"] = data["rollout"] | {"kind": "ode"}
                 data["student"] = data["student"] | {"noise_levels": {"select": "all"}}
         data |= {"stage": self.stage, "output": f"outputs/{self.out.stem}", "model": model}
-        # a plugin's stage lacks some keys of the built-in one
-        return {k: v for k, v in data.items() if k in stage_class(self.stage).model_fields}
+        # a plugin's stage lacks some keys of the built-in one; its own section has others
+        fields = stage_class(self.stage).model_fields
+        if self.stage != self.like and self.stage in fields and self.like in data:
+            own = getattr(fields[self.stage].annotation, "model_fields", {})
+            data[self.stage] = {k: v for k, v in data[self.like].items() if k in own}
+        return {k: v for k, v in data.items() if k in fields}
 
     def notes(self, data: Mapping[str, Any]) -> Iterator[str]:
         label = label_of(self.folder / "eval.yaml")
