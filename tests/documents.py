@@ -65,6 +65,22 @@ def pages() -> dict[Path, str]:
     return texts
 
 
+def example_package(folder: Path) -> Path:
+    """The files of docs/your-algorithm.md as an installed package, below what it returns."""
+    page, site = ROOT / "docs" / "your-algorithm.md", folder / "site"
+    info = site / "weighted-0.1.dist-info"
+    info.mkdir(parents=True)
+    for block in blocks(page):
+        if block.language == "python":
+            first, _, code = block.text.partition("\n")
+            (site / first.removeprefix("# ")).write_text(code)
+        elif block.language == "toml":
+            points = block.text.partition("[project.entry-points.")[2]
+            (info / "entry_points.txt").write_text(f"[{points}".replace('"', ""))
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: weighted\nVersion: 0.1\n")
+    return site
+
+
 @cache
 def tokens(page: Path) -> list[Token]:
     """The page as markdown-it reads it."""

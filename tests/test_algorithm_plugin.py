@@ -1,17 +1,17 @@
 """An algorithm from outside the library: named by an entry point, it is a stage like any other."""
 
 import json
-import re
 import sys
 from pathlib import Path
 from typing import Any
 
+import documents
 import fakes
 import pytest
 from accelerate.state import AcceleratorState
 
 from flowalign.commands import cli, recipe
-from flowalign.config import ConfigError, TrainingStage, load, parse
+from flowalign.config import ConfigError, Stage, TrainingStage, load, parse
 
 
 @pytest.fixture
@@ -79,15 +79,7 @@ def test_init_writes_its_config(tmp_path, monkeypatch, capsys) -> None:
 def test_the_examples_of_its_page_run(
     random_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    text = (fakes.ROOT / "docs" / "your-algorithm.md").read_text()
-    info = tmp_path / "site" / "weighted-1.0.dist-info"
-    info.mkdir(parents=True)
-    for name, code in re.findall(r"```python\n# (\w+\.py)\n(.*?)```", text, re.S):
-        (info.parent / name).write_text(code)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: weighted\nVersion: 1.0\n")
-    point = "[flowalign.algorithms]\nweighted = weighted:WeightedStage\n"
-    (info / "entry_points.txt").write_text(point)
-    monkeypatch.syspath_prepend(info.parent)
+    monkeypatch.syspath_prepend(documents.example_package(tmp_path))
     raw = fakes.settings(random_model, tmp_path / "run").model_dump(mode="json", exclude={"grpo"})
     raw["rollout"] |= {"kind": "ode", "window": None}
     own = {"advantage": "my_advantages:centred"}
@@ -100,9 +92,9 @@ def test_the_examples_of_its_page_run(
     monkeypatch.chdir(tmp_path)
     for stage in ("weighted", "nft"):
         assert cli.main(["init", "--stage", stage, "--reward", "ocr"]) == 0
-    own, others = load("weighted.yaml"), load("nft.yaml")
-    assert own.weighted.noise_levels == others.nft.noise_levels == 8
-    assert own.rollout == others.rollout and own.optimizer == others.optimizer
+    keys = [load(f"{s}.yaml", stage=Stage).model_dump() for s in ("weighted", "nft")]
+    assert keys[0]["weighted"]["noise_levels"] == keys[1]["nft"]["noise_levels"] == 8
+    assert all(keys[0][name] == keys[1][name] for name in ("rollout", "optimizer", "lora"))
 
 
 @pytest.mark.usefixtures("installed")

@@ -310,7 +310,10 @@ def heads() -> Iterator[Command]:
 
 
 @pytest.mark.slow
-def test_every_command_is_one_that_the_code_takes(at_home: None) -> None:
+def test_every_command_is_one_that_the_code_takes(
+    at_home: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(documents.example_package(tmp_path))
     for command in [*COMMANDS, *heads()]:
         try:
             checked(command)
