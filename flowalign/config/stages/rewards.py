@@ -50,8 +50,8 @@ class GrpoStage(RewardStage):
     """Group-relative policy optimisation (GRPO) on the rewards of one or more tasks.
 
     The log-probs are means over pixels, so that a ratio moves by 1e-4 where that of a language
-    model moves by .2: a clip range of .2 never clips. On all rewards it ended .026 ± .008 below
-    Flow-OPD on the tiny world of shapes (docs/log).
+    model moves by .2: a clip range of .2 never clips. On all rewards of the tiny world it ends at
+    .848 ± .015, Flow-OPD at .901 ± .008 (docs/results.md).
     """
 
     algorithm = "flowalign.teachers.grpo:Grpo"
