@@ -24,17 +24,17 @@ from pathlib import Path
 LINKED = ("rewards", "teachers", "eval")
 # Lines a room may have. A change that needs more says so here.
 BUDGET = {
-    "backbone": 3266,
-    "commands": 4636,
-    "config": 2281,
+    "backbone": 3278,
+    "commands": 4675,
+    "config": 2293,
     "credit": 244,
-    "eval": 2529,
+    "eval": 2538,
     "flowalign": 64,
     "rewards": 4291,
     "sde": 185,
-    "system": 1184,
+    "system": 1190,
     "teachers": 1416,
-    "training": 5122,
+    "training": 5127,
     "types": 267,
 }
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
