@@ -2,11 +2,11 @@
 
     python benchmarks/many_loras.py --out outputs/many_loras
 
-Makes the LoRAs (flow matching on 200 rendered images each), and for 2, 4, 8 and 12 of them a
+Makes the LoRAs (flow matching on 200 rendered images each), and for 2, 3, 4, 8 and 12 of them a
 student, by the config that `flowalign init --stage opd --loras` writes. Then it compares, on
-held-out prompts and with equal noise, the merge, the stacked adapters and the student with each
-LoRA. Prints Markdown, writes OUT/many_loras.json and OUT/many_loras.png. LoRAs and students that
-are there already are not made again.
+held-out prompts and with equal noise, nine merges and the student with each LoRA. Prints Markdown,
+writes OUT/many_loras.json and OUT/many_loras.png. LoRAs and students that are there already are not
+made again.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from torch.nn.functional import mse_loss
 
 from flowalign import gallery
 from flowalign.backbone import Backbone
-from flowalign.commands import init
+from flowalign.commands import cli
 from flowalign.config import ModelConfig
 from flowalign.system.escape import table
 from flowalign.system.files import read_lines
@@ -52,6 +53,8 @@ TAGS = ("two_object", "counting", "color_attr")
 IMAGES, HELD_OUT, BATCH = 200, 12, 16
 STEPS = 10  # of sampling
 LR = 3e-3
+# of n LoRAs, each with the weight n^-power
+MERGES = [(how, power) for how in ("concat", "ties", "dare") for power in (0.0, 0.5, 1.0)]
 
 
 def scenes(split: str, count: int, seed: int) -> list[prompts.Metadata]:
@@ -122,7 +125,7 @@ def make_student(names: Sequence[str], out: Path, updates: int) -> None:
         return
     words = ["--stage", "opd", "--force", "--loras", *(str(out / "loras" / n) for n in names)]
     words += ["--prompts", *(str(out / "prompts" / f"{name}.txt") for name in names)]
-    if init.main([*words, "--out", str(config)]):
+    if cli.main(["init", *words, "--out", str(config)]):
         raise SystemExit("no config was written")
     words = ["-m", "flowalign.commands.cli", "train", "--config", str(config), f"output={run}"]
     words += [f"train.updates={updates}", f"evaluation.every={max(1, updates // 3)}", "alarm=null"]
@@ -200,26 +203,27 @@ def compare(judge: Judge, names: Sequence[str], out: Path) -> tuple[dict[str, An
     """The distances of each model, and the images of each."""
     backbone, count = judge.backbone, len(names)
     loras = [f"teacher_{name}" for name in names]
-    merged = out / f"merge_{count}"
-    shutil.rmtree(merged, ignore_errors=True)
-    merge([out / "loras" / name for name in names], merged, model="tiny")
-    trained = {"merge": merged, "student": out / f"run_{count}" / "adapter"}
+    trained = {"student": out / f"run_{count}" / "adapter"}
+    for how, power in MERGES:
+        name = f"{how}_{power:g}".replace(".", "")
+        trained[name] = folder = out / f"merges_{count}" / name
+        shutil.rmtree(folder, ignore_errors=True)
+        rank = None if how == "concat" else 8 * count  # as many as the sum has
+        weights = [count**-power] * count
+        merge([out / "loras" / n for n in names], folder, weights=weights, method=how, rank=rank,
+              model="tiny")  # fmt: skip
     for name, folder in trained.items():
         backbone.load_adapter(f"{name}_{count}", folder, frozen=True)
 
     def stack(weight: float) -> None:
         backbone.core.set_adapters(loras, [weight] * count)
 
-    activate = {
-        "merge": lambda: backbone.activate(f"merge_{count}"),
-        "stacked, weight 1": lambda: stack(1.0),
-        "stacked, weight 1/n": lambda: stack(1 / count),
-        "student": lambda: backbone.activate(f"student_{count}"),
-    }
+    activate = {name: partial(backbone.activate, f"{name}_{count}") for name in trained}
+    activate["stacked, weight 1"] = partial(stack, 1.0)
     models, images = {}, {}
     for model, switch_on in activate.items():
         switch_on()
-        styles_of = names[:2] if model == "stacked, weight 1" else names  # the merge's images
+        styles_of = names[:2] if model == "stacked, weight 1" else names  # the sum's images
         rows = {name: judge.distances(name) for name in styles_of}
         stack(1.0)
         images[model] = {name: row[2] for name, row in rows.items()}
@@ -253,6 +257,17 @@ def leaks(judge: Judge, images: dict[str, Any]) -> dict[str, dict[str, float]]:
     return found
 
 
+def mean(models: dict[str, Any], model: str, kind: str) -> float:
+    """Over the styles."""
+    return float(np.mean(list(models[model][kind].values())))
+
+
+def best(models: dict[str, Any], kind: str) -> str:
+    """The merge that is nearest to the LoRAs; chosen on the prompts that judge it."""
+    merges = [name for name in models if name not in ("student", "stacked, weight 1")]
+    return min(merges, key=lambda name: mean(models, name, kind))
+
+
 def fixed_path(run: Path) -> float:
     """The run's own measure of the adapter that was kept: the distance on the LoRAs' paths."""
     rows = read_lines(run / "metrics.jsonl")
@@ -263,7 +278,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     add = parser.add_argument
     add("--out", type=Path, default=Path("outputs/many_loras"))
-    add("--counts", type=int, nargs="+", default=[2, 4, 8, 12])
+    add("--counts", type=int, nargs="+", default=[2, 3, 4, 8, 12])
     add("--steps", type=int, default=60, help="optimizer steps of a LoRA")
     add("--updates", type=int, default=8, help="rollouts of a student, for each of its LoRAs")
     add("--workers", type=int, default=2, help="processes at once, of one thread each")
@@ -303,7 +318,7 @@ def main() -> None:
     shown = {
         "base": [judge.base[name][0].images[1] for name in names],
         "LoRA": [judge.paths[name].images[1] for name in names],
-        f"merge of {len(names)}": [images["merge"][name][1] for name in names],
+        f"best merge of {len(names)}": [images[best(models, "images")][name][1] for name in names],
         f"student of {len(names)}": [images["student"][name][1] for name in names],
     }
     captions = [f"{name}: {judge.batches[name].prompts[1]}" for name in names]
@@ -312,12 +327,15 @@ def main() -> None:
 
 def report(found: dict[str, Any]) -> str:
     """The numbers as Markdown."""
-    head = ["LoRAs", "distance of", "merge", "stacked, weight 1/n", "student", "worst style"]
+    head = ["LoRAs", "distance of", "sum", "average", "best of nine merges", "student",
+            "its worst style"]  # fmt: skip
     rows, speed = [], []
     for count, student in found["students"].items():
         models = student["models"]
         for kind in ("velocity", "images"):
-            means = [f"{np.mean(list(models[model][kind].values())):.2f}" for model in head[2:5]]
+            shown = "concat_0", "concat_1", best(models, kind), "student"
+            means = [f"{mean(models, model, kind):.2f}" for model in shown]
+            means[2] += f" ({shown[2]})"
             worst = max(models["student"][kind].items(), key=lambda pair: pair[1])
             rows.append([str(count), kind, *means, f"{worst[0]} {worst[1]:.2f}"])
         spent, peak = student["cost"]

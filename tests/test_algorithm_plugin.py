@@ -95,6 +95,9 @@ def test_the_examples_of_its_page_run(
     keys = [load(f"{s}.yaml", stage=Stage).model_dump() for s in ("weighted", "nft")]
     assert keys[0]["weighted"]["noise_levels"] == keys[1]["nft"]["noise_levels"] == 8
     assert all(keys[0][name] == keys[1][name] for name in ("rollout", "optimizer", "lora"))
+    variant = fakes.ROOT / "configs" / "variants" / "1x24gb.yaml"
+    varied = load("weighted.yaml", stage=Stage, variant=variant)
+    assert varied.model.gradient_checkpointing  # as nft
 
 
 @pytest.mark.usefixtures("installed")

@@ -262,6 +262,9 @@ def test_a_lora_of_another_family_is_said_at_once(
     assert init(*words, "--out", "own.yaml") == bool(family)
     said = capsys.readouterr().out
     assert ("problem: teachers.a" in said) == (f"LoRAs of {family}" in said) == bool(family)
+    Path("a.safetensors").unlink()
+    assert init(*words, "--out", "own.yaml", "--force") == 1
+    assert "problem: teachers.a" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("reward", "anchor"), [("pickscore", "tiny/preference"), ("none", None)])

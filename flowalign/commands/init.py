@@ -17,6 +17,7 @@ from pydantic_core import to_jsonable_python
 
 from flowalign import rewards as reward_registry
 from flowalign.backbone import ModelError, family_of
+from flowalign.backbone.adapters import is_hub_id
 from flowalign.backbone.loading import pipeline_name
 from flowalign.backbone.structure import find, known
 from flowalign.commands import CONFIGS, SD35, recipe
@@ -37,6 +38,7 @@ from flowalign.config.loading import card_of
 from flowalign.config.model import ModelConfig
 from flowalign.config.safe_yaml import dump_yaml
 from flowalign.config.section import about
+from flowalign.config.stages import most_like
 from flowalign.system.exit import refusing
 from flowalign.system.files import expanded, replacing
 from flowalign.training.data import path_of
@@ -81,7 +83,7 @@ def main(arguments: argparse.Namespace) -> int:
     if unfit := once(chain.from_iterable(map(_unfit, stages.values()))):
         print("\n".join(f"problem: {text}" for text in unfit))
         return 1
-    fits = "" if draft.model == "tiny" else " --gpu 4090 --hours 24"  # whatever the user has
+    fits = "" if draft.model == "tiny" else " --gpu 4090"  # whatever the user has
     if any(map(reward_registry.own_code, draft.rewards)):
         fits += " --trust"  # without it, the doctor does not run the user's code
     print(f"next: flowalign doctor --config {out}{fits}\nthen: {config.command} --config {out}")
@@ -90,7 +92,10 @@ def main(arguments: argparse.Namespace) -> int:
 
 def _unfit(stage: Stage) -> Iterable[str]:
     """Of the adapters on this machine, those that cannot be used."""
-    elsewhere = [source for source in stage.inputs.values() if not Path(source).exists()]
+    elsewhere = [  # on the Hub, or of a run that is still to come; not files that are missing
+        source for source in stage.inputs.values()
+        if not (Path(source).exists() or source.endswith(".safetensors") and not is_hub_id(source))
+    ]  # fmt: skip
     return adapter_problems(stage, Launch(pending=elsewhere), Inputs(stage.model))
 
 
@@ -139,10 +144,7 @@ class Draft:
         prompts: Sequence[str] = (),
     ) -> None:
         self.stage, self.model, self.out = stage, model, out
-        # the stage of flowalign that is most like it, where it is a plugin's
-        bases = {name: STAGES[name].__bases__[0] for name in ("nft", "grpo", "opd")}
-        alike = (name for name, base in bases.items() if issubclass(stage_class(stage), base))
-        self.like = stage if stage in STAGES else next(alike, "opd")
+        self.like = most_like(stage)
         for option, given in (("reward", reward), ("teachers", teachers), ("prompts", prompts)):
             if given and self.like not in USED[option]:
                 text = f"not for the stage {stage}; it is for {', '.join(USED[option])}."
@@ -191,7 +193,8 @@ class Draft:
         fields = stage_class(self.stage).model_fields
         if self.stage != self.like and self.stage in fields and self.like in data:
             own = getattr(fields[self.stage].annotation, "model_fields", {})
-            data[self.stage] = {k: v for k, v in data[self.like].items() if k in own}
+            section: Mapping[str, Any] = data[self.like]
+            data[self.stage] = {k: v for k, v in section.items() if k in own}
         return {k: v for k, v in data.items() if k in fields}
 
     def notes(self, data: Mapping[str, Any]) -> Iterator[str]:

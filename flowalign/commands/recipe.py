@@ -31,6 +31,7 @@ from flowalign.config import (
     to_yaml,
 )
 from flowalign.config.loading import override, varied
+from flowalign.config.stages import variant_keys
 from flowalign.eval.evaluation import evaluate
 from flowalign.eval.suite import image_sets
 from flowalign.system import files, manifest
@@ -182,7 +183,7 @@ def _read_stage(config: Any, name: str, home: Path, adapters: Mapping[str, str])
     if kind == "recipe":
         raise ConfigError(["stage: 'recipe' inside a recipe. List its stages here instead."])
     data["model"] = config.model.model_dump(mode="json")  # all stages have one base
-    data = varied(data, config.variant.get(kind, {}), source="variant")
+    data = varied(data, variant_keys(config.variant, kind), source="variant")
     data["output"] = str(Path(config.output) / name)
     stage = stage_class(kind) if kind in stage_names() else Stage
     if "seed" in stage.model_fields and "seed" not in keys:

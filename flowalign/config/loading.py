@@ -28,7 +28,13 @@ from yaml import YAMLError
 
 from flowalign.config.safe_yaml import dump_yaml, load_yaml
 from flowalign.config.section import ConfigError, did_you_mean, shown_value
-from flowalign.config.stages import STAGES, stage_class, stage_names, variant_problems
+from flowalign.config.stages import (
+    STAGES,
+    stage_class,
+    stage_names,
+    variant_keys,
+    variant_problems,
+)
 from flowalign.config.stages.base import Stage
 from flowalign.config.stages.training import TrainingStage
 from flowalign.system.hub_address import secrets
@@ -59,7 +65,7 @@ def load(
         if kind == "recipe":
             data = overlay(data, {"variant": keys}, source=str(variant))
         else:
-            data = varied(data, keys.get(kind, {}), source=str(variant))
+            data = varied(data, variant_keys(keys, kind), source=str(variant))
     return parse(data, overrides, source=str(path), stage=stage)
 
 

@@ -264,7 +264,9 @@ CUTS = (
     Cut("evaluation.prompts", 64, "the best update is chosen less surely: errors of at most .063"),
     Cut("student.noise_levels.select", "high_noise", "one such level was as good as all (log)"),
     Cut("student.noise_levels.count", 1, "one random level was .005 behind three (log)"),
-    Cut("rollout.prompts", 8, "a quarter of the images lost as much as half the rollouts (log)", 128),
+    Cut(
+        "rollout.prompts", 8, "a quarter of the images lost as much as half the rollouts (log)", 128
+    ),
     Cut("rollout.group_size", 8, "groups of 8 learn (results); larger ones were not compared"),
     Cut("{stage}.noise_levels", 1, "1 of 8 cost a quarter of the gain of an OCR teacher (log)"),
     Cut("train.updates", 100, "half of the rollouts cost a quarter of the gain (log)"),

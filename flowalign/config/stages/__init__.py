@@ -87,3 +87,17 @@ def stage_class(name: str) -> type[Stage]:
         text = f"stage: the plugin {name!r} ({point.value}) cannot be loaded: {error}"
         raise ConfigError([text]) from error
     return kind
+
+
+def most_like(name: str) -> str:
+    """The stage of the library whose settings suit a stage: of a plugin, that of its base class."""
+    if name in STAGES or name not in stage_names():
+        return name
+    bases = {like: STAGES[like].__bases__[0] for like in ("nft", "grpo", "opd")}
+    kind = stage_class(name)
+    return next((like for like, base in bases.items() if issubclass(kind, base)), "opd")
+
+
+def variant_keys(variant: Mapping[str, Any], name: str) -> Any:
+    """What a variant lays over a stage."""
+    return variant.get(name, variant.get(most_like(name), {}))
