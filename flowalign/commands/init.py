@@ -171,6 +171,7 @@ class Draft:
 
     def data(self) -> dict[str, Any]:
         """The raw config; ValueError for numbers of files that do not fit."""
+        data: dict[str, Any]
         if self.like in TEACHERS:  # a task for each reward
             data = self._teacher(self.like, self.rewards[0])
             data |= self._tasks(map(_short, self.rewards))
@@ -193,8 +194,7 @@ class Draft:
         fields = stage_class(self.stage).model_fields
         if self.stage != self.like and self.stage in fields and self.like in data:
             own = getattr(fields[self.stage].annotation, "model_fields", {})
-            section: Mapping[str, Any] = data[self.like]
-            data[self.stage] = {k: v for k, v in section.items() if k in own}
+            data[self.stage] = {k: v for k, v in data[self.like].items() if k in own}
         return {k: v for k, v in data.items() if k in fields}
 
     def notes(self, data: Mapping[str, Any]) -> Iterator[str]:
