@@ -32,7 +32,7 @@ BUDGET = {
     "flowalign": 64,
     "rewards": 4291,
     "sde": 185,
-    "system": 1190,
+    "system": 1193,
     "teachers": 1416,
     "training": 5127,
     "types": 267,

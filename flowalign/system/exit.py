@@ -21,6 +21,9 @@ LEVELS = {  # read by the libraries when they are imported; processes that are s
     "TRANSFORMERS_VERBOSITY": "error",
     "DIFFUSERS_VERBOSITY": "error",
     "TORCH_CPP_LOG_LEVEL": "ERROR",
+    # threads of the CPU wait for each other without spinning: beside another process on two cores
+    # an update of the demo took 100 seconds, and takes 3
+    "OMP_WAIT_POLICY": "PASSIVE",
 }
 Target = Callable[[Any], Any]
 """From arguments, or what another target made of them, to that or an exit status."""
