@@ -241,8 +241,8 @@ class Draft:
             (shipped,) = self._teacher(stage, task["reward"]["name"])["tasks"]
             same = shipped["reward"]["name"] == task["reward"]["name"]
             paid.append({**task, **({"reward": shipped["reward"]} if same else {})})
-            if len(tasks) == 1:
-                paid[0].pop("weight", None)
+        if len(paid) == 1:
+            paid[0].pop("weight", None)
         return paid
 
     def _pairs(self) -> dict[str, Any]:
