@@ -38,7 +38,8 @@ def main(args: argparse.Namespace) -> int:
             data.main(argparse.Namespace(action="fetch", **wanted))
     sets = missing_sets(stages.values()).items()
     lacking += [f"missing: {n} ({' or '.join(commands) or 'yours'})" for n, commands in sets]
-    print(*lacking, sep="\n")
+    for text in lacking:
+        print(text)
     return 1 if lacking else 0
 
 
