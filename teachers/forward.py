@@ -70,7 +70,7 @@ def rising_decay(steps: int, *, decay: float, rise: float, after: int) -> float:
 
 
 class WithPolicies(Algorithm[P]):
-    """An algorithm that scores images without noise. The policies of the config are frozen
+    """An algorithm that learns from images without noise. The policies of the config are frozen
     adapters; the one named "old" samples. Without it, the student does."""
 
     needs_groups = False
@@ -79,8 +79,6 @@ class WithPolicies(Algorithm[P]):
         super().__init__(parts)
         config = self.config
         self.settings = config.forward
-        self.scored = Scored(parts, config.forward)
-        self.on_images = self.scored.on_images
         policies = config.policies.items()
         self.policies = {name: Policy(self.backbone, name, s) for name, s in policies}
         self.old = self.policies.get("old")
@@ -98,9 +96,8 @@ class WithPolicies(Algorithm[P]):
             policy.follow(steps)
 
     def tensors(self) -> Mapping[str, Sequence[Tensor]]:
-        """The weights of the policies, and what the advantages remember."""
-        policies = {f"policy_{name}": policy.parameters for name, policy in self.policies.items()}
-        return {**policies, **self.scored.tensors()}
+        """The weights of the policies."""
+        return {f"policy_{name}": policy.parameters for name, policy in self.policies.items()}
 
     # What a loss asks --------------------------------------------------------------------------
 
@@ -138,6 +135,11 @@ class WithPolicies(Algorithm[P]):
 class Forward(WithPolicies[Matched]):
     """Learning at noise levels that are drawn, without the loss."""
 
+    def __init__(self, parts: Parts) -> None:
+        super().__init__(parts)
+        self.scored = Scored(parts, self.settings)
+        self.on_images = self.scored.on_images
+
     @classmethod
     def keeps(cls, config: ForwardStage, updates: Sequence[int] | None = None) -> Keeps:
         """Images and their latents; noised states with the velocity to match; the base where its
@@ -155,6 +157,10 @@ class Forward(WithPolicies[Matched]):
             policies=list(config.policies),
             compared=[Compared(None, 1.0)] * (config.forward.kl_weight > 0) + policies,
         )
+
+    def tensors(self) -> Mapping[str, Sequence[Tensor]]:
+        """The weights of the policies, and what the advantages remember."""
+        return {**super().tensors(), **self.scored.tensors()}
 
     def prepare(self, rollout: Rollout, update: int) -> Matched:
         credit = self.scored.credit(rollout, update)

@@ -12,24 +12,28 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
+from accelerate.utils import gather_object
 from torch import Tensor
 
 from flowalign import sde
-from flowalign.config import GradientStage
+from flowalign.config import ConfigError, GradientStage
 from flowalign.rewards import as_reward
+from flowalign.rewards.gradient import gradient_problems, value_with_gradient
 from flowalign.teachers.forward import WithPolicies, differing_share
-from flowalign.teachers.scored import Credit
+from flowalign.teachers.scored import check_valid, reward_metrics
 from flowalign.training import metrics
-from flowalign.training.algorithm import STUDENT, Compared, Keeps, Pairs, Parts
+from flowalign.training.algorithm import STUDENT, Compared, Keeps, Pairs, Parts, Prepared
+from flowalign.training.report.pictures import score_text
 from flowalign.training.rollout import clean_schedule
 from flowalign.training.run.processes import Means
 from flowalign.types import Rollout, Schedule, StepLoss
 
 FACTOR = 1.1  # by which tau changes after a rollout
+CHECKED = 2  # images of a task at which its reward's gradient is checked
 
 
 @dataclass(frozen=True, kw_only=True)
-class Moved(Credit):
+class Moved(Prepared):
     """A rollout with what its images moved by."""
 
     shift: Tensor  # [B,C,h,w] (y - x) / sigma: what the old policy's velocity has too much
@@ -47,9 +51,10 @@ class Gradient(WithPolicies[Moved]):
         if self.config.model.gradient_checkpointing and vae._supports_gradient_checkpointing:
             vae.enable_gradient_checkpointing()
         self.rewards = {name: as_reward(reward) for name, reward in parts.rewards.items()}
+        self.checked = False  # are the rewards' gradients?
         self.names = sorted(self.rewards)
-        self.tau = torch.full((1,), self.settings.tau, dtype=torch.float64)
-        self.floor = torch.full((len(self.names),), -torch.inf, dtype=torch.float64)  # by task
+        self.tau = torch.full((len(self.names),), self.settings.tau, dtype=torch.float64)
+        self.floor = torch.full((len(self.names),), -torch.inf, dtype=torch.float64)
 
     @classmethod
     def keeps(cls, config: GradientStage, updates: Sequence[int] | None = None) -> Keeps:
@@ -77,31 +82,39 @@ class Gradient(WithPolicies[Moved]):
         return replace(schedule, window=(step, step + 1))
 
     def prepare(self, rollout: Rollout, update: int) -> Moved:
-        """Move the images whose reward is below the threshold of their prompt."""
-        credit, x = self.scored.credit(rollout, update), rollout.latents
+        """Move the images whose reward is below the threshold of their prompt. Raises ConfigError
+        where a reward's gradient is wrong, TrainingError where it fails on too many images."""
+        if not self.checked:
+            self._check_gradients(rollout)
+            self.checked = True
+        x = rollout.latents
         assert x is not None
-        value, slope = self._value(rollout, x, slope=True)
+        reasons: set[str] = set()
+        value, slope = self._slopes(rollout, x, reasons)
         valid = value.isfinite() & slope.isfinite().flatten(1).all(1)
         task = torch.tensor([self.names.index(name) for name in rollout.batch.tasks])
-        kappa = threshold(value, rollout.group, valid, self.settings.threshold)
-        kappa = kappa.maximum(self.floor[task])
-        below = valid & (value < kappa)
-        index, gain = torch.zeros(len(x), dtype=torch.long), torch.zeros_like(value)
+        measured = self._rewards_of_all(task, value, valid, reasons)
+        quartile = threshold(value, rollout.group, valid, self.settings.threshold)
+        kappa = quartile.maximum(self.floor[task])
         moves = candidates(slope, self.settings.lengths)  # [J,B,C,h,w]
-        if below.any():
-            rows = below.nonzero().flatten()
-            moved = [self._value(rollout, x + move.to(x), rows)[0] for move in moves]
-            values, moves_of = torch.stack([value[rows], *moved]), moves[:, rows]
-            chosen = choose(values, moves_of, kappa[rows], float(self.tau))
+        index = torch.zeros(len(x), dtype=torch.long)
+        gain = torch.zeros_like(value)
+        rows = (valid & (value < kappa)).nonzero().flatten()
+        if len(rows):
+            tried = [self._values(rollout, x + move.to(x), rows, reasons) for move in moves]
+            values = torch.stack([value[rows], *tried])
+            chosen = choose(values, moves[:, rows], kappa[rows], self.tau[task[rows]])
             index[rows] = chosen
             gain[rows] = values.gather(0, chosen[None])[0] - value[rows]
         still = torch.zeros_like(moves[:1])
         shift = torch.cat([still, moves])[index, torch.arange(len(x))]
         weight = torch.where(index > 0, 1.0, self.settings.kept_weight)
         sigma = float(rollout.schedule.sigmas[self.config.trained_step])
-        measured = self._adapt(index > 0, gain, valid, kappa, task)
         return Moved(
-            **vars(replace(credit, keep=valid, metrics={**credit.metrics, **measured})),
+            rollout=rollout,
+            keep=valid,
+            metrics=measured | self._adapt(index > 0, gain, valid, quartile, task),
+            notes=list(map(score_text, value.tolist())),
             shift=(shift / sigma).to(x),
             weight=weight.to(x),
         )
@@ -114,61 +127,122 @@ class Gradient(WithPolicies[Moved]):
         return StepLoss(*self.near_base(elements.mean(), pairs, velocity))
 
     def tensors(self) -> Mapping[str, Sequence[Tensor]]:
-        """With the price of the distance and the floors, which earlier rollouts made."""
+        """With the prices of the distance and the floors, which earlier rollouts made."""
         return {**super().tensors(), "gradient": [self.tau, self.floor]}
 
-    def _value(
-        self, rollout: Rollout, x: Tensor, rows: Tensor | None = None, slope: bool = False
-    ) -> tuple[Tensor, Tensor]:
-        """The rewards [n] (float64, on the CPU) of the images of latents x [B,C,h,w], of some rows;
-        and with `slope` their gradients [n,C,h,w]. NaN where a reward fails."""
-        rows = torch.arange(len(x)) if rows is None else rows
-        values, slopes = [], []
-        for part in rows.split(self.settings.batch):
-            at = x[part].detach().requires_grad_(slope)
-            with torch.set_grad_enabled(slope):
-                value = self._reward(rollout, at, part)
-            values.append(value.detach().double().cpu())
-            if slope:
-                (each,) = torch.autograd.grad(value.sum(), at)
-                slopes.append(each.float().cpu())
-        return torch.cat(values), torch.cat(slopes) if slope else torch.empty(0)
+    # Rewards -----------------------------------------------------------------------------------
 
-    def _reward(self, rollout: Rollout, x: Tensor, rows: Tensor) -> Tensor:
-        """The rewards [b] of the images of latents x [b,C,h,w], each by that of its task."""
-        images, batch = self.backbone.decoded(x), rollout.batch.select(rows.tolist())
-        value = images.new_zeros(len(x))
+    def _check_gradients(self, rollout: Rollout) -> None:
+        """Raise ConfigError for rewards whose gradient is wrong at the first images of a rollout.
+        They are shown with less contrast: a step must be possible from every pixel."""
+        assert rollout.images is not None
+        problems = []
+        for index, task in enumerate(self.config.tasks):
+            rows = [row for row, name in enumerate(rollout.batch.tasks) if name == task.name]
+            if not rows:
+                continue
+            rows = rows[:CHECKED]
+            batch = rollout.batch.select(rows)
+            images = 0.1 + 0.8 * rollout.images[rows]
+            reward = self.rewards[task.name]
+            for text in gradient_problems(reward, images, batch.prompts, batch.metadata):
+                problems.append(f"tasks.{index}.reward: the gradient of {reward.name!r}: {text}.")
+        if problems := sorted(set(gather_object(problems))):  # each process has other images
+            raise ConfigError(problems)
+
+    def _slopes(self, rollout: Rollout, x: Tensor, reasons: set[str]) -> tuple[Tensor, Tensor]:
+        """The rewards [B] (float64) of the images of latents x [B,C,h,w] and their gradients
+        [B,C,h,w], both on the CPU. NaN where a reward or its gradient fails; `reasons` gets why."""
+        values, slopes = [], []
+        for rows in torch.arange(len(x)).split(self.settings.batch):
+            at = x[rows].detach().requires_grad_()
+            with torch.enable_grad():
+                value = self._reward(rollout, at, rows, reasons)
+            slope = torch.full_like(at, torch.nan)
+            if value.requires_grad:  # it failed on some of the images at most
+                (slope,) = torch.autograd.grad(value.sum(), at)
+            if not slope.isfinite().all():
+                reasons.add("its gradient is NaN or infinite")
+            values.append(value.detach().double().cpu())
+            slopes.append(slope.float().cpu())
+        return torch.cat(values), torch.cat(slopes)
+
+    @torch.no_grad()
+    def _values(self, rollout: Rollout, x: Tensor, rows: Tensor, reasons: set[str]) -> Tensor:
+        """The rewards [n] (float64, on the CPU) of the images of some rows of x [B,C,h,w]."""
+        parts = rows.split(self.settings.batch)
+        values = [self._reward(rollout, x[part], part, reasons) for part in parts]
+        return torch.cat([value.double().cpu() for value in values])
+
+    def _reward(self, rollout: Rollout, x: Tensor, rows: Tensor, reasons: set[str]) -> Tensor:
+        """The rewards [b] of the images of latents x [b,C,h,w], each by that of its task; NaN where
+        it fails."""
+        images = self.backbone.decoded(x)
+        batch = rollout.batch.select(rows.tolist())
+        value = images.new_full((len(x),), torch.nan)
         for name in dict.fromkeys(batch.tasks):
-            own = [i for i, task in enumerate(batch.tasks) if task == name]
-            part = batch.select(own)
-            found = self.rewards[name].with_gradient(images[own], part.prompts, part.metadata)
-            value = value.index_put((torch.tensor(own, device=value.device),), found.to(value))
+            of_task = [row for row, task in enumerate(batch.tasks) if task == name]
+            part = batch.select(of_task)
+            try:
+                scores = value_with_gradient(
+                    self.rewards[name], images[of_task], part.prompts, part.metadata
+                )
+            except Exception as error:  # whatever the user's code raises
+                reasons.add(f"{type(error).__name__}: {error}")
+                continue
+            index = torch.tensor(of_task, device=value.device)
+            value = value.index_put((index,), scores.to(value))
         return value
 
-    def _adapt(
-        self, moved: Tensor, gain: Tensor, valid: Tensor, kappa: Tensor, task: Tensor
+    def _rewards_of_all(
+        self, task: Tensor, value: Tensor, valid: Tensor, reasons: set[str]
     ) -> dict[str, float]:
-        """After a rollout: tau, so that a share of the images moves that the config says; and the
-        floors, which follow the thresholds upward. The same on every process. Returns what is
-        logged."""
+        """What is logged of the rewards [B] of all processes. Raises TrainingError where too many
+        images are invalid."""
+        device = self.accelerator.device
+        task, value, valid = (
+            self.accelerator.gather(tensor.to(device)).cpu()  # type: ignore[union-attr]
+            for tensor in (task, value.float(), valid)
+        )
+        check_valid(valid, reasons, self.config.train.max_invalid_share)
+        return reward_metrics(self.names, task, value, valid)
+
+    def _adapt(
+        self, moved: Tensor, gain: Tensor, valid: Tensor, quartile: Tensor, task: Tensor
+    ) -> dict[str, float]:
+        """After a rollout: each task's tau, so that a share of its images moves that the config
+        says, and its floor, which follows the mean quartile upward. The same on every process.
+        Returns what is logged."""
         means = Means()
-        means.add_sum(metrics.MOVED_SHARE, float(moved.sum()), int(valid.sum()))
-        means.add_sum(metrics.MOVED_GAIN, float(gain[moved].sum()), int(moved.sum()))
         for number, name in enumerate(self.names):
-            own = kappa[valid & (task == number)]
-            means.add_sum(f"kappa/{name}", float(own.sum()), len(own))
-        found, (low, high) = means.over_processes(), self.settings.moved
-        if found[metrics.MOVED_SHARE] > high:
-            self.tau /= FACTOR
-        elif found[metrics.MOVED_SHARE] < low:
-            self.tau *= FACTOR
+            rows = valid & (task == number)
+            mine = moved & rows
+            means.add_sum(metrics.MOVED_SHARE + name, float(mine.sum()), int(rows.sum()))
+            means.add_sum(metrics.MOVED_GAIN + name, float(gain[mine].sum()), int(mine.sum()))
+            means.add_sum(metrics.QUARTILE + name, float(quartile[rows].sum()), int(rows.sum()))
+        measured = means.over_processes()
+        low, high = self.settings.moved
         for number, name in enumerate(self.names):
-            now, floor = found.pop(f"kappa/{name}"), float(self.floor[number])
-            if math.isfinite(now) and floor == -torch.inf:  # its first rollout: from below
-                self.floor[number] = now - abs(now) * self.settings.rise
-            elif now > floor:
-                self.floor[number] += self.settings.rise * (now - floor)
-        return {**found, metrics.TAU: float(self.tau)}
+            share = measured[metrics.MOVED_SHARE + name]
+            if share > high:
+                self.tau[number] /= FACTOR
+            elif share < low:
+                self.tau[number] *= FACTOR
+            mean = measured[metrics.QUARTILE + name]
+            self.floor[number] = raised(float(self.floor[number]), mean, self.settings.rise)
+            measured[metrics.TAU + name] = float(self.tau[number])
+        return measured
+
+
+def raised(floor: float, mean: float, rise: float) -> float:
+    """MEND's floor of the threshold after a rollout whose mean quartile is `mean`: it goes a share
+    `rise` of the way up to it, and never down. The first one (floor -inf) begins that share of
+    |mean| below it; NaN, a rollout without the task, changes nothing."""
+    if not math.isfinite(mean):
+        return floor
+    if floor == -math.inf:
+        return mean - rise * abs(mean)
+    return floor + rise * max(0.0, mean - floor)
 
 
 def threshold(value: Tensor, group: Tensor, valid: Tensor, share: float) -> Tensor:
@@ -190,10 +264,10 @@ def candidates(slope: Tensor, lengths: Sequence[float]) -> Tensor:
     return torch.stack([eta * unit for eta in lengths])
 
 
-def choose(values: Tensor, moves: Tensor, kappa: Tensor, tau: float) -> Tensor:
+def choose(values: Tensor, moves: Tensor, kappa: Tensor, tau: Tensor) -> Tensor:
     """The candidate [B] of each image by MEND's min(R(y), kappa) - mean |y - x|^2 / (2 tau): 0 = it
-    stays. values [1+J,B]: of the images themselves, then of the candidates; moves [J,B,C,h,w].
-    Of equals the nearer one."""
+    stays. values [1+J,B]: of the images themselves, then of the candidates; moves [J,B,C,h,w];
+    kappa, tau [B]. Of equals the nearer one."""
     distance = torch.stack([sde.image_mean(move.double() ** 2) for move in moves])
     distance = torch.cat([torch.zeros_like(distance[:1]), distance])
     merit = values.minimum(kappa) - distance / (2 * tau)

@@ -1,4 +1,5 @@
-"""From the images of a rollout to the advantage of each: what GRPO, NFT and AWM share.
+"""From the images of a rollout to the advantage of each: what GRPO, NFT and AWM share. The limit of
+invalid images and the log of rewards serve every algorithm that learns from rewards.
 
 The images are scored while the next are sampled, all processes see all scores, and an advantage is
 relative to the group of its prompt. The variants are functions (`flowalign.credit`); what they
@@ -8,7 +9,7 @@ need of other rollouts or of the parts of a reward is collected here, the same o
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,7 +77,7 @@ class Scored:
         value, valid, group, task = (
             self._gathered(t) for t in (scores.value, scores.valid, rollout.group, task)
         )
-        self._check(valid, scores)
+        check_valid(valid, scores.failures.values(), self.max_invalid_share)
         more: dict[str, Any] = {}
         if self.settings.advantage == "gdpo":
             more = self._parts(scores, valid, task, names)
@@ -96,13 +97,13 @@ class Scored:
         first = self.accelerator.process_index * len(rollout)
         advantage = advantages[first : first + len(rollout)]
         measured = {
-            metrics.REWARD: float(value[valid].mean()),
-            metrics.REWARD_STD: float(value[valid].std(correction=0)),
-            metrics.INVALID_SHARE: 1 - float(valid.float().mean()),
             metrics.KEPT_SHARE: float((advantages != 0).float().mean()),
             metrics.CLIPPED_ADVANTAGES: clipped,
+            **reward_metrics(names, task, value, valid),
+            **_part_means(scores),
         }
-        measured |= {**by_task(names, task, value, valid, advantages), **_part_means(scores)}
+        for name, rows in rows_by_task(names, task, valid):
+            measured[metrics.TASK_ADVANTAGE + name] = float(advantages[rows].abs().mean())
         return Credit(
             rollout=rollout,
             keep=advantage != 0,
@@ -119,16 +120,6 @@ class Scored:
     def _gathered(self, values: Tensor) -> Tensor:
         gathered = self.accelerator.gather(values.to(self.accelerator.device))
         return gathered.cpu()  # type: ignore[union-attr]
-
-    def _check(self, valid: Tensor, scores: Scores) -> None:
-        share = 1 - float(valid.float().mean())
-        if share > self.max_invalid_share or not valid.any():
-            reasons = sorted(set(gather_object(list(set(scores.failures.values())))))[:3]
-            raise TrainingError(
-                f"the reward failed on {share:.0%} of the images, more than "
-                f"train.max_invalid_share = {self.max_invalid_share:.0%}: {'; '.join(reasons)}. "
-                "Fix the reward and run again with --resume."
-            )
 
     def _parts(
         self, scores: Scores, valid: Tensor, task: Tensor, names: Sequence[str]
@@ -176,18 +167,42 @@ def ratio_metrics(ratio: Tensor, clip_range: float) -> dict[str, float]:
     }
 
 
-def by_task(
-    names: list[str], task: Tensor, value: Tensor, valid: Tensor, advantage: Tensor
+def check_valid(valid: Tensor, reasons: Iterable[str], limit: float) -> None:
+    """Raise TrainingError where the reward failed on more than a share `limit` of the images, or on
+    all. valid [B]: of all processes; reasons: why images of this process are not. All call it."""
+    share = 1 - float(valid.float().mean())
+    if share > limit or not valid.any():
+        first = sorted(set(gather_object(list(set(reasons)))))[:3]
+        raise TrainingError(
+            f"the reward failed on {share:.0%} of the images, more than train.max_invalid_share = "
+            f"{limit:.0%}: {'; '.join(first)}. Fix the reward and run again with --resume."
+        )
+
+
+def reward_metrics(
+    names: Sequence[str], task: Tensor, value: Tensor, valid: Tensor
 ) -> dict[str, float]:
-    """Reward, its std and mean |advantage| of each task, from [B] each; {} for a single task."""
-    measured = {}
+    """What is logged of the rewards [B] of all processes. task [B]: positions in names."""
+    measured = {
+        metrics.REWARD: float(value[valid].mean()),
+        metrics.REWARD_STD: float(value[valid].std(correction=0)),
+        metrics.INVALID_SHARE: 1 - float(valid.float().mean()),
+    }
+    for name, rows in rows_by_task(names, task, valid):
+        measured[metrics.TASK_REWARD + name] = float(value[rows].mean())
+        measured[metrics.TASK_REWARD_STD + name] = float(value[rows].std(correction=0))
+    return measured
+
+
+def rows_by_task(
+    names: Sequence[str], task: Tensor, valid: Tensor
+) -> Iterator[tuple[str, Tensor]]:
+    """The name of each task that has valid images, and their rows as a mask [B]; nothing where
+    there is a single task."""
     for number, name in enumerate(names if len(names) > 1 else []):
         rows = valid & (task == number)
         if rows.any():
-            measured[metrics.TASK_REWARD + name] = float(value[rows].mean())
-            measured[metrics.TASK_REWARD_STD + name] = float(value[rows].std(correction=0))
-            measured[metrics.TASK_ADVANTAGE + name] = float(advantage[rows].abs().mean())
-    return measured
+            yield name, rows
 
 
 # Earlier rollouts --------------------------------------------------------------------------------

@@ -165,6 +165,16 @@ class Graded(RewardBase):
         return images[:, 0].mean((1, 2)) - images[:, 1:].mean((1, 2, 3))
 
 
+class Vivid(Graded):
+    """Redness with a gradient, in a range a thousand times larger."""
+
+    def __call__(self, images: Tensor, prompts: Sequence[str], metadata: Rows) -> Scores:
+        return vivid(images, prompts, metadata)
+
+    def with_gradient(self, images: Tensor, prompts: Sequence[str], metadata: Rows) -> Tensor:
+        return 1e3 * super().with_gradient(images, prompts, metadata)
+
+
 class Seeding:
     """Redness that seeds the global generators."""
 

@@ -98,7 +98,7 @@ class EarlierConfig(Section):
 
 
 class AdvantageConfig(Section):
-    """How rewards become advantages: of every stage that learns from rewards."""
+    """How rewards become advantages."""
 
     advantage: AdvantageName = "group_std"
     """group_std, batch_std, gaussian, gdpo, adora or gated (flowalign.credit), or yours: an entry

@@ -42,8 +42,8 @@ class RolloutConfig(Section):
     guidance: NotNegative = 4.5
     """CFG scale; 1 = no unconditional pass. null = that of the model's card, else 4.5."""
     window: Window | None = Field(default=None, examples=[[0, 5]])
-    """[start, stop): the steps with noise and training; null = all but the last. Or {width, every}:
-    a window of `width` steps that moves."""
+    """[start, stop): the steps with noise and training; null = all but the last, which has no noise
+    (ode: all). Or {width, every}: a window of `width` steps that moves."""
     shared_noise: bool = False
     """One initial noise for all images of a prompt."""
     prompts: Count = 8
@@ -57,7 +57,9 @@ class RolloutConfig(Section):
     def trained(self) -> tuple[int, int]:
         """[start, stop) of the steps with noise and training; of a window that moves, all the
         steps that it comes to."""
-        return self.window if isinstance(self.window, tuple) else (0, self.steps - 1)
+        if isinstance(self.window, tuple):
+            return self.window
+        return 0, self.steps if self.kind == "ode" else self.steps - 1
 
     @property
     def width(self) -> int:
@@ -75,7 +77,7 @@ class RolloutConfig(Section):
             yield f"solver: {self.solver!r} is for kind 'ode' only. Use that, or 'euler'."
         if self.kind == "cps" and self.noise_level > 1:
             yield f"noise_level: got {self.noise_level}; kind 'cps' wants a value in (0, 1]."
-        if not isinstance(self.window, tuple) and self.steps == 1:
+        if stop == 0:
             yield "steps: 1, and the default window leaves out the last step. Use 2 or more."
         elif isinstance(self.window, WindowConfig) and self.width > stop - start:
             yield f"window.width: {self.width}, of {stop - start} steps that can be trained."

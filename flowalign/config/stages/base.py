@@ -72,7 +72,7 @@ class Stage(Section):
 
     @property
     def credited(self) -> AdvantageConfig | None:
-        """How its rewards become advantages; None where it does not learn from rewards."""
+        """How its rewards become advantages; None where they do not."""
         return None
 
     @property

@@ -30,8 +30,12 @@ class RewardStage(TrainingStage):
     """A teacher that learns from rewards; the section of its own name says how."""
 
     @property
-    def credited(self) -> AdvantageConfig:
+    def credited(self) -> AdvantageConfig | None:
         return getattr(self, self.stage)
+
+    @property
+    def learns_from_rewards(self) -> bool:
+        return True
 
 
 class GrpoConfig(AdvantageConfig):
@@ -77,7 +81,7 @@ class PolicyConfig(Section):
     """Optimizer steps after which it begins to grow."""
 
 
-class PolicyLearning(AdvantageConfig):
+class PolicyLearning(Section):
     """Learning by the velocity, at a CFG scale and a distance to the base."""
 
     guidance: NotNegative | None = Field(default=None, examples=[1.0])
@@ -86,7 +90,7 @@ class PolicyLearning(AdvantageConfig):
     """Weight of |v - v_base|^2; 0 saves its forward pass."""
 
 
-class ForwardConfig(PolicyLearning):
+class ForwardConfig(PolicyLearning, AdvantageConfig):
     """Learning from clean images, to which noise is added: at which noise levels."""
 
     noise_levels: Steps = 4
@@ -234,11 +238,13 @@ class GradientConfig(PolicyLearning):
     threshold: Share = 0.75
     """Quantile of the rewards of a prompt's images, from which on an image stays as it is."""
     rise: Share = 0.05
-    """How fast the floor of that threshold follows it, upward, per rollout."""
+    """How fast the floor of that threshold follows the mean quantile of the prompts, upward, per
+    rollout."""
     moved: Annotated[tuple[Share, Share], as_tuple] = (0.3, 0.6)
-    """The share of the images that are to move: `tau` falls above it, and rises below it."""
+    """The share of a task's images that are to move: its `tau` falls above it, and rises below."""
     tau: Positive = 1.0
-    """Price of the distance |y - x|^2 / (2 tau), in units of the reward, at the first rollout."""
+    """Price of the distance |y - x|^2 / (2 tau), in units of the reward, at the first rollout. Each
+    task adapts its own."""
     kept_weight: NotNegative = 10.0
     """Weight of an image that stays, relative to one that moves."""
     batch: Many = 8
@@ -258,6 +264,10 @@ class GradientStage(PolicyStage):
     stage: Literal["gradient"]  # pyright: ignore[reportIncompatibleVariableOverride]
     """Learn from the gradient of a reward."""
     gradient: GradientConfig = GradientConfig()
+
+    @property
+    def credited(self) -> None:
+        return None
 
     @property
     def policies(self) -> dict[str, PolicyConfig]:
