@@ -24,7 +24,7 @@ from flowalign.eval.suite import EvaluationError, ImageSet, Judged, build_sets, 
 from flowalign.eval.table import Results
 from flowalign.system import files
 from flowalign.system.escape import harmless
-from flowalign.training.preflight import Launch, check_world, scale_problems
+from flowalign.training.preflight import Launch, check_world, misused_adapters
 from flowalign.training.report import results
 from flowalign.training.report.alarm import Alarm
 from flowalign.training.report.drift.compare import Pair, check_drift
@@ -45,7 +45,7 @@ def run_command(config: EvalStage, file: str) -> int:
     rewards.add_config_folder(file)
     with status:
         main = processes.state(config).is_main_process
-        for text in scale_problems({Path(config.output).name: config}) if main else ():
+        for _, text in misused_adapters({Path(config.output).name: config}) if main else ():
             log.warning("a finding of preflight: %s", text)
         evaluate(config)
         if processes.state().is_main_process:

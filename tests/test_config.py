@@ -214,6 +214,7 @@ def test_an_old_key_is_refused_with_its_new_name(
 
 
 STUDENT = {"stage": "opd", "teachers": {"ocr": {"adapter": "tiny/ocr"}}}
+JUMPS = {**STUDENT, "student": {"substeps": 2}, "rollout": {"kind": "ode"}}
 COMPILED = {"id": "tiny", "height": 96, "width": 96, "dtype": "bfloat16", "compile": True}
 NO_VALIDATION = {key: value for key, value in TASK.items() if key != "validation"}
 
@@ -244,6 +245,8 @@ NO_VALIDATION = {key: value for key, value in TASK.items() if key != "validation
         ("rollout.window", {"stage": "nft", "rollout": {"kind": "ode", "window": [0, 2]}}),
         ("model.compile", {"model": COMPILED}),
         ("student.substeps", {**STUDENT, "student": {"substeps": 2}}),
+        ("rollout.solver", {**JUMPS, "rollout": {"kind": "ode", "solver": "dpm2"}}),
+        ("evaluation.steps", {**JUMPS, "evaluation": {"steps": 40}}),
     ],
 )
 def test_values_that_do_not_go_together_are_refused(key: str, sections: dict[str, Any]) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from flowalign import config
 from flowalign.commands import recipe
-from flowalign.training.preflight import scale_problems
+from flowalign.training.preflight import misused_adapters
 
 OCR = {"name": "ocr", "prompts": "tiny/ocr_train"}
 DATA: dict[str, Any] = {
@@ -95,7 +95,7 @@ def found(tmp_path: Path, **stages: dict[str, Any]) -> list[str]:
     whole = config.parse(data, stage=config.RecipeStage)
     read, problems = recipe.read_stages(whole, tmp_path)
     assert problems == []
-    return list(scale_problems(read))
+    return [text for _, text in misused_adapters(read)]
 
 
 MERGE = {"stage": "merge", "adapters": ["stage:a", "stage:b"]}
@@ -146,8 +146,34 @@ def test_the_scale_of_an_earlier_run_is_in_its_folder(tmp_path: Path) -> None:
     models = {name: str(tmp_path / name / "adapter") for name in "am"}
     data = {**table(4.5, base=None, **models), "output": str(tmp_path / "t"), "model": TINY}
     stage = config.parse(data, stage=config.EvalStage)
-    assert [text.split(": ")[1] for text in scale_problems({"t": stage})] == [
+    assert [text.split(": ")[1] for _, text in misused_adapters({"t": stage})] == [
         "models.a", "models.m",
     ]  # fmt: skip
     (tmp_path / "a" / "config.yaml").write_text("stage: of another program\n")
-    assert [text.split(": ")[1] for text in scale_problems({"t": stage})] == ["models.m"]
+    assert [text.split(": ")[1] for _, text in misused_adapters({"t": stage})] == ["models.m"]
+
+
+def ascended(kind: str = "ode") -> dict[str, Any]:
+    stage = {"ode": "gradient", "sde": "grpo"}[kind]
+    return {"stage": stage, "tasks": [TASK], "rollout": {"kind": kind, "guidance": 1.0, "steps": 4},
+            "evaluation": None}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("teacher", "rollout", "named"),
+    [
+        ("ode", {"kind": "ode", "steps": 4}, False),
+        ("ode", {"kind": "sde", "steps": 4}, True),  # the last step, at which it was trained
+        ("ode", {"kind": "ode", "steps": 4, "window": [0, 3]}, True),
+        ("ode", {"kind": "ode", "steps": 8, "window": [0, 3]}, False),  # of another grid
+        ("sde", {"kind": "sde", "steps": 4}, False),
+        ("sde", {"kind": "sde", "steps": 4, "window": [1, 3]}, True),
+    ],
+)
+def test_a_student_that_leaves_out_its_teacher_s_steps_is_named(
+    teacher: str, rollout: dict[str, Any], named: bool, tmp_path: Path
+) -> None:
+    run = student(1.0, 1.0)
+    run["rollout"] |= rollout
+    problems = found(tmp_path, a=ascended(teacher), s=run)
+    assert [": ".join(text.split(": ")[:2]) for text in problems] == ["s: teachers.ocr"] * named

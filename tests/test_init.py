@@ -24,7 +24,7 @@ from flowalign.config import (
 )
 from flowalign.config.model import LoraConfig, ModelConfig
 from flowalign.rewards import is_differentiable
-from flowalign.training.preflight import against_card, scale_problems
+from flowalign.training.preflight import against_card, misused_adapters
 
 MEDIUM = "stabilityai/stable-diffusion-3.5-medium"
 LARGE = "stabilityai/stable-diffusion-3.5-large"
@@ -323,7 +323,7 @@ def test_a_recipe_of_rewards_trains_a_teacher_for_each(
     cfg = {"base_cfg"} if model in ("tiny", MEDIUM) else set()
     assert set(table["models"]) == {"base", *adapters, "merge", "student", *first, *cfg}
     stages, _ = recipe.read_stages(config, Path())
-    assert list(scale_problems(stages)) == []  # a guidance that is an input stays as it is
+    assert list(misused_adapters(stages)) == []  # a guidance that is an input stays as it is
     if model != MODELS[0]:
         Path("data").mkdir()
         Path("data/ocr_test.txt").write_text('a sign that says "KITE"\n')
@@ -361,7 +361,7 @@ def test_a_recipe_of_a_base_with_cfg_counts_it_once(
     assert (student.guidance, student.lora.init) == (1, f"outputs/own/{last}/adapter")
     scales = {name: table.sampling_of(name).guidance for name in table.models}
     assert {name for name, value in scales.items() if value != 1} == {"base_cfg"}
-    assert scales["base_cfg"] == scale and list(scale_problems(stages)) == []
+    assert scales["base_cfg"] == scale and list(misused_adapters(stages)) == []
 
 
 def test_the_table_of_a_recipe_is_of_test_prompts() -> None:

@@ -3,6 +3,7 @@
 """The sampling loop: it is diffusers' own at zero noise, and every image owns its noise."""
 
 from pathlib import Path
+from typing import Any
 
 import fakes
 import pytest
@@ -118,6 +119,25 @@ def test_each_image_is_sampled_by_its_own_source(random_model: str, tmp_path: Pa
         assert_close(mixed[rows], alone[rows], rtol=0, atol=1e-5)
         assert (alone[rows] - alone[[(row + 2) % 8 for row in rows]]).abs().max() > 1e-3
     assert found.active == STUDENT
+
+
+@pytest.mark.parametrize(
+    ("settings", "trained"),
+    [
+        ({"kind": "sde"}, (0, 9)),
+        ({"kind": "cps"}, (0, 9)),
+        ({"kind": "ode"}, (0, 10)),  # its last step needs no noise
+        ({"kind": "ode", "steps": 1}, (0, 1)),
+        ({"kind": "ode", "window": (0, 9)}, (0, 9)),
+    ],
+)
+def test_by_default_all_steps_are_trained_that_can_be(
+    settings: dict[str, Any], trained: tuple[int, int]
+) -> None:
+    rollout = RolloutConfig(**settings)
+    assert rollout.trained == trained and not list(rollout.problems())
+    sliding = RolloutConfig(kind=rollout.kind, window=WindowConfig(width=4))
+    assert window_of(sliding, 6) == ((6, 10) if rollout.kind == "ode" else (0, 4))
 
 
 def test_a_window_slides_from_high_to_low_noise_and_starts_over() -> None:

@@ -37,7 +37,7 @@ from flowalign.eval.suite import image_sets
 from flowalign.system import files, manifest
 from flowalign.system.manifest import Damaged
 from flowalign.teachers import merge as merging
-from flowalign.training.preflight import Launch, once, scale_problems, world_problems
+from flowalign.training.preflight import Launch, once, misused_adapters, world_problems
 from flowalign.training.report import page
 from flowalign.training.report.progress import recorded
 from flowalign.training.run import lock, processes
@@ -72,7 +72,7 @@ def run(
         raise ConfigError(problems)
     folder, main = Path(config.output), state.is_main_process
     record = main and config.is_recipe
-    for text in scale_problems(stages) if main else ():
+    for _, text in misused_adapters(stages) if main else ():
         log.warning("a finding of preflight: %s", text)
     with lock.holding(folder, record):
         if record:

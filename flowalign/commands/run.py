@@ -65,7 +65,7 @@ def run_job(
     config: Any = given
     if config.trains:
         folder, main = Path(config.output), processes.state(config).is_main_process
-        for text in preflight.scale_problems({folder.name: config}) if main else ():
+        for _, text in preflight.misused_adapters({folder.name: config}) if main else ():
             log.warning("a finding of preflight: %s", text)
         if resume and not checkpoints(folder):
             log.warning("--resume: no checkpoint in %s/checkpoints: from the first update", folder)

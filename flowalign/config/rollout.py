@@ -77,7 +77,7 @@ class RolloutConfig(Section):
             yield f"solver: {self.solver!r} is for kind 'ode' only. Use that, or 'euler'."
         if self.kind == "cps" and self.noise_level > 1:
             yield f"noise_level: got {self.noise_level}; kind 'cps' wants a value in (0, 1]."
-        if stop == 0:
+        if not isinstance(self.window, tuple) and stop == 0:
             yield "steps: 1, and the default window leaves out the last step. Use 2 or more."
         elif isinstance(self.window, WindowConfig) and self.width > stop - start:
             yield f"window.width: {self.width}, of {stop - start} steps that can be trained."

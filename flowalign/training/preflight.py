@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -353,40 +353,76 @@ def unexamined(stages: Mapping[str, Stage]) -> list[str]:
     ]
 
 
-def scale_problems(stages: Mapping[str, Any]) -> Iterator[str]:
-    """Adapters that are used at a guidance scale more than a factor of two from the one that they
-    were trained at: guidance counts once (docs/log). stages: by name, as they run. Nothing
-    is said of an adapter whose training is not known from them, or from the folder of its run."""
+class Training(NamedTuple):
+    """How an adapter was trained. steps: those of a rollout of `of` steps whose states it was
+    trained at; none where it learnt at noise levels of its own, or that is not known."""
+
+    guidance: float
+    steps: Collection[int] = ()
+    of: int = 0
+
+
+def misused_adapters(stages: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """("fault" or "note", text): adapters that are used otherwise than they were trained. A fault:
+    at a guidance scale more than a factor of two away, as guidance counts once (docs/log). A note:
+    as teachers of a student that leaves out steps which they were trained at. stages: by name, as
+    they run. Nothing is said of an adapter whose training is not known from them, or from the
+    folder of its run."""
     made: dict[Path, Any] = {}
     for name, stage in stages.items():
         for key, source in stage.inputs.items():
+            trainings = _trainings(source, made)
             used = stage.guidance_at(key)
             if used is None:  # of a merge: as the first of its adapters
-                used = next((s for i in stage.inputs.values() for s in _trained(i, made)), 1.0)
+                parts = (t for i in stage.inputs.values() for t in _trainings(i, made))
+                used = next((t.guidance for t in parts), 1.0)
             absorbs = key == "lora.init" and bool(stage.labellers)  # what its start lacks
-            scales = _trained(source, made)
+            scales = [t.guidance for t in trainings]
             far = (s for s in scales if used > 2 * s or 2 * used < s and not absorbs)
             if (own := next(far, None)) is not None:
                 yield (
+                    "fault",
                     f"{name}: {key}: {source} was trained at guidance {own:g}, and is used at "
-                    f"{used:g}. Use it at {own:g} (labels: up to {2 * own:g}): CFG counts once."
+                    f"{used:g}. Use it at {own:g} (labels: up to {2 * own:g}): CFG counts once.",
                 )
+            if stage.stage == "opd" and key.startswith("teachers."):
+                for text in _left_out(stage, trainings):
+                    yield "note", f"{name}: {key}: {source} {text}"
         made[Path(stage.output, "adapter")] = stage
 
 
-def _trained(source: str, made: Mapping[Path, Any]) -> list[float]:
-    """The scale that an adapter was trained at, or those of all that it was merged from; [] = not
-    known. made: {adapter: the stage that writes it}."""
+def _left_out(student: Any, trainings: Iterable[Training]) -> Iterator[str]:
+    """The steps that a teacher was trained at, and its student, of as many steps, never is."""
+    reached = range(*student.rollout.trained)
+    for training in trainings:
+        missing = sorted({*training.steps} - {*reached})
+        if missing and training.of == student.rollout.steps:
+            yield (
+                f"was trained at steps {sorted(training.steps)} of {training.of}, and the student "
+                f"leaves out {missing}. Set rollout.kind=ode, which trains all steps."
+            )
+
+
+def _trainings(source: str, made: Mapping[Path, Any]) -> list[Training]:
+    """How an adapter was trained, or all that it was merged from; [] = not known. made: {adapter:
+    the stage that writes it}."""
     if source.startswith("tiny/"):
-        return [1.0]
+        return [Training(1.0)]
     stage: Any = made.get(Path(source))
     if not stage and not adapters.is_hub_id(source):
         with suppress(ConfigError):
             stage = load(adapters.adapter_folder(source).parent / "config.yaml", stage=Stage)
-    if stage and stage.trains:
-        return [stage.guidance]
-    return [scale for part in (stage.inputs.values() if stage else ()) for scale in
-            _trained(part, made)]  # fmt: skip
+    if not stage:
+        return []
+    if not stage.trains:
+        return [t for part in stage.inputs.values() for t in _trainings(part, made)]
+    algorithm = algorithm_class(stage)
+    if not stage.learns_from_rewards or algorithm.keeps(stage).noise_levels:
+        return [Training(stage.guidance)]
+    steps = set[int]()
+    for update in range(stage.updates):
+        steps.update(algorithm.trained_steps(stage, update))
+    return [Training(stage.guidance, steps, stage.rollout.steps)]
 
 
 def against_card(config: TrainingStage) -> Iterator[tuple[str, str]]:

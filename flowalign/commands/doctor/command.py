@@ -16,7 +16,7 @@ from flowalign.commands.findings import Finding, fault, healthy, note, ok, show
 from flowalign.config import LABELS, TrainingStage, assignments, label_of
 from flowalign.eval.suite import environment
 from flowalign.system.exit import refusing
-from flowalign.training.preflight import Launch, own_code, scale_problems, unexamined
+from flowalign.training.preflight import Launch, own_code, misused_adapters, unexamined
 from flowalign.training.report.progress import quiet
 
 CPU_MODEL = 2**31  # bytes of the largest model that a CPU samples from
@@ -52,11 +52,11 @@ def examine(args: argparse.Namespace) -> int:
     if label := label_of(args.config):
         show([note(f"the settings are {label}: {LABELS[label]}")])
     stages, problems = recipe.examine(args.root, Path(args.config).parent, launch)
-    scales = list(scale_problems(stages))
-    show(map(fault, [*problems, *scales]))
+    misused = [Finding(level, text) for level, text in misused_adapters(stages)]
+    show([*map(fault, problems), *misused])
     code = [] if args.trust else unexamined(stages)
     show(map(note, code))
-    sound, pace = not problems and not scales, None
+    sound, pace = not problems and healthy(misused), None
     forecasts = advise.forecasts(stages, Device(args.gpus, args.gpu, args.memory, args.tflops))
     for number, forecast in enumerate(forecasts):
         stage, findings = forecast.stage, list[Finding]()

@@ -85,7 +85,8 @@ class StudentConfig(Section):
     """(image, step) pairs per forward pass of the teachers."""
     substeps: Count = 1
     """Euler steps of a teacher for one of the student. Above 1, labels are the mean velocity over
-    them: the student learns to sample in few steps, from teachers that take many."""
+    them: the student learns to sample in few steps, from teachers that take many. It is right at
+    the steps of its rollouts alone, by Euler steps."""
     fixed_prompts: Annotated[int, Field(ge=0, le=10_000)] = 8
     """Prompts a task whose teachers' states stay the same through the run. Every evaluation
     measures the distance to the target there; on the student's own path the states move with the
@@ -167,12 +168,24 @@ class OpdStage(DistillationStage):
         if self.student.substeps > 1 and self.rollout.kind != "ode":
             text = f"{self.student.substeps}, but a step with noise has no path of its own"
             yield f"student.substeps: {text}. Use rollout.kind 'ode'."
+        if self.student.substeps > 1:
+            yield from self._jump_problems()
         if self.student.patience is not None and self.evaluation is None:
             yield "student.patience: it counts evaluations, and evaluation is null."
         states, width = self.student.noise_levels, self.rollout.width
         if states.select != "all" and states.count > width:
             text = f"{states.count}, and rollout.window has only {width} steps"
             yield f"student.noise_levels.count: {text}. Use at most {width}."
+
+    def _jump_problems(self) -> Iterator[str]:
+        """With substeps a velocity is a mean over a step of the rollout: right for Euler steps of
+        that size alone."""
+        steps = self.rollout.steps
+        jumps = f"the student learns the jumps of {steps} Euler steps (student.substeps)"
+        if self.rollout.solver != "euler":
+            yield f"rollout.solver: {self.rollout.solver!r}, but {jumps}. Use 'euler'."
+        if self.evaluation and self.evaluation.steps not in (None, steps):
+            yield f"evaluation.steps: {self.evaluation.steps}, but {jumps}. Use null, or {steps}."
 
 
 class SftConfig(Section):
