@@ -129,30 +129,14 @@ def average(rows: Sequence[EvalRow], benchmark: str = AVERAGE, metric: str = "me
 @cache
 def student_t(freedom: int) -> float:
     """How many standard errors the 95 % interval reaches to either side, by Student's t: 12.7 for
-    one degree of freedom, 4.30 for two, 1.96 for very many. NaN without any.
-
-    The share of t within an angle, t = sqrt(freedom) tan(angle), is a finite sum (Abramowitz and
-    Stegun, 26.7.3 and 26.7.4).
-    """
+    one degree of freedom, 4.30 for two, 1.96 for very many. NaN without any."""
     if freedom < 1:
         return math.nan
-    odd = freedom % 2
-    low, high = 0.0, math.pi / 2
-    for _ in range(60):  # bisection, to the precision of a float
-        angle = (low + high) / 2
-        term = math.cos(angle) ** odd
-        total = 0.0
-        for power in range(odd, freedom - 1, 2):
-            total += term
-            term *= math.cos(angle) ** 2 * (power + 1) / (power + 2)
-        share = total * math.sin(angle)
-        if odd:
-            share = (angle + share) * 2 / math.pi
-        if share < CONFIDENCE:
-            low = angle
-        else:
-            high = angle
-    return math.sqrt(freedom) * math.tan(low)
+    angles = np.linspace(0, math.pi / 2, 100_001)  # t = sqrt(freedom) tan(angle)
+    density = np.cos(angles) ** (freedom - 1)
+    share = np.cumsum(density[1:] + density[:-1])
+    angle = float(np.interp(CONFIDENCE, share / share[-1], angles[1:]))
+    return math.sqrt(freedom) * math.tan(angle)
 
 
 def lost(benchmark: Named, images: Images, share: float) -> str:

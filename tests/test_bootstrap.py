@@ -51,9 +51,9 @@ def test_prompts_without_a_valid_image_leave():
     assert np.isnan(stats.bootstrap_interval(sums * 0, counts * 0, np.zeros(3, np.int64))).all()
 
 
-@pytest.mark.parametrize("freedom", [1, 2, 3, 4, 5, 11, 19, 39, 400, 3001])
+@pytest.mark.parametrize("freedom", [1, 2, 3, 4, 5, 11, 19, 39, 400, 30_000])
 def test_the_quantile_of_t_is_that_of_scipy(freedom: int):
-    assert stats.student_t(freedom) == pytest.approx(t.ppf(0.975, freedom), rel=1e-9)
+    assert stats.student_t(freedom) == pytest.approx(t.ppf(0.975, freedom), rel=1e-5)
 
 
 def test_there_is_no_quantile_without_a_degree_of_freedom():
