@@ -18,7 +18,15 @@ from flowalign.eval.compare import VERSION
 from flowalign.eval.fidelity import GROUPS
 from flowalign.eval.stats import AVERAGE, FIDELITY, FIELDS, headline_row, part_of
 from flowalign.eval.suite import Benchmark, environment
-from flowalign.eval.table import Results, Table, markdown, metric_rows, of_cells, tables
+from flowalign.eval.table import (
+    Results,
+    Table,
+    markdown,
+    metric_notes,
+    metric_rows,
+    of_cells,
+    tables,
+)
 from flowalign.rewards import describe
 from flowalign.system import manifest
 from flowalign.system.escape import escaped
@@ -54,8 +62,8 @@ def write_files(config: EvalStage, results: Results) -> str:
     heads = [f"{escaped(text, length=1000)}\n" for text in said]
     short = "\n".join([*heads, *map(markdown, scores)])
     metrics = metric_rows(results.rows)
-    long = of_cells(metrics)
-    measured = escaped(" ".join(sentences), length=10_000)
+    measured = [*metric_notes(results.rows), " ".join(sentences)]
+    below = "\n\n".join(escaped(text, length=10_000) for text in measured)
     about = {"title": title, "conditions": sentences, "config": to_yaml(config)}
     if config.report.images:
         drawn.append("grid.png")
@@ -65,7 +73,7 @@ def write_files(config: EvalStage, results: Results) -> str:
     content = document(config, results, versions)
     content |= {"remarks": said, "tables": [table.plain() for table in scores]}
     texts = {
-        "table.md": f"{short}\nEvery metric:\n\n{long}\n{measured}\n",
+        "table.md": f"{short}\nEvery metric:\n\n{of_cells(metrics)}\n{below}\n",
         "report.html": render(results, scores, metrics, **about),
         # JSON has no NaN
         "results.json": json.dumps(to_json(content), allow_nan=False, indent=1),
@@ -173,9 +181,9 @@ def blocks(results: Results, marks: Mapping[str, str]) -> Iterator[Block]:
             ]
             captions = ["\n".join(score_text(s[i * copies]) for s in scores) for i in indices]
             numbers = [headline_row(judge, results.rows[model]).mean for judge in judges]
-            notes = [f"{j.name} {score_text(n)}" for j, n in zip(judges, numbers, strict=True)]
+            lines = [f"{j.name} {score_text(n)}" for j, n in zip(judges, numbers, strict=True)]
             images = [pixels_of(results.picture(model, first, i, 0)) for i in indices]
-            note = "\n".join([*notes, *filter(None, [marks.get(model)])])
+            note = "\n".join([*lines, *filter(None, [marks.get(model)])])
             rows.append(Row(images, captions, model, note))
         title = f"{name}: {spread_text(indices, len(first.prompts))}"
         title += f"; the first of {copies} images each" if copies > 1 else ""
@@ -226,6 +234,7 @@ def render(results: Results, tables: Sequence[Table], metrics: Cells, **about: A
         tables=tables,
         models=list(results.judged),
         metrics=page.table(metrics),
+        metric_notes=metric_notes(results.rows),
         grids=grids if any(pictured.values()) else {},
         pictured=pictured,
         rule=lambda rows, lines: spread_text(rows, len(lines)),

@@ -136,17 +136,15 @@ def crossed(rows: Sequence[EvalRow]) -> Cell:
     means = np.array([row.mean for row in rows])
     influence = np.array([[row.influence[prompt] for prompt in rows[0].influence] for row in rows])
     seeds, prompts = influence.shape
-    variance = (influence.mean(0) ** 2).sum()
-    margin = stats.student_t(prompts - 1) ** 2 * variance
+    of_prompts = (influence.mean(0) ** 2).sum()
+    of_seeds = reach = 0.0
     if seeds > 1:
         rest = influence.var(0, ddof=1).sum() / seeds
-        shared = np.maximum(0.0, variance - rest)  # NaN for one prompt stays
+        of_prompts = np.maximum(0.0, of_prompts - rest)  # NaN for one prompt stays
         of_seeds = means.var(ddof=1) / seeds
-        variance = shared + of_seeds
-        margin = (
-            stats.student_t(prompts - 1) ** 2 * shared + stats.student_t(seeds - 1) ** 2 * of_seeds
-        )
-    return Cell(float(means.mean()), math.sqrt(variance), math.sqrt(margin))
+        reach = stats.student_t(seeds - 1)
+    margin = stats.student_t(prompts - 1) ** 2 * of_prompts + reach**2 * of_seeds
+    return Cell(float(means.mean()), math.sqrt(of_prompts + of_seeds), math.sqrt(margin))
 
 
 def images(documents: Sequence[Document], model: str, name: str) -> list[list[Any]]:
@@ -222,9 +220,8 @@ def comma_separated(numbers: SeedTable) -> str:
     """Models, then gaps: a line each, with mean, standard error and margin of every column."""
     file = io.StringIO()
     writer = csv.writer(file, lineterminator="\n")
-    writer.writerow(
-        ["", *(name for c in numbers.columns for name in (c, f"{c}_stderr", f"{c}_margin"))]
-    )
+    heads = [f"{column}{part}" for column in numbers.columns for part in ("", "_stderr", "_margin")]
+    writer.writerow(["", *heads])
     for label, row in itertools.chain(numbers.rows.items(), numbers.gaps.items()):
         writer.writerow([label, *itertools.chain(*row.values())])
     return file.getvalue()

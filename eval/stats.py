@@ -30,7 +30,7 @@ Array = NDArray[np.float64]
 Labels = NDArray[np.int64]
 Images = Sequence[Mapping[str, Any]]
 
-NO_ERROR = "No ± and no interval: fewer than two prompts have a score, in all or of one tag."
+NO_ERROR = "No ± and no interval for {}: too few prompts have a score, in all or of one tag."
 
 
 class Named(Protocol):
@@ -227,9 +227,14 @@ def shown(row: EvalRow | None, decimals: int, signed: bool = False) -> str:
     return f"{row.mean:{'+' if signed else ''}.{decimals}f}{error}"
 
 
-def notes(rows: Iterable[EvalRow]) -> list[str]:
-    """NO_ERROR where it holds for one of them."""
-    return [NO_ERROR] * any(math.isfinite(row.mean) and math.isnan(row.stderr) for row in rows)
+def notes(rows: Iterable[Mapping[str, EvalRow]]) -> list[str]:
+    """NO_ERROR with the columns of a table where it holds; [] if there are none. rows: of the
+    table, {column: number}."""
+    columns: dict[str, None] = {}  # keeps their order
+    for row in rows:
+        without = [c for c, n in row.items() if math.isfinite(n.mean) and math.isnan(n.stderr)]
+        columns |= dict.fromkeys(without)
+    return [NO_ERROR.format(", ".join(columns))] if columns else []
 
 
 # Bootstrap intervals over prompts ---------------------------------------------------------------

@@ -8,8 +8,18 @@ from browser import Page
 
 from flowalign.eval import report
 from flowalign.eval.fidelity import Distance
+from flowalign.eval.stats import NO_ERROR
 from flowalign.eval.suite import Benchmark, Judged
-from flowalign.eval.table import Results, Table, markdown, metric_rows, tables
+from flowalign.eval.table import (
+    Results,
+    Table,
+    markdown,
+    metric_notes,
+    metric_rows,
+    of_cells,
+    tables,
+)
+from flowalign.system.escape import escaped
 from flowalign.training.report.pictures import png
 from flowalign.types import EvalRow, PromptBatch
 
@@ -131,6 +141,37 @@ def test_a_table_as_markdown():
     ]
     some = {"new": {"ocr": EvalRow("", "", 0.5, 0.1, 7, total=8)}}
     assert "| new | 0.500 ± 0.100 (n 7 of 8) |" in markdown(Table("", some, {"ocr": 3}))
+
+
+def test_a_note_says_which_columns_have_no_error():
+    """Tag b has one prompt, so GenEval's overall has no error, and the average neither."""
+    tags = ["a", "a", "a", "b"]
+    batch = PromptBatch(PROMPTS, ["x"] * 4, [{"tag": tag} for tag in tags])
+    marks = [
+        Benchmark("geneval", batch, Judge("correct")),  # type: ignore[arg-type]
+        Benchmark("ocr", batch, Judge(None)),  # type: ignore[arg-type]
+    ]
+    images = {
+        model: {"geneval": judged(marks[0], CORRECT["ocr"], 0), "ocr": judged(marks[1], some, 0)}
+        for model, some in GRADED.items()
+    }
+    results = Results(marks, images, {})
+    main, gap = tables(results, {})
+    wanted = NO_ERROR.format("geneval, average")
+    assert wanted in main.notes and wanted in gap.notes
+    assert metric_notes(results.rows) == [NO_ERROR.format("geneval overall, geneval b")]
+    alone = Results(marks[1:], images, {})
+    for table in tables(alone, {}):  # every column has its error
+        assert not [note for note in table.notes if note.startswith(NO_ERROR[:10])]
+        assert all(" ± " in table.text(label, c) for label in table.rows for c in table.decimals)
+
+
+def test_numbers_are_not_escaped_in_markdown():
+    rows = [EvalRow("[x]", "reward", -0.938, 0.024, 9, -0.98, -0.89)]
+    line = of_cells(metric_rows({"0.5": rows})).splitlines()[-1]
+    assert line.endswith("| 9 | -0.938 ± 0.024 [-0.980, -0.890] |") and r"\[x\]" in line
+    assert escaped("0.5") == "0.5" and escaped("-1.5") == "-1.5"
+    assert escaped("1. x") == r"1\. x" and escaped("- x") == r"\- x"
 
 
 @pytest.fixture
