@@ -233,7 +233,7 @@ KINDS = (  # title, axis, metrics or the beginning of their names, style
     ("KL to the teacher, by step", "KL per dimension", metrics.TEACHER_KL + metrics.STEP, LOG),
     ("velocity error, by task", "mean square", metrics.TEACHER_ERROR, NOISY),
     ("velocity error, by step", "mean square", metrics.TEACHER_ERROR + metrics.STEP, LOG),
-    ("targets on the teachers' paths", "of the base's", metrics.FIXED_PATH, ""),
+    ("held-out distance to the teachers", "of the base model's", metrics.FIXED_MEAN, ""),
     ("shares of the images", "share",
      [metrics.KEPT_SHARE, metrics.CLIP_FRACTION, metrics.INVALID_SHARE], ""),
     ("pairs ranked as chosen", "share", [metrics.PAIR_ACCURACY], NOISY),
@@ -272,6 +272,8 @@ def charts(curves: Mapping[str, Curve]) -> list[Chart]:
             begun = (name for name in curves if name.startswith(names))
             names = sorted(name for name in begun if (f"/{metrics.STEP}" in name) == steps)
         logged = [name for name in names if name in curves]
+        if logged == [metrics.HEADLINE] and not metrics.is_scored(curves):
+            continue  # FIXED_MEAN shows this distance
         if logged and (names != [metrics.LOSS] or not found):
             about = " ".join(dict.fromkeys(map(metrics.meaning, logged)))
             labelled = {name.rsplit("/", 1)[-1]: curves[name] for name in logged}
@@ -297,11 +299,13 @@ def held_out_plot(
     logs: Mapping[str, Sequence[Path]], path: Path, over: str = metrics.UPDATE
 ) -> None:
     """Plot the held-out scores of runs {name: metrics.jsonl}: a chart for the mean of the tasks,
-    and one a task, of its `overall` where there is one. Of several runs of a name the last one's.
+    and one a task, of its `overall` where there is one; of runs without rewards their distance to
+    the teachers. Of several runs of a name the last one's.
     over: metrics.UPDATE, or EVALUATIONS, the sum of those until then, of all runs of the name.
     Raises ValueError where a run has no score, or no such metric.
     """
     scores: dict[str, dict[str, Curve]] = {}  # by chart, then by run
+    distances: dict[str, Curve] = {}  # by run
     for run, files in logs.items():
         *before, log = map(read_metrics, files)
         if over == metrics.EVALUATIONS:
@@ -309,14 +313,19 @@ def held_out_plot(
         for name, curve in log.items():
             task, _, metric = name.removeprefix(metrics.EVAL).partition("/")
             overall = f"{metrics.EVAL}{task}/overall" in log
-            if name == metrics.HEADLINE:
+            if name == metrics.HEADLINE and not metrics.is_scored(log):
+                distances[run] = [(x, -y) for x, y in curve]
+            elif name == metrics.HEADLINE:
                 scores.setdefault("mean of the tasks", {})[run] = curve
             elif name.startswith(metrics.EVAL) and metric == ("overall" if overall else "reward"):
                 scores.setdefault(task, {})[run] = curve
-    if not scores:
+    if not scores and not distances:
         raise ValueError(f"no held-out score in {', '.join(str(f[-1]) for f in logs.values())}.")
     about = "rollouts" if over == metrics.UPDATE else "function evaluations"
     made = [Chart(title, "held-out score", c, "", over=about) for title, c in scores.items()]
+    if distances:
+        axis = "of the base model's"
+        made.append(Chart("distance to the teachers", axis, distances, "", over=about))
     metrics_plot(made, path)
 
 
