@@ -235,6 +235,8 @@ def render(results: Results, tables: Sequence[Table], metrics: Cells, **about: A
         models=list(results.judged),
         metrics=page.table(metrics),
         metric_notes=metric_notes(results.rows),
+        # also as a part of another reward, or behind a URL
+        geneval='"geneval"' in json.dumps([describe(b.reward) for b in results.benchmarks]),
         grids=grids if any(pictured.values()) else {},
         pictured=pictured,
         rule=lambda rows, lines: spread_text(rows, len(lines)),
