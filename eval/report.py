@@ -18,15 +18,7 @@ from flowalign.eval.compare import VERSION
 from flowalign.eval.fidelity import GROUPS
 from flowalign.eval.stats import AVERAGE, FIDELITY, FIELDS, headline_row, part_of
 from flowalign.eval.suite import Benchmark, environment
-from flowalign.eval.table import (
-    Results,
-    Table,
-    markdown,
-    metric_notes,
-    metric_rows,
-    of_cells,
-    tables,
-)
+from flowalign.eval.table import Results, Table, markdown, metric_rows, of_cells, tables
 from flowalign.rewards import describe
 from flowalign.system import manifest
 from flowalign.system.escape import escaped
@@ -62,8 +54,7 @@ def write_files(config: EvalStage, results: Results) -> str:
     heads = [f"{escaped(text, length=1000)}\n" for text in said]
     short = "\n".join([*heads, *map(markdown, scores)])
     metrics = metric_rows(results.rows)
-    measured = [*metric_notes(results.rows), " ".join(sentences)]
-    below = "\n\n".join(escaped(text, length=10_000) for text in measured)
+    measured = escaped(" ".join(sentences), length=10_000)
     about = {"title": title, "conditions": sentences, "config": to_yaml(config)}
     if config.report.images:
         drawn.append("grid.png")
@@ -73,7 +64,7 @@ def write_files(config: EvalStage, results: Results) -> str:
     content = document(config, results, versions)
     content |= {"remarks": said, "tables": [table.plain() for table in scores]}
     texts = {
-        "table.md": f"{short}\nEvery metric:\n\n{of_cells(metrics)}\n{below}\n",
+        "table.md": f"{short}\nEvery metric:\n\n{of_cells(metrics)}\n{measured}\n",
         "report.html": render(results, scores, metrics, **about),
         # JSON has no NaN
         "results.json": json.dumps(to_json(content), allow_nan=False, indent=1),
@@ -234,7 +225,6 @@ def render(results: Results, tables: Sequence[Table], metrics: Cells, **about: A
         tables=tables,
         models=list(results.judged),
         metrics=page.table(metrics),
-        metric_notes=metric_notes(results.rows),
         # also as a part of another reward, or behind a URL
         geneval='"geneval"' in json.dumps([describe(b.reward) for b in results.benchmarks]),
         grids=grids if any(pictured.values()) else {},

@@ -274,12 +274,6 @@ def metric_rows(rows: Mapping[str, Sequence[EvalRow]]) -> list[list[str]]:
     return lines
 
 
-def metric_notes(rows: Mapping[str, Sequence[EvalRow]]) -> list[str]:
-    """Below `metric_rows`: which of them have no error."""
-    named = ({f"{row.benchmark} {row.metric}": row for row in model} for model in rows.values())
-    return notes(named)
-
-
 def of_cells(rows: Sequence[Sequence[str]]) -> str:
     """`metric_rows` as Markdown. Names are escaped, numbers are ours."""
     heads, *lines = rows

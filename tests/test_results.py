@@ -109,11 +109,11 @@ def test_a_distance_is_drawn_as_one(tmp_path: Path) -> None:
     out = tmp_path / "curves.svg"
     assert cli.main(["eval", "curves", str(student), "--out", str(out)]) == 0
     texts = re.findall(r"<!-- (.*?) -->", out.read_text())
-    assert "distance to the teachers" in texts and "held-out score" not in texts
+    assert "held-out distance to the teachers" in texts and "held-out score" not in texts
     assert not [text for text in texts if text.startswith("\N{MINUS SIGN}")]
     assert cli.main(["eval", "curves", str(student), str(scored), "--out", str(out)]) == 0
     texts = re.findall(r"<!-- (.*?) -->", out.read_text())
-    assert {"distance to the teachers", "mean of the tasks", "red"} <= {*texts}
+    assert {"held-out distance to the teachers", "mean of the tasks", "red"} <= {*texts}
 
 
 def test_a_student_is_looked_at_beside_its_teachers(tmp_path: Path) -> None:

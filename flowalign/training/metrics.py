@@ -81,8 +81,7 @@ def is_scored(names: Iterable[str]) -> bool:
 
 
 def headline_number(values: Mapping[str, float]) -> float:
-    """The held-out score of an evaluation, higher is better; without a reward the distance to the
-    teachers, lower is better."""
+    """The held-out score of an evaluation; without a reward the distance to the teachers."""
     return values[HEADLINE] if is_scored(values) else -values[HEADLINE]
 
 

@@ -223,6 +223,7 @@ ACROSS = 3  # charts in a row
 WINDOW = 9  # updates of a moving average
 CURVES = "metrics.png"  # the plot of a run
 NOISY, LOG = "noisy", "log"  # drawn as points with their moving average; on a logarithmic axis
+DISTANCE = "held-out distance to the teachers"
 KINDS = (  # title, axis, metrics or the beginning of their names, style
     ("training reward", "mean of the rollout", [metrics.REWARD], NOISY),
     ("held-out score", "mean of the tasks", [metrics.HEADLINE], ""),
@@ -233,7 +234,7 @@ KINDS = (  # title, axis, metrics or the beginning of their names, style
     ("KL to the teacher, by step", "KL per dimension", metrics.TEACHER_KL + metrics.STEP, LOG),
     ("velocity error, by task", "mean square", metrics.TEACHER_ERROR, NOISY),
     ("velocity error, by step", "mean square", metrics.TEACHER_ERROR + metrics.STEP, LOG),
-    ("held-out distance to the teachers", "of the base model's", metrics.FIXED_MEAN, ""),
+    (DISTANCE, "of the base model's", metrics.FIXED_MEAN, ""),
     ("shares of the images", "share",
      [metrics.KEPT_SHARE, metrics.CLIP_FRACTION, metrics.INVALID_SHARE], ""),
     ("pairs ranked as chosen", "share", [metrics.PAIR_ACCURACY], NOISY),
@@ -305,7 +306,6 @@ def held_out_plot(
     Raises ValueError where a run has no score, or no such metric.
     """
     scores: dict[str, dict[str, Curve]] = {}  # by chart, then by run
-    distances: dict[str, Curve] = {}  # by run
     for run, files in logs.items():
         *before, log = map(read_metrics, files)
         if over == metrics.EVALUATIONS:
@@ -314,18 +314,18 @@ def held_out_plot(
             task, _, metric = name.removeprefix(metrics.EVAL).partition("/")
             overall = f"{metrics.EVAL}{task}/overall" in log
             if name == metrics.HEADLINE and not metrics.is_scored(log):
-                distances[run] = [(x, -y) for x, y in curve]
+                scores.setdefault(DISTANCE, {})[run] = [(x, -y) for x, y in curve]
             elif name == metrics.HEADLINE:
                 scores.setdefault("mean of the tasks", {})[run] = curve
             elif name.startswith(metrics.EVAL) and metric == ("overall" if overall else "reward"):
                 scores.setdefault(task, {})[run] = curve
-    if not scores and not distances:
+    if not scores:
         raise ValueError(f"no held-out score in {', '.join(str(f[-1]) for f in logs.values())}.")
     about = "rollouts" if over == metrics.UPDATE else "function evaluations"
-    made = [Chart(title, "held-out score", c, "", over=about) for title, c in scores.items()]
-    if distances:
-        axis = "of the base model's"
-        made.append(Chart("distance to the teachers", axis, distances, "", over=about))
+    made = []
+    for title, curves in scores.items():
+        axis = "of the base model's" if title == DISTANCE else "held-out score"
+        made.append(Chart(title, axis, curves, "", over=about))
     metrics_plot(made, path)
 
 
