@@ -72,7 +72,7 @@ def untrained(config: TrainingStage) -> str:
         return ""
     assert config.evaluation
     return (
-        f"{said}. No later evaluation scored higher. Train longer, lower optimizer.lr, or score "
+        f"{said}. No later evaluation was better. Train longer, lower optimizer.lr, or score "
         f"more than evaluation.prompts = {config.evaluation.prompts} a task, if noise decides. To "
         "keep the last adapter instead, give the command again with --resume evaluation=null."
     )
