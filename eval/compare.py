@@ -145,7 +145,7 @@ def markdown(
         rows.append([escaped(name), escaped(row.metric), gap, interval or "–", str(row.n)])
     heads = ["benchmark", "metric", "difference", "95 %", "n"]
     title = f"{second} − {first}, paired: same {shared}."
-    below = [f"\n{note}" for note in stats.notes(differences.values())]
+    below = [f"\n{escaped(note)}" for note in stats.notes([differences])]
     return "\n".join([title, "", *table(heads, rows), *below]) + "\n"
 
 

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from flowalign.backbone.tiny.scenes import rendered
 from flowalign.config import ConfigError, EvalStage
-from flowalign.eval.stats import FIDELITY, normal_row
+from flowalign.eval.stats import FIDELITY, student_t
 from flowalign.eval.suite import ImageSet, Judged
 from flowalign.rewards.clip import image_encoder
 from flowalign.system.images import image_files, read_image, stacked
@@ -64,18 +64,20 @@ class Distance:
     @property
     def row(self) -> EvalRow:
         """The distance and its error over draws of the images; the reference is taken as fixed."""
-        error = _jackknife(self.without)
-        return normal_row(FIDELITY, "frechet", self.value, error, self.n, self.total)
+        return _row(self.value, self.without, self.n, self.total)
 
     def minus(self, other: Distance) -> EvalRow:
         """The paired difference: both leave out the images of the same prompts and noise."""
-        gap, error = self.value - other.value, _jackknife(self.without - other.without)
-        return normal_row(FIDELITY, "frechet", gap, error, min(self.n, other.n), self.total)
+        without = self.without - other.without
+        return _row(self.value - other.value, without, min(self.n, other.n), self.total)
 
 
-def _jackknife(without: Tensor) -> float:
-    # delete-a-group: sqrt((G-1)/G * sum of squared deviations)
-    return float(without.std(correction=0)) * math.sqrt(len(without) - 1)
+def _row(value: float, without: Tensor, n: int, total: int | None) -> EvalRow:
+    freedom = len(without) - 1
+    # delete-a-group jackknife: sqrt((G-1)/G * sum of squared deviations)
+    error = float(without.std(correction=0)) * math.sqrt(freedom)
+    margin = student_t(freedom) * error
+    return EvalRow(FIDELITY, "frechet", value, error, n, value - margin, value + margin, total)
 
 
 def distance(

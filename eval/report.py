@@ -54,7 +54,6 @@ def write_files(config: EvalStage, results: Results) -> str:
     heads = [f"{escaped(text, length=1000)}\n" for text in said]
     short = "\n".join([*heads, *map(markdown, scores)])
     metrics = metric_rows(results.rows)
-    long = of_cells(metrics)
     measured = escaped(" ".join(sentences), length=10_000)
     about = {"title": title, "conditions": sentences, "config": to_yaml(config)}
     if config.report.images:
@@ -65,7 +64,7 @@ def write_files(config: EvalStage, results: Results) -> str:
     content = document(config, results, versions)
     content |= {"remarks": said, "tables": [table.plain() for table in scores]}
     texts = {
-        "table.md": f"{short}\nEvery metric:\n\n{long}\n{measured}\n",
+        "table.md": f"{short}\nEvery metric:\n\n{of_cells(metrics)}\n{measured}\n",
         "report.html": render(results, scores, metrics, **about),
         # JSON has no NaN
         "results.json": json.dumps(to_json(content), allow_nan=False, indent=1),
@@ -173,9 +172,9 @@ def blocks(results: Results, marks: Mapping[str, str]) -> Iterator[Block]:
             ]
             captions = ["\n".join(score_text(s[i * copies]) for s in scores) for i in indices]
             numbers = [headline_row(judge, results.rows[model]).mean for judge in judges]
-            notes = [f"{j.name} {score_text(n)}" for j, n in zip(judges, numbers, strict=True)]
+            lines = [f"{j.name} {score_text(n)}" for j, n in zip(judges, numbers, strict=True)]
             images = [pixels_of(results.picture(model, first, i, 0)) for i in indices]
-            note = "\n".join([*notes, *filter(None, [marks.get(model)])])
+            note = "\n".join([*lines, *filter(None, [marks.get(model)])])
             rows.append(Row(images, captions, model, note))
         title = f"{name}: {spread_text(indices, len(first.prompts))}"
         title += f"; the first of {copies} images each" if copies > 1 else ""
@@ -226,6 +225,8 @@ def render(results: Results, tables: Sequence[Table], metrics: Cells, **about: A
         tables=tables,
         models=list(results.judged),
         metrics=page.table(metrics),
+        # also as a part of another reward, or behind a URL
+        geneval='"geneval"' in json.dumps([describe(b.reward) for b in results.benchmarks]),
         grids=grids if any(pictured.values()) else {},
         pictured=pictured,
         rule=lambda rows, lines: spread_text(rows, len(lines)),

@@ -18,12 +18,13 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from flowalign.eval import stats
 from flowalign.eval.compare import Column, Incomparable, differences, key_of, load_results
-from flowalign.eval.stats import average, difference, from_json, headline_rows, part_of
 from flowalign.system.escape import escaped, table
 from flowalign.system.exit import refusing
 from flowalign.types import EvalRow
@@ -32,10 +33,11 @@ Document = Mapping[str, Any]  # a results.json
 
 
 class Cell(NamedTuple):
-    """A mean over seeds and prompts, and its standard error; NaN = there is none."""
+    """A mean over seeds and prompts; NaN = it has no error."""
 
     mean: float
-    error: float
+    error: float  # standard error
+    margin: float  # half of the width of its 95 % interval
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,8 @@ class SeedTable:
     """Numbers over seeds.
 
     rows {model: {column: number}}: benchmarks, then averages. gaps: the same of a model minus
-    another, by "A − B". bold {column: model}: the model that is `ahead` of every other one.
+    another, by "A − B"; bold where it is beyond its margin. bold {column: model}: the model that is
+    `ahead` of every other one.
     """
 
     seeds: int
@@ -58,15 +61,20 @@ class SeedTable:
     def texts(self, bold: str) -> tuple[list[list[str]], list[list[str]]]:
         """The cells of rows and gaps, labels first. bold: the format of a bold number."""
 
-        def text(cell: Cell, sign: str = "") -> str:
+        def text(cell: Cell, mark: bool, sign: str = "") -> str:
             error = "" if math.isnan(cell.error) else f" ± {cell.error:.3f}"
-            return f"{cell.mean:{sign}.3f}{error}"
+            number = f"{cell.mean:{sign}.3f}{error}"
+            return bold.format(number) if mark else number
 
         rows = [
-            [m, *((bold if self.bold.get(c) == m else "{}").format(text(row[c])) for c in row)]
-            for m, row in self.rows.items()
+            [model, *(text(row[c], self.bold.get(c) == model) for c in row)]
+            for model, row in self.rows.items()
         ]
-        return rows, [[k, *(text(c, "+") for c in gap.values())] for k, gap in self.gaps.items()]
+        gaps = [
+            [pair, *(text(cell, abs(cell.mean) > cell.margin, "+") for cell in gap.values())]
+            for pair, gap in self.gaps.items()
+        ]
+        return rows, gaps
 
 
 def seed_table(
@@ -97,20 +105,21 @@ def seed_table(
 
 
 def ahead(documents: Sequence[Document], rows: Mapping[str, Mapping[str, Cell]]) -> dict[str, str]:
-    """{column: the model in bold}. It is the model with the highest mean of the column, if that is
-    above the second highest by more than two standard errors of the paired difference of the two.
-    A column where it is not has no bold number."""
-    found = {}
+    """{column: the model in bold}: the one whose paired difference to every other model is above 0
+    by more than its margin. A column without such a model has no bold number."""
+    leaders = {}
+    gap = cache(lambda first, second: cells(documents, first, second))
     for column in next(iter(rows.values())) if len(rows) > 1 else ():
-        first, second, *_ = sorted(rows, key=lambda model: -rows[model][column].mean)
-        gap = cells(documents, first, second)[column]
-        if gap.mean > 2 * gap.error:
-            found[column] = first
-    return found
+        first, *others = sorted(rows, key=lambda model: -rows[model][column].mean)
+        differences = (gap(first, other)[column] for other in others)
+        if all(difference.mean > difference.margin for difference in differences):
+            leaders[column] = first
+    return leaders
 
 
 def crossed(rows: Sequence[EvalRow]) -> Cell:
-    """Mean and standard error of a number that was measured once a seed, on the same prompts.
+    """Mean, standard error and margin of a number that was measured once a seed, on the same
+    prompts.
 
     Seeds and prompts are crossed random effects. A seed's number is m_s = mean + seed + sum over
     prompts of (prompt + rest_s), where a prompt stands for all its images and tasks. The variance
@@ -118,20 +127,30 @@ def crossed(rows: Sequence[EvalRow]) -> Cell:
     sum of squares of a prompt's mean influence, less the rest that is left in that mean, which is
     the influence's variance over seeds / seeds (0 where it would be negative). One seed has the
     prompts' error alone.
+
+    The margin adds the squares of the margins of both parts, each by Student's t with its own
+    degrees of freedom, seeds - 1 and prompts - 1. Its interval covers at least 95 % (Banerjee,
+    1961). Welch and Satterthwaite's degrees of freedom are too many for two or three seeds: where
+    the seeds' part is small by chance, they are the prompts'.
     """
     means = np.array([row.mean for row in rows])
     influence = np.array([[row.influence[prompt] for prompt in rows[0].influence] for row in rows])
-    variance, seeds = (influence.mean(0) ** 2).sum(), len(rows)
+    seeds, prompts = influence.shape
+    of_prompts = (influence.mean(0) ** 2).sum()
+    of_seeds = reach = 0.0
     if seeds > 1:
         rest = influence.var(0, ddof=1).sum() / seeds
-        variance = max(0.0, variance - rest) + means.var(ddof=1) / seeds
-    return Cell(float(means.mean()), math.sqrt(variance))
+        of_prompts = np.maximum(0.0, of_prompts - rest)  # NaN for one prompt stays
+        of_seeds = means.var(ddof=1) / seeds
+        reach = stats.student_t(seeds - 1)
+    margin = stats.student_t(prompts - 1) ** 2 * of_prompts + reach**2 * of_seeds
+    return Cell(float(means.mean()), math.sqrt(of_prompts + of_seeds), math.sqrt(margin))
 
 
 def images(documents: Sequence[Document], model: str, name: str) -> list[list[Any]]:
     """A model's rows of a benchmark, of every seed. Raises ValueError where a seed lacks one."""
-    part = part_of(Column(name, documents[0]["benchmarks"][name].get("headline")))
-    rows = [list(map(from_json, d["models"][model]["images"][name])) for d in documents]
+    part = stats.part_of(Column(name, documents[0]["benchmarks"][name].get("headline")))
+    rows = [list(map(stats.from_json, d["models"][model]["images"][name])) for d in documents]
     keys = [list(map(key_of, some)) for some in rows]
     if any(key != keys[0] for key in keys):
         raise ValueError(f"{model}, {name}: the seeds have other prompts")
@@ -162,12 +181,12 @@ def cells(documents: Sequence[Document], first: str, second: str = "") -> dict[s
         column, rows = Column(name, judge.get("headline")), images(documents, first, name)
         if second:
             pairs = zip(images(documents, second, name), rows, strict=True)
-            found[name] = [difference(column, *pair) for pair in pairs]
+            found[name] = [stats.difference(column, *pair) for pair in pairs]
         else:
-            found[name] = [headline_rows(column, some)[0] for some in rows]
+            found[name] = [stats.headline_rows(column, some)[0] for some in rows]
     for head, names in averages(documents[0]).items():
         of_seeds = zip(*(found[name] for name in names), strict=True)
-        found[head] = [average(rows) for rows in of_seeds]
+        found[head] = [stats.average(rows) for rows in of_seeds]
     return {name: crossed(rows) for name, rows in found.items()}
 
 
@@ -198,10 +217,11 @@ def latex(numbers: SeedTable) -> str:
 
 
 def comma_separated(numbers: SeedTable) -> str:
-    """Models, then gaps: a line each, with mean and standard error of every column."""
+    """Models, then gaps: a line each, with mean, standard error and margin of every column."""
     file = io.StringIO()
     writer = csv.writer(file, lineterminator="\n")
-    writer.writerow(["", *(name for c in numbers.columns for name in (c, f"{c}_stderr"))])
+    heads = [f"{column}{part}" for column in numbers.columns for part in ("", "_stderr", "_margin")]
+    writer.writerow(["", *heads])
     for label, row in itertools.chain(numbers.rows.items(), numbers.gaps.items()):
         writer.writerow([label, *itertools.chain(*row.values())])
     return file.getvalue()
@@ -216,8 +236,9 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         "flowalign eval table",
         description="One table of the results of several seeds: mean over seeds and prompts, with "
-        "the standard error over both. Bold: above the second best by more than two standard "
-        "errors of the paired difference.",
+        "the standard error over both. Bold: the 95 % interval of the paired difference to every "
+        "other model is above 0, by Student's t with the degrees of freedom of seeds and prompts; "
+        "a difference, where its own interval excludes 0.",
     )
     add = parser.add_argument
     add("results", nargs="+", help="folders of evaluations (or results.json), one a seed")

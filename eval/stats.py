@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from statistics import NormalDist
+from functools import cache
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -30,7 +30,7 @@ Array = NDArray[np.float64]
 Labels = NDArray[np.int64]
 Images = Sequence[Mapping[str, Any]]
 
-NO_ERROR = "No ± and no interval: fewer than two prompts have a score, in all or of one tag."
+NO_ERROR = "No ± and no interval for {}: too few prompts have a score, in all or of one tag."
 
 
 class Named(Protocol):
@@ -120,15 +120,23 @@ def average(rows: Sequence[EvalRow], benchmark: str = AVERAGE, metric: str = "me
             influence[prompt] = influence.get(prompt, 0.0) + moved / len(rows)
     mean, error = sum(row.mean for row in rows) / len(rows), math.hypot(*influence.values())
     n, total = sum(r.n for r in rows), sum(r.n if r.total is None else r.total for r in rows)
-    return replace(normal_row(benchmark, metric, mean, error, n, total), influence=influence)
+    margin = student_t(len(influence) - 1) * error
+    return EvalRow(
+        benchmark, metric, mean, error, n, mean - margin, mean + margin, total, influence
+    )
 
 
-def normal_row(
-    benchmark: str, metric: str, mean: float, error: float, n: int, total: int | None
-) -> EvalRow:
-    """A row with the interval of a normal distribution with this error."""
-    reach = NormalDist().inv_cdf((1 + CONFIDENCE) / 2) * error
-    return EvalRow(benchmark, metric, mean, error, n, mean - reach, mean + reach, total)
+@cache
+def student_t(freedom: int) -> float:
+    """How many standard errors the 95 % interval reaches to either side, by Student's t: 12.7 for
+    one degree of freedom, 4.30 for two, 1.96 for very many. NaN without any."""
+    if freedom < 1:
+        return math.nan
+    angles = np.linspace(0, math.pi / 2, 100_001)  # t = sqrt(freedom) tan(angle)
+    density = np.cos(angles) ** (freedom - 1)
+    share = np.cumsum(density[1:] + density[:-1])
+    angle = float(np.interp(CONFIDENCE, share / share[-1], angles[1:]))
+    return math.sqrt(freedom) * math.tan(angle)
 
 
 def lost(benchmark: Named, images: Images, share: float) -> str:
@@ -219,9 +227,14 @@ def shown(row: EvalRow | None, decimals: int, signed: bool = False) -> str:
     return f"{row.mean:{'+' if signed else ''}.{decimals}f}{error}"
 
 
-def notes(rows: Iterable[EvalRow]) -> list[str]:
-    """NO_ERROR where it holds for one of them."""
-    return [NO_ERROR] * any(math.isfinite(row.mean) and math.isnan(row.stderr) for row in rows)
+def notes(rows: Iterable[Mapping[str, EvalRow]]) -> list[str]:
+    """NO_ERROR with the columns of a table where it holds; [] if there are none. rows: of the
+    table, {column: number}."""
+    columns: dict[str, None] = {}  # keeps their order
+    for row in rows:
+        without = [c for c, n in row.items() if math.isfinite(n.mean) and math.isnan(n.stderr)]
+        columns |= dict.fromkeys(without)
+    return [NO_ERROR.format(", ".join(columns))] if columns else []
 
 
 # Bootstrap intervals over prompts ---------------------------------------------------------------

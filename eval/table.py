@@ -9,7 +9,6 @@ import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
 from typing import Any
 
 from flowalign.eval.fidelity import Distance
@@ -89,7 +88,8 @@ class Results:
         decimals = {column: _decimals(rows.values(), column) for column in columns}
         text = "TASK_JUDGE: another task's judge. own, others: means of the judges on their own "
         text += f"prompts, and on those of others. worst: the largest loss to {base}, paired."
-        return Table("Every judge on every task's prompts", rows, decimals, False, [text], changes)
+        below = [text, *notes(rows.values())]
+        return Table("Every judge on every task's prompts", rows, decimals, False, below, changes)
 
     def pictured(self, benchmark: Benchmark) -> list[int]:
         """The prompts of the report, whose images are at hand: those of all models alike."""
@@ -215,17 +215,21 @@ def tables(results: Results, compare: Mapping[str, Sequence[str]]) -> list[Table
     captions = {f"Difference to {first}": [(model, first) for model in others]}
     for model, references in compare.items():
         captions[f"{model} minus others"] = [(model, other) for other in references]
+
+    def without_error(rows: Mapping[str, Mapping[str, EvalRow]]) -> list[str]:
+        return notes({column: row[column] for column in decimals} for row in rows.values())
+
     # differences get the decimals of the scores, so that both tables can be read together
     about = [(benchmark.name, describe(benchmark.reward)) for benchmark in results.columns]
     who = [f"{name}: {_judge(described)}" for name, described in about]
-    who = [f"Judges. {'; '.join(who)}.", *notes(chain(*results.rows.values()))]
+    who = [f"Judges. {'; '.join(who)}.", *without_error(main)]
     result = [Table("Mean ± standard error.", main, decimals, notes=who)]
     result += filter(None, [results.crossed])
     for caption, pairs in captions.items():
         rows = {f"{model} − {other}": results.difference(model, other) for model, other in pairs}
         if rows:
-            said = notes(chain(*(row.values() for row in rows.values())))
-            result.append(Table(f"{caption}, {results.shared}:", rows, decimals, True, said))
+            title = f"{caption}, {results.shared}:"
+            result.append(Table(title, rows, decimals, True, without_error(rows)))
     return result
 
 
@@ -271,9 +275,10 @@ def metric_rows(rows: Mapping[str, Sequence[EvalRow]]) -> list[list[str]]:
 
 
 def of_cells(rows: Sequence[Sequence[str]]) -> str:
-    """Markdown of a table whose first row is its heads."""
-    heads, *lines = ([escaped(cell) for cell in line] for line in rows)
-    return "\n".join(escape.table(heads, lines)) + "\n"
+    """`metric_rows` as Markdown. Names are escaped, numbers are ours."""
+    heads, *lines = rows
+    texts = [[escaped(name), escaped(metric), *numbers] for name, metric, *numbers in lines]
+    return "\n".join(escape.table([*map(escaped, heads)], texts)) + "\n"
 
 
 def counts(rows: Iterable[EvalRow]) -> str:

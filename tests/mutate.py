@@ -113,7 +113,7 @@ MUTATIONS = [Mutation(*row) for row in [
      "combine"),
     ("evaluation: standard error", "eval/stats.py", "(prompts / (prompts - 1))",
      "((prompts - 1) / prompts)", "errors eval"),
-    ("evaluation: interval", "eval/stats.py", "(1 + CONFIDENCE) / 2", "(1 - CONFIDENCE) / 2",
+    ("evaluation: interval", "eval/stats.py", "np.interp(CONFIDENCE,", "np.interp(1 - CONFIDENCE,",
      "errors eval"),
     ("fidelity", "eval/fidelity.py", "(c2) - 2 * root", "(c2) + 2 * root", "fidelity"),
     ("alarm", "flowalign/training/report/alarm.py", "SURE * math.hypot(low[1], high[1])",

@@ -1,7 +1,10 @@
 """Intervals cover as often as they say, over prompts; the paired test is honest under no effect."""
 
+import math
+
 import numpy as np
 import pytest
+from scipy.stats import t
 
 from flowalign.eval import stats
 
@@ -46,3 +49,12 @@ def test_prompts_without_a_valid_image_leave():
     assert float(stats.prompts_mean(sums, counts, np.zeros(3, np.int64))) == 1.0
     assert float(stats.prompts_mean(sums, counts, np.array([0, 1, 2]))) == 1.0
     assert np.isnan(stats.bootstrap_interval(sums * 0, counts * 0, np.zeros(3, np.int64))).all()
+
+
+@pytest.mark.parametrize("freedom", [1, 2, 3, 4, 5, 11, 19, 39, 400, 30_000])
+def test_the_quantile_of_t_is_that_of_scipy(freedom: int):
+    assert stats.student_t(freedom) == pytest.approx(t.ppf(0.975, freedom), rel=1e-5)
+
+
+def test_there_is_no_quantile_without_a_degree_of_freedom():
+    assert math.isnan(stats.student_t(0))

@@ -126,7 +126,7 @@ def over_seeds(world: World, models: list[list[dict[str, list[dict]]]]) -> tuple
         }
         for seed in range(world.seeds)
     ]
-    return list(seeds.cells(documents, *map(str, reversed(range(len(models))))).values())[-1]
+    return list(seeds.cells(documents, *map(str, reversed(range(len(models))))).values())[-1][:2]
 
 
 def reported(world: World) -> tuple[float, float]:

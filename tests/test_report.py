@@ -1,6 +1,13 @@
 """The tables of an evaluation and its page: what is best, what is paired, what it needs."""
 
+import json
 import math
+import re
+import shutil
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -8,8 +15,17 @@ from browser import Page
 
 from flowalign.eval import report
 from flowalign.eval.fidelity import Distance
+from flowalign.eval.stats import NO_ERROR
 from flowalign.eval.suite import Benchmark, Judged
-from flowalign.eval.table import Results, Table, markdown, metric_rows, tables
+from flowalign.eval.table import (
+    Results,
+    Table,
+    markdown,
+    metric_rows,
+    of_cells,
+    tables,
+)
+from flowalign.system.escape import escaped
 from flowalign.training.report.pictures import png
 from flowalign.types import EvalRow, PromptBatch
 
@@ -133,6 +149,36 @@ def test_a_table_as_markdown():
     assert "| new | 0.500 ± 0.100 (n 7 of 8) |" in markdown(Table("", some, {"ocr": 3}))
 
 
+def test_a_note_says_which_columns_have_no_error():
+    """Tag b has one prompt, so GenEval's overall has no error, and the average neither."""
+    tags = ["a", "a", "a", "b"]
+    batch = PromptBatch(PROMPTS, ["x"] * 4, [{"tag": tag} for tag in tags])
+    marks = [
+        Benchmark("geneval", batch, Judge("correct")),  # type: ignore[arg-type]
+        Benchmark("ocr", batch, Judge(None)),  # type: ignore[arg-type]
+    ]
+    images = {
+        model: {"geneval": judged(marks[0], CORRECT["ocr"], 0), "ocr": judged(marks[1], some, 0)}
+        for model, some in GRADED.items()
+    }
+    results = Results(marks, images, {})
+    main, gap = tables(results, {})
+    wanted = NO_ERROR.format("geneval, average")
+    assert wanted in main.notes and wanted in gap.notes
+    alone = Results(marks[1:], images, {})
+    for table in tables(alone, {}):  # every column has its error
+        assert not [note for note in table.notes if note.startswith(NO_ERROR[:10])]
+        assert all(" ± " in table.text(label, c) for label in table.rows for c in table.decimals)
+
+
+def test_numbers_are_not_escaped_in_markdown():
+    rows = [EvalRow("[x]", "reward", -0.938, 0.024, 9, -0.98, -0.89)]
+    line = of_cells(metric_rows({"0.5": rows})).splitlines()[-1]
+    assert line.endswith("| 9 | -0.938 ± 0.024 [-0.980, -0.890] |") and r"\[x\]" in line
+    assert escaped("0.5") == "0.5" and escaped("-1.5") == "-1.5"
+    assert escaped("1. x") == r"1\. x" and escaped("- x") == r"\- x"
+
+
 @pytest.fixture
 def text(results: Results) -> str:
     return page(results)
@@ -155,6 +201,26 @@ def test_the_page_parses_and_refers_to_nothing_outside(text: str):
     assert all("src" not in script for script in page.all("script"))
     assert "://" not in text and "@import" not in text and "url(" not in text
     assert "&lt;b&gt;cat&lt;/b&gt;" in text and "<b>cat" not in text  # of a prompt
+
+
+class GenEval(Judge):
+    name = "geneval"
+
+
+class Product(Judge):
+    name = "product"
+
+    def describe(self) -> dict[str, Any]:
+        return {"rewards": {"objects": {"name": "geneval"}}}
+
+
+@pytest.mark.parametrize(("judge", "said"), [(Judge, False), (GenEval, True), (Product, True)])
+def test_the_words_of_geneval_are_explained_where_it_judges(
+    results: Results, judge: type[Judge], said: bool
+):
+    marks = [MARKS[1], replace(MARKS[0], reward=judge("correct"))]
+    text = page(replace(results, benchmarks=marks))
+    assert ("official script" in text) is said
 
 
 def shared() -> Results:
@@ -193,3 +259,34 @@ def test_an_image_that_several_judge_is_in_the_page_once():
     again = [image["data-again"] for image in images if "data-again" in image]
     assert len(own) == 8 and len(images) == 16 and set(own) == set(again)
     assert own["x/new/3"] != own["x/base/3"] and len(set(own.values())) == 8
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="needs chromium")
+@pytest.mark.parametrize("width", [400, 1200])
+def test_the_images_of_a_line_of_cards_begin_at_one_height(tmp_path: Path, width: int):
+    """However long their prompts are. One model: a card a prompt."""
+    prompts = ["two stars", "a red sign " * 9, "nothing", "a photo of two cups and a red sign"]
+    batch = PromptBatch(prompts, ["x"] * 4, [{}] * 4)
+    mark = Benchmark("ocr", batch, Judge(None))  # type: ignore[arg-type]
+    rows = [
+        {"index": i, "prompt": text, "metadata": {}, "value": 0.5, "reason": None}
+        for i, text in enumerate(prompts)
+    ]
+    images = Judged(rows, [png(torch.zeros(3, 4, 4))] * 4)
+    text = page(Results([mark], {"one": {"ocr": images}}, {}))
+    (tmp_path / "page.html").write_text(text)
+    (tmp_path / "frame.html").write_text(
+        f"<iframe id=page src=page.html width={width} height=2000></iframe><pre id=out></pre>"
+        "<script>page.onload = () => { out.textContent = JSON.stringify("
+        "[...page.contentDocument.querySelectorAll('.single img')]"
+        ".map((image) => image.getBoundingClientRect()).map((box) => [box.left, box.top])) }"
+        "</script>"
+    )
+    options = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}/user"]
+    options += ["--allow-file-access-from-files", "--dump-dom", (tmp_path / "frame.html").as_uri()]
+    done = subprocess.run(["chromium", *options], timeout=120, capture_output=True, text=True)
+    places = json.loads(re.findall(r"<pre id=.out.>(.*)</pre>", done.stdout)[0])
+    columns = len({left for left, _ in places})
+    assert columns == (2 if width == 400 else 4)
+    assert len({round(top) for _, top in places}) == len(prompts) // columns

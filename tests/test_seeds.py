@@ -3,27 +3,100 @@
 
 import csv
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from scipy.stats import t
 
 from flowalign.commands.cli import main
-from flowalign.eval import seeds
+from flowalign.eval import seeds, stats
 from flowalign.eval.compare import Column, Incomparable
 from flowalign.eval.stats import headline_rows
+from flowalign.types import EvalRow
 
 
 def test_equal_seeds_have_the_error_of_their_prompts() -> None:
     values = np.random.default_rng(1).random(50)
     images = [{"prompt": str(i), "metadata": {}, "value": value} for i, value in enumerate(values)]
     row = headline_rows(Column("x", None), images)[0]
-    mean, error = seeds.crossed([row] * 3)
-    assert mean == pytest.approx(values.mean())
-    assert error == pytest.approx(values.std(ddof=1) / 50**0.5)
-    assert seeds.crossed([row]) == pytest.approx((mean, error))
+    cell = seeds.crossed([row] * 3)
+    assert cell.mean == pytest.approx(values.mean())
+    assert cell.error == pytest.approx(values.std(ddof=1) / 50**0.5)
+    assert cell.margin == pytest.approx(t.ppf(0.975, 49) * cell.error)
+    assert seeds.crossed([row]) == pytest.approx(cell)
+
+
+def test_one_prompt_has_no_error_however_many_seeds() -> None:
+    rows = [EvalRow("x", "x", mean, math.nan, 1, influence={"p": math.nan}) for mean in (0.1, 0.3)]
+    cell = seeds.crossed(rows)
+    assert cell.mean == 0.2 and math.isnan(cell.error) and math.isnan(cell.margin)
+
+
+# Two equal models -------------------------------------------------------------------------------
+
+# How much of the variance of a difference over seeds is from seeds, from prompts that all seeds
+# share, and from both together.
+SHARES = {
+    "seeds": (1.0, 0.0, 0.0), "prompts": (0.0, 1.0, 0.0), "both": (0.0, 0.0, 1.0),
+    "half": (0.5, 0.5, 0.0), "mostly seeds": (0.8, 0.1, 0.1), "mostly prompts": (0.1, 0.8, 0.1),
+}  # fmt: skip
+
+
+def gaps(count: int, prompts: int, share: tuple[float, ...], draws: int) -> list[seeds.Cell]:
+    """Differences of two equal models, in `count` seeds. The mean over seeds has the variance 1."""
+    rng, texts = np.random.default_rng(0), list(map(str, range(prompts)))
+    of_seed, of_prompt, of_both = np.sqrt(share)
+    scores = of_seed * count**0.5 * rng.normal(size=(draws, count, 1))
+    scores = scores + of_prompt * prompts**0.5 * rng.normal(size=(draws, 1, prompts))
+    scores += of_both * (count * prompts) ** 0.5 * rng.normal(size=(draws, count, prompts))
+    means = scores.mean(-1)
+    influence = (scores - means[..., None]) / (prompts * (prompts - 1)) ** 0.5
+    return [
+        seeds.crossed(
+            [
+                EvalRow("x", "x", mean, 1.0, prompts, influence=dict(zip(texts, row, strict=True)))
+                for mean, row in zip(means[draw], influence[draw], strict=True)
+            ]
+        )
+        for draw in range(draws)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("count", "share"),  # one seed does not know what seeds do
+    [(1, "prompts"), *((count, share) for count in (2, 3, 6) for share in SHARES)],
+)
+def test_a_difference_of_equal_models_is_beyond_its_margin_in_one_table_of_twenty(
+    count: int, share: str
+) -> None:
+    tables = gaps(count, 40, SHARES[share], 2000)
+    beyond = np.mean([abs(cell.mean) > cell.margin for cell in tables])
+    assert beyond < 0.065  # 2000 draws: 0.05 + 3 standard errors
+    if count == 1 or share in (
+        "seeds",
+        "both",
+    ):  # exact there; elsewhere it may be on the safe side
+        assert beyond > 0.03
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("count", "models"), [(2, 2), (3, 2), (3, 4)])
+def test_one_of_equal_models_is_bold_in_one_table_of_twenty(
+    count: int, models: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stats, "bootstrap_interval", lambda *_: (math.nan, math.nan))  # slow
+    rng, draws, bold = np.random.default_rng(0), 200, 0
+    for _ in range(draws):
+        names = [f"m{i}" for i in range(models)]
+        seeds_of = [dict(zip(names, rng.normal(size=models), strict=True)) for _ in range(count)]
+        bold += "a" in seeds.seed_table([document(**plus) for plus in seeds_of]).bold
+    assert bold / draws < 0.095  # 0.05 + 3 standard errors
+    if models == 2:
+        assert bold / draws > 0.02
 
 
 def document(marked: bool = True, **models: float) -> dict[str, Any]:
@@ -55,16 +128,40 @@ def document(marked: bool = True, **models: float) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def test_the_best_is_bold_where_it_is_two_standard_errors_ahead_of_every_other() -> None:
+def test_the_best_is_bold_where_it_is_ahead_of_every_other_by_the_margin() -> None:
     level = seeds.seed_table([document(base=0.0, one=0.1, two=0.1)])
     assert level.bold == {}  # by their own noise alone
     clear = seeds.seed_table([document(base=0.0, one=0.1, two=0.12)])
     assert clear.bold == dict.fromkeys(["a", "b", "a_b", "own", "others"], "two")
-    gap, error = seeds.cells([document(base=0.0, one=0.1, two=0.12)], "two", "one")["a"]
-    assert gap > 2 * error
+    gap = seeds.cells([document(base=0.0, one=0.1, two=0.12)], "two", "one")["a"]
+    assert gap.mean > gap.margin > 2 * gap.error  # 39 degrees of freedom
     # the errors of the numbers themselves are larger than the gap
-    assert clear.rows["two"]["a"].error > gap
+    assert clear.rows["two"]["a"].error > gap.mean
     assert seeds.seed_table([document(base=0.0)]).bold == {}
+
+
+def test_a_third_model_whose_difference_is_uncertain_leaves_no_number_bold() -> None:
+    """The second is surely lower. The third is lower on average, and higher in one seed."""
+    tables = [
+        document(best=best, second=best - 0.1, third=third)
+        for best, third in ((0.5, 0.1), (0.5, 0.1), (0.5, 0.6))
+    ]
+    assert seeds.seed_table(tables, models=["best", "second"]).bold["a"] == "best"
+    assert "a" not in seeds.seed_table(tables).bold
+
+
+def test_a_difference_is_bold_where_it_is_beyond_its_margin() -> None:
+    far = [document(base=0.0, new=gain) for gain in (0.10, 0.11, 0.12)]
+    wide = [document(base=0.0, new=gain) for gain in (0.01, 0.10, 0.19)]
+    pair = [("new", "base")]
+    assert "| new − base | **+0.11" in seeds.markdown(seeds.seed_table(far, pairs=pair))
+    assert "| base − new | **-0.11" in seeds.markdown(
+        seeds.seed_table(far, pairs=[("base", "new")])
+    )
+    table = seeds.seed_table(wide, pairs=pair)
+    gap = table.gaps["new − base"]["a"]
+    assert gap.mean > 2 * gap.error * 0.9 and table.bold == {}
+    assert "| new − base | +0.1" in seeds.markdown(table)
 
 
 def test_what_counts_in_which_average_is_marked_or_known_by_name() -> None:
@@ -104,7 +201,9 @@ def test_the_three_formats_have_the_same_numbers(results, capsys) -> None:
         said[form] = capsys.readouterr().out
     rows = list(csv.reader(said["csv"].splitlines()))
     assert [row[0] for row in rows] == ["", "a-b", "c_d", "c_d − a-b"]
-    wanted = [[f"{float(value):.3f}" for value in row[1:]] for row in rows[1:]]
+    assert rows[0][1:4] == ["a", "a_stderr", "a_margin"]
+    shown = [[value for i, value in enumerate(row[1:]) if i % 3 < 2] for row in rows[1:]]
+    wanted = [[f"{float(value):.3f}" for value in row] for row in shown]
     for form in ("markdown", "latex"):
         lines = [re.findall(r"\d\.\d{3}", line) for line in said[form].splitlines()]
         assert [line for line in lines if line] == wanted

@@ -41,8 +41,10 @@ def _escaped(character: str) -> str:
 LENGTH = 500  # characters of a text that are shown
 HTML = {"<": "&lt;", ">": "&gt;", "&": "&amp;"}
 # What begins something inside a line or ends a cell. An underscore inside a word begins nothing,
-# and most names have one.
-_SIGNS = re.compile(r"[\\`*\[\]<>&|~$]|(?<![^\W_])_|_(?![^\W_])|^[-+=#]|(?<=^[0-9])[.)]")
+# and most names have one. A number with a sign or a point is no list.
+_SIGNS = re.compile(
+    r"[\\`*\[\]<>&|~$]|(?<![^\W_])_|_(?![^\W_])|^[-+](?![0-9])|^[=#]|(?<=^[0-9])[.)](?![0-9])"
+)
 
 
 def escaped(text: str, length: int = LENGTH) -> str:

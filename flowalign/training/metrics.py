@@ -7,7 +7,7 @@ several names, one for each task, step or benchmark: TEACHER_KL + "ocr" is "kl/o
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 UPDATE = "update"  # rollouts done when the line was written
 
@@ -76,18 +76,30 @@ def step_label(step: int) -> str:
     return f"{STEP}{step}"
 
 
+def is_scored(names: Iterable[str]) -> bool:
+    """Whether an evaluation had rewards. Without them its HEADLINE is minus a distance."""
+    return any(name.startswith(EVAL) and name != HEADLINE for name in names)
+
+
+def headline_number(values: Mapping[str, float]) -> float:
+    """The held-out score of an evaluation; without a reward the distance to the teachers."""
+    return values[HEADLINE] if is_scored(values) else -values[HEADLINE]
+
+
 def headline(values: Mapping[str, float]) -> str:
-    """The headline of an evaluation for people. Without a reward it is minus a distance."""
-    if any(name.startswith(EVAL) and name != HEADLINE for name in values):
-        return f"held-out {values[HEADLINE]:.3f}"
-    return f"held-out distance to the teachers {-values[HEADLINE]:.3f} of the base model's"
+    """The headline of an evaluation for people."""
+    number = f"{headline_number(values):.3f}"
+    if is_scored(values):
+        return f"held-out {number}"
+    return f"held-out distance to the teachers {number} of the base model's"
 
 
 # What a curve means, in a sentence below it; see `meaning`.
 MEANINGS = {
     REWARD: "reward: the mean reward of the training images; should rise.",
-    HEADLINE: "headline: the mean of the held-out scores (without rewards, minus the mean distance "
-    "to the targets on the teachers' paths); the adapter of its best value is kept.",
+    HEADLINE: "headline: the mean of the held-out scores; the adapter of its best value is kept.",
+    FIXED_MEAN: "fixed_path: the mean over the tasks. Without rewards the adapter of its lowest "
+    "value is kept.",
     DISTILL: "distill: the distance to the teachers; should fall.",
     ANCHOR: "anchor: the distance to the anchor; should stay small.",
     KL: "kl: how far the model has moved from the base; it grows slowly, and a jump is a warning.",

@@ -223,6 +223,7 @@ ACROSS = 3  # charts in a row
 WINDOW = 9  # updates of a moving average
 CURVES = "metrics.png"  # the plot of a run
 NOISY, LOG = "noisy", "log"  # drawn as points with their moving average; on a logarithmic axis
+DISTANCE = "held-out distance to the teachers"
 KINDS = (  # title, axis, metrics or the beginning of their names, style
     ("training reward", "mean of the rollout", [metrics.REWARD], NOISY),
     ("held-out score", "mean of the tasks", [metrics.HEADLINE], ""),
@@ -233,7 +234,7 @@ KINDS = (  # title, axis, metrics or the beginning of their names, style
     ("KL to the teacher, by step", "KL per dimension", metrics.TEACHER_KL + metrics.STEP, LOG),
     ("velocity error, by task", "mean square", metrics.TEACHER_ERROR, NOISY),
     ("velocity error, by step", "mean square", metrics.TEACHER_ERROR + metrics.STEP, LOG),
-    ("targets on the teachers' paths", "of the base's", metrics.FIXED_PATH, ""),
+    (DISTANCE, "of the base model's", metrics.FIXED_MEAN, ""),
     ("shares of the images", "share",
      [metrics.KEPT_SHARE, metrics.CLIP_FRACTION, metrics.INVALID_SHARE], ""),
     ("pairs ranked as chosen", "share", [metrics.PAIR_ACCURACY], NOISY),
@@ -272,6 +273,8 @@ def charts(curves: Mapping[str, Curve]) -> list[Chart]:
             begun = (name for name in curves if name.startswith(names))
             names = sorted(name for name in begun if (f"/{metrics.STEP}" in name) == steps)
         logged = [name for name in names if name in curves]
+        if logged == [metrics.HEADLINE] and not metrics.is_scored(curves):
+            continue  # FIXED_MEAN shows this distance
         if logged and (names != [metrics.LOSS] or not found):
             about = " ".join(dict.fromkeys(map(metrics.meaning, logged)))
             labelled = {name.rsplit("/", 1)[-1]: curves[name] for name in logged}
@@ -297,7 +300,8 @@ def held_out_plot(
     logs: Mapping[str, Sequence[Path]], path: Path, over: str = metrics.UPDATE
 ) -> None:
     """Plot the held-out scores of runs {name: metrics.jsonl}: a chart for the mean of the tasks,
-    and one a task, of its `overall` where there is one. Of several runs of a name the last one's.
+    and one a task, of its `overall` where there is one; of runs without rewards their distance to
+    the teachers. Of several runs of a name the last one's.
     over: metrics.UPDATE, or EVALUATIONS, the sum of those until then, of all runs of the name.
     Raises ValueError where a run has no score, or no such metric.
     """
@@ -309,14 +313,19 @@ def held_out_plot(
         for name, curve in log.items():
             task, _, metric = name.removeprefix(metrics.EVAL).partition("/")
             overall = f"{metrics.EVAL}{task}/overall" in log
-            if name == metrics.HEADLINE:
+            if name == metrics.HEADLINE and not metrics.is_scored(log):
+                scores.setdefault(DISTANCE, {})[run] = [(x, -y) for x, y in curve]
+            elif name == metrics.HEADLINE:
                 scores.setdefault("mean of the tasks", {})[run] = curve
             elif name.startswith(metrics.EVAL) and metric == ("overall" if overall else "reward"):
                 scores.setdefault(task, {})[run] = curve
     if not scores:
         raise ValueError(f"no held-out score in {', '.join(str(f[-1]) for f in logs.values())}.")
     about = "rollouts" if over == metrics.UPDATE else "function evaluations"
-    made = [Chart(title, "held-out score", c, "", over=about) for title, c in scores.items()]
+    made = []
+    for title, curves in scores.items():
+        axis = "of the base model's" if title == DISTANCE else "held-out score"
+        made.append(Chart(title, axis, curves, "", over=about))
     metrics_plot(made, path)
 
 

@@ -28,11 +28,13 @@ class Kept:
     first: Mapping[str, Any]
 
     def __str__(self) -> str:
-        said, last = metrics.headline(self.row), metrics.headline(self.last).split()[-1]
-        more = "" if self.row == self.last else f"; the last: {last}"
+        text = f"update {self.row[metrics.UPDATE]} of {self.last[metrics.UPDATE]}"
+        text += f" ({metrics.headline(self.row)}"
+        if self.row != self.last:
+            text += f"; the last: {metrics.headline_number(self.last):.3f}"
         if self.first[metrics.HEADLINE] > self.row[metrics.HEADLINE]:
-            more += f"; the start: {metrics.headline(self.first).split()[-1]}"
-        return f"update {self.row[metrics.UPDATE]} of {self.last[metrics.UPDATE]} ({said}{more})"
+            text += f"; the start: {metrics.headline_number(self.first):.3f}"
+        return f"{text})"
 
 
 def evaluations(folder: Path) -> list[dict[str, Any]]:
@@ -70,7 +72,7 @@ def untrained(config: TrainingStage) -> str:
         return ""
     assert config.evaluation
     return (
-        f"{said}. No later evaluation scored higher. Train longer, lower optimizer.lr, or score "
+        f"{said}. No later evaluation was better. Train longer, lower optimizer.lr, or score "
         f"more than evaluation.prompts = {config.evaluation.prompts} a task, if noise decides. To "
         "keep the last adapter instead, give the command again with --resume evaluation=null."
     )
