@@ -194,9 +194,7 @@ def reward_metrics(
     return measured
 
 
-def rows_by_task(
-    names: Sequence[str], task: Tensor, valid: Tensor
-) -> Iterator[tuple[str, Tensor]]:
+def rows_by_task(names: Sequence[str], task: Tensor, valid: Tensor) -> Iterator[tuple[str, Tensor]]:
     """The name of each task that has valid images, and their rows as a mask [B]; nothing where
     there is a single task."""
     for number, name in enumerate(names if len(names) > 1 else []):

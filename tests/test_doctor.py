@@ -77,6 +77,7 @@ def test_sound_rewards_have_no_fault(name, options):
         ("test_doctor:of_the_moment", "asked again"),
         ("test_doctor:of_the_place", "in reverse order"),
         ("test_doctor:failing", "failed"),
+        ("test_gradient:Downhill", "gradient"),
     ],
 )
 def test_each_fault_is_named(name, kind):

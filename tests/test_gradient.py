@@ -145,7 +145,9 @@ def test_each_task_has_its_own_price(random_model: str, tmp_path: Path) -> None:
     loop: Any = fakes.wired(run)
     measured = loop.algorithm.prepare(loop.rollout(0), 0).metrics
     assert measured["moved_share/a"] < 0.3 and measured["moved_share/b"] > 0.6
-    assert measured["tau/a"] == pytest.approx(0.011) and measured["tau/b"] == pytest.approx(0.01 / 1.1)
+    assert measured["tau/a"] == pytest.approx(0.011) and measured["tau/b"] == pytest.approx(
+        0.01 / 1.1
+    )
 
 
 # Rewards of users --------------------------------------------------------------------------------
@@ -244,9 +246,7 @@ class Breaks(fakes.Graded):
 
 
 @pytest.mark.parametrize("how", ["nan", "error"])
-def test_images_without_a_gradient_are_invalid(
-    random_model: str, tmp_path: Path, how: str
-) -> None:
+def test_images_without_a_gradient_are_invalid(random_model: str, tmp_path: Path, how: str) -> None:
     reward = f"tasks.0.reward={{name: 'test_gradient:Breaks', options: {{how: {how}}}}}"
     given = [reward, "train.max_invalid_share=0.99", "gradient.batch=4"]
     loop: Any = fakes.wired(fakes.ascending(random_model, tmp_path / "run", *given))

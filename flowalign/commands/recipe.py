@@ -37,7 +37,7 @@ from flowalign.eval.suite import image_sets
 from flowalign.system import files, manifest
 from flowalign.system.manifest import Damaged
 from flowalign.teachers import merge as merging
-from flowalign.training.preflight import Launch, once, misused_adapters, world_problems
+from flowalign.training.preflight import Launch, misused_adapters, once, world_problems
 from flowalign.training.report import page
 from flowalign.training.report.progress import recorded
 from flowalign.training.run import lock, processes

@@ -43,8 +43,8 @@ class Stream(IntEnum):
 
 
 def schedule_of(config: TrainingStage, backbone: Backbone) -> Schedule:
-    """The schedule of a config's rollouts, whose window is `RolloutConfig.trained`. That of a window
-    that moves holds all steps that it comes to; see `window_of`."""
+    """The schedule of a config's rollouts, with its `trained` steps: where a window moves, all that
+    it comes to; see `window_of`."""
     r = config.rollout
     return Schedule(
         sigmas=backbone.sigmas(r.steps),

@@ -16,7 +16,7 @@ from flowalign.commands.findings import Finding, fault, healthy, note, ok, show
 from flowalign.config import LABELS, TrainingStage, assignments, label_of
 from flowalign.eval.suite import environment
 from flowalign.system.exit import refusing
-from flowalign.training.preflight import Launch, own_code, misused_adapters, unexamined
+from flowalign.training.preflight import Launch, misused_adapters, own_code, unexamined
 from flowalign.training.report.progress import quiet
 
 CPU_MODEL = 2**31  # bytes of the largest model that a CPU samples from

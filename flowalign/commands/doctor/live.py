@@ -26,6 +26,7 @@ from flowalign.commands.doctor.count import predict
 from flowalign.commands.doctor.pace import KINDS, Pace
 from flowalign.commands.findings import Finding, fault, note, ok
 from flowalign.config import ConfigError, Stage, TrainingStage, parse
+from flowalign.rewards.gradient import gradient_problems
 from flowalign.rewards.scoring import score
 from flowalign.training import metrics
 from flowalign.training.algorithm import TrainingError, algorithm_class, pairs_of
@@ -230,6 +231,9 @@ def diagnose(
         scale = float(first.value[first.valid].abs().max())
         same = worst <= TOLERANCE * max(scale, TOLERANCE)
         findings.append((ok if same else fault)(f"{way}: differs by at most {worst:.2g}"))
+    if reward.differentiable:
+        problems = gradient_problems(reward, scenes, batch.prompts, batch.metadata)
+        findings += [fault(f"gradient: {text}") for text in problems]
     return findings, cost
 
 
