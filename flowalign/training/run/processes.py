@@ -27,6 +27,7 @@ from accelerate.utils import (
     ProjectConfiguration,
     broadcast_object_list,
     gather_object,
+    patch_environment,
 )
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -42,6 +43,19 @@ T = TypeVar("T")
 
 TIMEOUT = 7200.0  # seconds that a rank waits for another, unless `timeout_seconds` says it
 
+UNSUPPORTED = {  # variables of accelerate, and what does the same here
+    "ACCELERATE_USE_DEEPSPEED": "FSDP2 shards the base model",
+    "ACCELERATE_USE_MEGATRON_LM": "FSDP2 shards the base model",
+    "ACCELERATE_USE_PARALLELISM_CONFIG": "DDP and FSDP2 share the work",
+    "ACCELERATE_FP8_BACKEND": "model.quantization=fp8 makes the base smaller",
+}
+OFF = ("NO", "0", "false", "False")  # values of theirs
+DECIDED = {  # variables of accelerate that would change the arithmetic, which the config decides
+    "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "1",  # optimizer.micro_batch
+    "ACCELERATE_MIXED_PRECISION": "no",  # model.dtype
+    "ACCELERATE_DYNAMO_BACKEND": "no",  # model.compile
+}
+
 ADAPTERS = r".*\.lora_[AB]\..*"  # what peft calls the modules of all adapters
 
 
@@ -53,9 +67,14 @@ def state(*configs: Stage) -> PartialState:
     return that group. Raises ConfigError for a strategy that is not supported, and for processes
     that do not know of each other: each would do all of the work, in one folder.
     """
-    if _launched_with("ACCELERATE_USE_DEEPSPEED"):
-        text = "DeepSpeed is not supported. Use DDP, or FSDP2 to shard the base model."
-        raise ConfigError([text], "accelerate")
+    problems = [
+        f"{key}={os.environ[key]} is not supported: {instead}. Unset it, or take it out of "
+        "accelerate's config file."
+        for key, instead in UNSUPPORTED.items()
+        if os.environ.get(key, "NO") not in OFF
+    ]
+    if problems:
+        raise ConfigError(problems, "accelerate")
     options: dict[str, Any] = {}
     timeouts = [
         getattr(getattr(c, "train", c), "timeout_seconds", None) or TIMEOUT for c in configs
@@ -77,9 +96,11 @@ def _launched_with(key: str) -> bool:
 
 
 def accelerator(config: Stage, **options: Any) -> Accelerator:
-    """The one way to make an Accelerator: on the processes that `state` finds."""
+    """The one way to make an Accelerator: on the processes that `state` finds. Its arithmetic is
+    the config's, whatever the environment says."""
     state(config)
-    return Accelerator(**options)
+    with patch_environment(**DECIDED):
+        return Accelerator(**options)
 
 
 def start(config: TrainingStage) -> Accelerator:
