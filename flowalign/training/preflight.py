@@ -12,7 +12,6 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -287,8 +286,10 @@ def _training(config: Any, launch: Launch, inputs: Inputs) -> Iterator[str]:
     for index, task in enumerate(config.tasks):
         with suppress(PromptError, OSError):  # said before
             prompts = inputs.prompts(task.prompts, task.name)
-            found = algorithm_class(config).row_problems(config, task.prompts, prompts)
-            yield from (f"tasks.{index}.prompts: {text}" for text in islice(found, BAD_ROWS))
+            texts = list(algorithm_class(config).row_problems(config, task.prompts, prompts))
+            yield from (f"tasks.{index}.prompts: {text}" for text in texts[:BAD_ROWS])
+            if len(texts) > BAD_ROWS:
+                yield f"tasks.{index}.prompts: {len(texts)} problems; {BAD_ROWS} are named."
     if launch.resume is not None:
         given = {"resume": launch.resume, "any_world": launch.any_world, "pending": launch.pending}
         yield from resuming.problems(config, launch.processes, **given)
