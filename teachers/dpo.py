@@ -6,11 +6,10 @@ configs/tiny/dpo.yaml is a run.
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -59,10 +58,8 @@ class Dpo(Algorithm[Targets]):
 
     @classmethod
     def row_problems(cls, config: DpoStage, source: str, prompts: PromptBatch) -> Iterator[str]:
-        """What `pair_problems` finds in the rows. Every image is decoded, once."""
-        pixels = cache(partial(pixels_digest, size=config.model.size))
-        known_noise = config.dpo.noise == "known"
-        check = partial(pair_problems, Path(source).parent, pixels, known_noise)
+        """What `pair_problems` finds in the rows."""
+        check = partial(pair_problems, config, Path(source).parent)
         with ThreadPoolExecutor() as pool:  # PIL decodes without Python's lock
             for number, texts in enumerate(pool.map(check, prompts.metadata), 1):
                 yield from (f"row {number}: {text}" for text in texts)
@@ -107,39 +104,30 @@ class Dpo(Algorithm[Targets]):
         return self.latents[path].to(self.backbone.device)
 
 
-def pixels_digest(path: Path, size: tuple[int, int]) -> bytes:
-    """A digest of the pixels that the run reads from a file. size: height and width. Raises
-    ValueError for a file that is no such image."""
-    height, width = size
-    image = read_image(path)
-    if image.size != (width, height):
-        seen = f"{image.width}x{image.height}"
-        raise ValueError(f"{path} has {seen} pixels; want {width}x{height}.")
-    return hashlib.blake2b(image.tobytes()).digest()
-
-
-def pair_problems(
-    folder: Path, pixels: Callable[[Path], bytes], known_noise: bool, row: Mapping[str, Any]
-) -> list[str]:
-    """Images of a row that the run could not read, or that are one and the same; noise that is not
-    known though it is to be. folder: of the file of pairs; pixels: `pixels_digest`."""
-    problems = []
-    digests = []
+def pair_problems(config: DpoStage, folder: Path, row: Mapping[str, Any]) -> list[str]:
+    """Images of a row that the run could not read, that have another size than the model's, or that
+    are the same, and noise that is not known though it is to be. folder: of the file of pairs."""
+    height, width = config.model.size
+    problems: list[str] = []
+    pixels: list[bytes] = []
     for kind in IMAGES:
         name: Any = row.get(kind)
         noise: Any = row.get(f"{kind}_noise")
         try:
-            digests.append(pixels(folder / name))
-        except (ValueError, TypeError) as error:  # the name may be no text
+            image = read_image(folder / name)
+            pixels.append(image.tobytes())
+            if image.size != (width, height):
+                seen = f"{image.width}x{image.height}"
+                problems.append(f"{name} has {seen} pixels; want {width}x{height}.")
+        except (ValueError, TypeError) as error:  # it may be no text
             text = f"`{kind}` is {name!r:.80}; want an image, by its path from the file"
             problems.append(f"{text} ({error}).")
         whole = isinstance(noise, list) and [type(n) for n in noise] == [int] * 3
-        if known_noise and not (whole and min(noise) >= 0):
+        if config.dpo.noise == "known" and not (whole and min(noise) >= 0):
             text = f"`{kind}_noise` is {noise!r:.80}; want [seed, prompt, image]"
             problems.append(f"{text}, as `flowalign vote` writes it. Or use noise: fresh.")
-    if len(digests) == 2 and digests[0] == digests[1]:
-        text = "`chosen` and `rejected` are the same image"
-        problems.append(f"{text}, from which nothing can be learnt. Remove the row.")
+    if len(pixels) == 2 and pixels[0] == pixels[1]:
+        problems.append("`chosen` and `rejected` are the same image. Remove the row.")
     return problems
 
 

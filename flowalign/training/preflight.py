@@ -31,6 +31,7 @@ from flowalign.system import packages
 from flowalign.system.images import IMAGES, image_files
 from flowalign.training.algorithm import advantage_function, algorithm_class
 from flowalign.training.data import PromptError, load_prompts
+from flowalign.training.run import lock
 from flowalign.training.run import resume as resuming
 from flowalign.types import PromptBatch
 
@@ -295,7 +296,14 @@ def _training(config: Any, launch: Launch, inputs: Inputs) -> Iterator[str]:
         yield from resuming.problems(config, launch.processes, **given)
 
 
-CHECKS = (_packages, adapter_problems, _model, _scoring, _advantage, _fidelity, _bases, _training)
+def _output(config: Any, launch: Launch, inputs: Inputs) -> Iterator[str]:
+    """A folder of another user, or one that is read-only."""
+    if launch.resume is not None and (path := lock.unwritable(config.output)):
+        yield f"output: {path} cannot be written by this user. Choose another `output`."
+
+
+CHECKS = (_packages, adapter_problems, _model, _scoring, _advantage, _fidelity, _bases, _training,
+          _output)  # fmt: skip
 
 
 def reward_problems(

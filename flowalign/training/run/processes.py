@@ -43,14 +43,12 @@ T = TypeVar("T")
 
 TIMEOUT = 7200.0  # seconds that a rank waits for another, unless `timeout_seconds` says it
 
-UNSUPPORTED = {  # variables of accelerate, and what does the same here
-    "ACCELERATE_USE_DEEPSPEED": "FSDP2 shards the base model",
-    "ACCELERATE_USE_MEGATRON_LM": "FSDP2 shards the base model",
-    "ACCELERATE_USE_PARALLELISM_CONFIG": "DDP and FSDP2 share the work",
-    "ACCELERATE_FP8_BACKEND": "model.quantization=fp8 makes the base smaller",
-}
+UNSUPPORTED = (  # variables that ask accelerate for what is not done here
+    "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_MEGATRON_LM", "ACCELERATE_USE_PARALLELISM_CONFIG",
+    "ACCELERATE_FP8_BACKEND",
+)  # fmt: skip
 OFF = ("NO", "0", "false", "False")  # values of theirs
-DECIDED = {  # variables of accelerate that would change the arithmetic, which the config decides
+DECIDED = {  # variables of accelerate that change the arithmetic, which the config decides
     "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "1",  # optimizer.micro_batch
     "ACCELERATE_MIXED_PRECISION": "no",  # model.dtype
     "ACCELERATE_DYNAMO_BACKEND": "no",  # model.compile
@@ -67,14 +65,10 @@ def state(*configs: Stage) -> PartialState:
     return that group. Raises ConfigError for a strategy that is not supported, and for processes
     that do not know of each other: each would do all of the work, in one folder.
     """
-    problems = [
-        f"{key}={os.environ[key]} is not supported: {instead}. Unset it, or take it out of "
-        "accelerate's config file."
-        for key, instead in UNSUPPORTED.items()
-        if os.environ.get(key, "NO") not in OFF
-    ]
-    if problems:
-        raise ConfigError(problems, "accelerate")
+    values = {key: os.environ.get(key, "NO") for key in UNSUPPORTED}
+    if asked := [f"{key}={value}" for key, value in values.items() if value not in OFF]:
+        text = f"{', '.join(asked)}: not supported. Unset it; DDP and FSDP2 share the work."
+        raise ConfigError([text], "accelerate")
     options: dict[str, Any] = {}
     timeouts = [
         getattr(getattr(c, "train", c), "timeout_seconds", None) or TIMEOUT for c in configs
@@ -89,10 +83,6 @@ def state(*configs: Stage) -> PartialState:
         )
         raise ConfigError([text], "launcher")
     return made
-
-
-def _launched_with(key: str) -> bool:
-    return os.environ.get(key, "").lower() == "true"
 
 
 def accelerator(config: Stage, **options: Any) -> Accelerator:
@@ -110,7 +100,7 @@ def start(config: TrainingStage) -> Accelerator:
     model.dtype sets the precision, whatever accelerate's config file says: the backbone computes in
     that dtype itself, without autocast.
     """
-    asked = _launched_with("ACCELERATE_USE_FSDP")
+    asked = os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true"
     started = accelerator(
         config,
         # fp16: for accelerate's scaling of the loss, without which small gradients become 0
