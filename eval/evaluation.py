@@ -61,7 +61,7 @@ def evaluate(config: EvalStage) -> Path:
     """
     quiet()
     accelerator = processes.accelerator(config)
-    check_world(config, Launch(accelerator.num_processes))
+    check_world(config, Launch(accelerator.num_processes, resume=True))
     with lock.holding(config.output, accelerator.is_main_process):
         _evaluate(config, accelerator)
     processes.finish(accelerator)

@@ -32,7 +32,7 @@ class Member:
     guidance: float = 1.0  # CFG scale of its labels
     extrapolate: float = 1.0  # lambda; 1 = its own velocity
     reference: str = "base"  # v_ref at the same scale: the student's base, or "start"
-    base: Backbone | None = None  # of `Backbone.load_other`; None = the student's
+    base: Backbone | None = None  # of `Backbone.load(beside=...)`; None = the student's
 
 
 class Bank:

@@ -6,14 +6,14 @@ configs/tiny/dpo.yaml is a run.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from itertools import product
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from PIL import Image
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
@@ -58,24 +58,11 @@ class Dpo(Algorithm[Targets]):
 
     @classmethod
     def row_problems(cls, config: DpoStage, source: str, prompts: PromptBatch) -> Iterator[str]:
-        """Images that cannot be read or have another size than the model's, and noise that is not
-        known though it is to be."""
-        height, width = config.model.size
-        for (number, row), kind in product(enumerate(prompts.metadata, 1), IMAGES):
-            name: Any = row.get(kind)
-            noise: Any = row.get(f"{kind}_noise")
-            try:
-                with Image.open(Path(source).parent / name) as image:
-                    if image.size != (width, height):
-                        seen = "{}x{}".format(*image.size)
-                        yield f"row {number}: {name} has {seen} pixels; want {width}x{height}."
-            except (OSError, ValueError, TypeError) as error:  # it may be no text
-                text = f"`{kind}` is {name!r:.80}; want an image, by its path from the file"
-                yield f"row {number}: {text} ({error})."
-            whole = isinstance(noise, list) and [type(n) for n in noise] == [int] * 3
-            if config.dpo.noise == "known" and not (whole and min(noise) >= 0):
-                text = f"`{kind}_noise` is {noise!r:.80}; want [seed, prompt, image]"
-                yield f"row {number}: {text}, as `flowalign vote` writes it. Or use noise: fresh."
+        """What `pair_problems` finds in the rows."""
+        check = partial(pair_problems, config, Path(source).parent)
+        with ThreadPoolExecutor() as pool:  # PIL decodes without Python's lock
+            for number, texts in enumerate(pool.map(check, prompts.metadata), 1):
+                yield from (f"row {number}: {text}" for text in texts)
 
     def prepare(self, rollout: Rollout, update: int) -> Targets:
         """The pairs of an update at noise levels of their own."""
@@ -115,6 +102,33 @@ class Dpo(Algorithm[Targets]):
         if path not in self.latents:
             self.latents[path] = self.backbone.encode_image(stacked(read_image(path)))[0].cpu()
         return self.latents[path].to(self.backbone.device)
+
+
+def pair_problems(config: DpoStage, folder: Path, row: Mapping[str, Any]) -> list[str]:
+    """Images of a row that the run could not read, that have another size than the model's, or that
+    are the same, and noise that is not known though it is to be. folder: of the file of pairs."""
+    height, width = config.model.size
+    problems: list[str] = []
+    pixels: list[bytes] = []
+    for kind in IMAGES:
+        name: Any = row.get(kind)
+        noise: Any = row.get(f"{kind}_noise")
+        try:
+            image = read_image(folder / name)
+            pixels.append(image.tobytes())
+            if image.size != (width, height):
+                seen = f"{image.width}x{image.height}"
+                problems.append(f"{name} has {seen} pixels; want {width}x{height}.")
+        except (ValueError, TypeError) as error:  # it may be no text
+            text = f"`{kind}` is {name!r:.80}; want an image, by its path from the file"
+            problems.append(f"{text} ({error}).")
+        whole = isinstance(noise, list) and [type(n) for n in noise] == [int] * 3
+        if config.dpo.noise == "known" and not (whole and min(noise) >= 0):
+            text = f"`{kind}_noise` is {noise!r:.80}; want [seed, prompt, image]"
+            problems.append(f"{text}, as `flowalign vote` writes it. Or use noise: fresh.")
+    if len(pixels) == 2 and pixels[0] == pixels[1]:
+        problems.append("`chosen` and `rejected` are the same image. Remove the row.")
+    return problems
 
 
 def dpo_loss(

@@ -133,6 +133,94 @@ def test_a_bad_row_is_refused_by_its_number(
     assert texts and said in " ".join(texts)
 
 
+def image(folder: Path, name: str, mode: str = "RGB", **how: Any) -> Path:
+    """A smooth image of 32 by 32 pixels; of mode RGBA with a hole."""
+    Image.linear_gradient("L").resize((32, 32)).convert(mode).save(folder / name, **how)
+    return folder / name
+
+
+def cut(path: Path) -> None:
+    """Leave the header and a part of the pixels."""
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def broken(folder: Path) -> dict[str, Path]:
+    """Images whose headers are sound, by what is wrong with them."""
+    files = {
+        "truncated png": image(folder, "cut.png", compress_level=0),
+        "truncated jpeg": image(folder, "cut.jpg", quality=95),
+        "transparent": folder / "hole.png",
+        "no range": image(folder, "float.tif", "F"),
+    }
+    cut(files["truncated png"])
+    cut(files["truncated jpeg"])
+    Image.new("RGBA", (32, 32), (9, 9, 9, 0)).save(files["transparent"])
+    return files
+
+
+@pytest.mark.parametrize("kind", ["truncated png", "truncated jpeg", "transparent", "no range"])
+@pytest.mark.parametrize("key", ["chosen", "rejected"])
+def test_an_image_that_the_run_cannot_read_is_refused_by_its_name(
+    random_model: str, tmp_path: Path, kind: str, key: str
+) -> None:
+    found = fakes.pairs(random_model, tmp_path / "run", rows=2)
+    path = broken(tmp_path)[kind]
+    with Image.open(path) as header:
+        assert header.size == (32, 32)
+    rows = [json.loads(line) for line in (tmp_path / "pairs.jsonl").read_text().splitlines()]
+    rows[1][key] = path.name
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (text,) = world_problems(found, Launch())
+    assert text.startswith("tasks.0.prompts: row 2") and path.name in text and key in text
+
+
+@pytest.mark.parametrize("copy", ["the path", "another path", "the bytes", "the pixels"])
+def test_a_pair_of_one_image_is_refused(random_model: str, tmp_path: Path, copy: str) -> None:
+    """Their gains are equal, and Adam would walk on what rounding leaves of the gradient."""
+    found = fakes.pairs(random_model, tmp_path / "run", rows=2)
+    path = image(tmp_path, "a.png")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "b.png").write_bytes(path.read_bytes())
+    image(tmp_path, "c.bmp")
+    names = {"the path": "a.png", "another path": "folder/../a.png", "the bytes": "b.png"}
+    row = {"prompt": "a", "chosen": "a.png", "rejected": names.get(copy, "c.bmp")}
+    with (tmp_path / "pairs.jsonl").open("a") as file:
+        file.write(json.dumps(row) + "\n")
+    (text,) = world_problems(found, Launch())
+    assert text.startswith("tasks.0.prompts: row 3")
+    assert "chosen" in text and "rejected" in text
+
+
+def test_an_image_is_checked_as_it_is_learnt_from(random_model: str, tmp_path: Path) -> None:
+    """Turned as its EXIF says, by the check and by the run: a file of 48 by 32 stored pixels is an
+    image of 32 by 48."""
+    sizes = ["model.height=48", "model.width=32"]
+    found = fakes.pairs(random_model, tmp_path / "run", *sizes, rows=1, size=(48, 32))
+    exif = Image.Exif()
+    exif[0x0112] = 6  # orientation: to be turned by a quarter
+    file = tmp_path / "0.png"
+    with Image.open(file) as upright:
+        stored = upright.rotate(90, expand=True)
+    stored.save(file, exif=exif)
+    assert world_problems(found, Launch()) == []
+    loop: Any = fakes.wired(found)
+    loop.algorithm.prepare(loop.rollout(0), 0)
+    upright.save(file, exif=exif)
+    (text,) = world_problems(found, Launch())
+    assert "48x32" in text and "32x48" in text
+
+
+def test_the_first_bad_rows_are_named_and_all_are_counted(
+    random_model: str, tmp_path: Path
+) -> None:
+    found = fakes.pairs(random_model, tmp_path / "run")
+    for number in (0, 3, 4, 7, 8, 11):
+        cut(tmp_path / f"{number}.png")
+    *rows, last = world_problems(found, Launch())
+    assert [f"row {n}: " in text for n, text in enumerate(rows, 1)] == [True] * 5
+    assert last.startswith("tasks.0.prompts: ") and "6" in last and "row" not in last.split()[1]
+
+
 def test_an_empty_prompt_and_a_parted_pair_are_refused(random_model: str, tmp_path: Path) -> None:
     found = fakes.pairs(random_model, tmp_path / "run")
     (tmp_path / "pairs.jsonl").write_text('{"prompt": " ", "chosen": "0.png"}\n')

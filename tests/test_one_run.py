@@ -3,6 +3,9 @@
 import os
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +13,7 @@ import fakes
 import pytest
 import yaml
 
+from flowalign.backbone import Backbone
 from flowalign.commands import train
 from flowalign.commands.evaluate import main as evaluate
 from flowalign.config import ConfigError, to_yaml
@@ -97,3 +101,76 @@ def test_an_output_that_is_a_file_or_cannot_be_written_is_refused(
     given = [*command(kind, random_model, tmp_path / "run"), f"output={tmp_path / output}"]
     assert "output" in refused(kind, given, capsys)
     assert (tmp_path / "file").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [("train", "tensorboard"), ("train", "samples"), ("recipe", "checkpoints"), ("eval", "images")],
+)
+def test_a_subfolder_that_cannot_be_written_is_refused_before_the_model_is_read(
+    random_model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch, kind: str, name: str,
+) -> None:  # fmt: skip
+    """A file in its place: no user can make a folder there."""
+    folder = tmp_path / "run" / "one" if kind == "recipe" else tmp_path / "run"
+    given = command(kind, random_model, tmp_path / "run")
+    folder.mkdir(parents=True)
+    (folder / name).write_text("mine")
+    monkeypatch.setattr(Backbone, "load", lambda *_, **__: pytest.fail("a model is read"))
+    said = refused(kind, given, capsys)
+    assert "output" in said and str(folder / name) in said
+    assert (folder / name).read_text() == "mine"
+
+
+@contextmanager
+def no_root() -> Iterator[None]:
+    """Inside the `with`, this process is not root, whom no mode keeps out."""
+    user = os.getuid()
+    os.setresuid(user or 65534, user or 65534, user)
+    try:
+        yield
+    finally:
+        os.setresuid(user, user, user)
+
+
+users = pytest.mark.skipif(not hasattr(os, "setresuid"), reason="this system has no setresuid")
+
+
+@users
+@pytest.mark.parametrize("name", ["", "checkpoints", "tensorboard/runs", "metrics.jsonl"])
+def test_what_a_user_cannot_write_is_named(name: str) -> None:
+    with tempfile.TemporaryDirectory() as parent:  # nobody could look into pytest's folder
+        run = Path(parent) / "run"
+        for folder in ("", "checkpoints", "tensorboard/runs", "notes"):
+            (run / folder).mkdir(parents=True, exist_ok=True)
+        for file in ("metrics.jsonl", "config.yaml"):
+            (run / file).touch()
+        for path in (Path(parent), run, *run.rglob("*")):
+            path.chmod(0o777)
+        (run / "notes").chmod(0o555)  # which no run writes
+        (run / "config.yaml").chmod(0o444)  # another takes its place
+        with no_root():
+            assert lock.unwritable(run) is None
+        (run / name).chmod(0o555)
+        with no_root():
+            assert lock.unwritable(run) == run / name
+        (run / name).chmod(0o777)
+
+
+@users
+def test_a_folder_that_a_user_cannot_write_is_refused() -> None:
+    """Also where the lock of the run before is still there, or one cannot be made at all."""
+    with tempfile.TemporaryDirectory() as parent:
+        run = Path(parent) / "run"
+        run.mkdir()
+        (run / LOCK).touch()
+        (run / LOCK).chmod(0o666)
+        run.chmod(0o555)
+        Path(parent).chmod(0o555)
+        with no_root():
+            assert lock.unwritable(run / "new") == run
+            for folder in (run, run / "new"):
+                with pytest.raises(ConfigError, match="output.*cannot be written"):
+                    lock.check_free(folder)
+        Path(parent).chmod(0o755)
+        run.chmod(0o755)

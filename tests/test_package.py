@@ -1,6 +1,7 @@
 """The rules of the house: who imports whom, how long a function is, what a wheel holds."""
 
 import ast
+import pkgutil
 import re
 import shutil
 import subprocess
@@ -90,6 +91,27 @@ def violations(module: str, source: str) -> list[str]:
 def test_a_module_imports_and_names_only_what_it_may() -> None:
     wrong = [text for name, path in MODULES.items() for text in violations(name, path.read_text())]
     assert wrong == []
+
+
+@pytest.mark.parametrize("kind", ["*.py", "*.md"])
+def test_a_full_name_in_a_text_is_there(kind: str) -> None:
+    """`flowalign.module.name`, in a docstring, a comment or a document but for the log."""
+    folders = ("flowalign/**", "rewards/**", "teachers/**", "eval/**", "docs", "docs/rewards")
+    names: dict[str, Path] = {}
+    for folder in (*folders, ".github", "."):
+        for path in ROOT.glob(f"{folder}/{kind}"):
+            if path.name not in ("CHANGELOG.md", "changelog.md"):
+                texts = re.findall(r"`(flowalign(?:\.\w+)+)(?:\(.*?\))?`", path.read_text())
+                names |= dict.fromkeys(texts, path)
+    for group in ("advantages", "algorithms", "backbones"):  # of entry points
+        names.pop(f"flowalign.{group}", None)
+    stale = []
+    for name, path in names.items():
+        try:
+            pkgutil.resolve_name(name)
+        except (ImportError, AttributeError):
+            stale.append(f"{path}: {name}")
+    assert not stale and len(names) > 5
 
 
 def test_no_room_is_above_its_budget() -> None:

@@ -1,5 +1,6 @@
 """Two processes do what one does under each of accelerate's strategies, and can be resumed."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -82,23 +83,73 @@ def test_what_is_not_supported_is_refused(
     assert said in problem
 
 
-def test_fsdp2_is_supported_and_deepspeed_is_not(random_model, tmp_path, monkeypatch) -> None:
+def test_fsdp2_is_supported(random_model: str, tmp_path: Path) -> None:
     config = fakes.settings(random_model, tmp_path / "run", "model.dtype=bfloat16")
     assert list(processes._fsdp_problems(config, Started(**FSDP))) == []
-    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
-    with pytest.raises(ConfigError, match="DeepSpeed"):
-        processes.state(config)
+
+
+@pytest.fixture
+def no_accelerator() -> Iterator[None]:
+    """No Accelerator of another test, nor one for the next."""
+    fakes.AcceleratorState._reset_state(reset_partial_state=True)
+    yield
+    fakes.AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("ACCELERATE_USE_DEEPSPEED", "true"),
+        ("ACCELERATE_USE_MEGATRON_LM", "True"),
+        ("ACCELERATE_USE_PARALLELISM_CONFIG", "true"),
+        ("ACCELERATE_FP8_BACKEND", "AO"),
+        ("ACCELERATE_FP8_BACKEND", "no"),  # which accelerate does not know
+    ],
+)
+def test_a_variable_that_asks_for_another_strategy_is_refused_before_the_model_is_looked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_accelerator: None, key: str, value: str
+) -> None:
+    monkeypatch.setenv(key, value)
+    with pytest.raises(ConfigError, match=f"{key}={value}"):
+        run.train(fakes.settings(str(tmp_path / "no_model"), tmp_path / "run"))
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4"),
+        ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "auto"),
+        ("ACCELERATE_MIXED_PRECISION", "fp16"),
+        ("ACCELERATE_MIXED_PRECISION", "fp8"),
+        ("ACCELERATE_DYNAMO_BACKEND", "aot_eager"),
+        ("ACCELERATE_GRADIENT_CLIPPING", "0.01"),
+        ("ACCELERATE_FP8_BACKEND", "NO"),
+    ],
+)
+@pytest.mark.parametrize("trains", [True, False])
+def test_the_environment_does_not_change_the_arithmetic(
+    random_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_accelerator: None,
+    key: str, value: str, trains: bool,
+) -> None:  # fmt: skip
+    monkeypatch.setenv(key, value)
+    config = fakes.settings(random_model, tmp_path / "run")
+    made = processes.start(config) if trains else processes.accelerator(config)
+    layer = torch.nn.Linear(2, 1, bias=False)
+    prepared, _ = made.prepare(layer, torch.optim.SGD(layer.parameters()))
+    assert type(prepared) is torch.nn.Linear  # not compiled
+    made.backward(prepared(torch.tensor([[3.0, 1 / 3]])).sum())
+    assert layer.weight.grad is not None
+    assert torch.equal(layer.weight.grad, torch.tensor([[3.0, 1 / 3]]))
+    assert processes.os.environ[key] == value  # for whatever the run starts
 
 
 def test_a_strategy_that_does_not_start_is_refused_before_the_model_is_looked_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_accelerator: None
 ) -> None:
     """FSDP in a process without a GPU: accelerate would run something else."""
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    fakes.AcceleratorState._reset_state(reset_partial_state=True)
     with pytest.raises(ConfigError, match="asked for FSDP, and accelerate started NO"):
         run.train(fakes.settings(str(tmp_path / "no_model"), tmp_path / "run"))
-    fakes.AcceleratorState._reset_state(reset_partial_state=True)
 
 
 def launch(strategy: str, *runs: list[object], status: int = 0) -> str:

@@ -179,7 +179,7 @@ def write(plan: Plan, models: Mapping[str, Tensor], prompts: Sequence[str]) -> N
 
 def write_images(folder: Path, images: Tensor, prompts: Sequence[str], seed: int) -> None:
     """Images [P*N,3,H,W] of P prompts as files of a new folder, and its list of them: the file, the
-    prompt, and what the initial noise is drawn by (`flowalign.teachers.dpo.known_noise`)."""
+    prompt, and what the initial noise is drawn by (`flowalign.training.rollout.Noise`)."""
     folder.mkdir(parents=True)
     rows = []
     for number, image in enumerate(images):

@@ -12,7 +12,6 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,6 +31,7 @@ from flowalign.system import packages
 from flowalign.system.images import IMAGES, image_files
 from flowalign.training.algorithm import advantage_function, algorithm_class
 from flowalign.training.data import PromptError, load_prompts
+from flowalign.training.run import lock
 from flowalign.training.run import resume as resuming
 from flowalign.types import PromptBatch
 
@@ -287,14 +287,23 @@ def _training(config: Any, launch: Launch, inputs: Inputs) -> Iterator[str]:
     for index, task in enumerate(config.tasks):
         with suppress(PromptError, OSError):  # said before
             prompts = inputs.prompts(task.prompts, task.name)
-            found = algorithm_class(config).row_problems(config, task.prompts, prompts)
-            yield from (f"tasks.{index}.prompts: {text}" for text in islice(found, BAD_ROWS))
+            texts = list(algorithm_class(config).row_problems(config, task.prompts, prompts))
+            yield from (f"tasks.{index}.prompts: {text}" for text in texts[:BAD_ROWS])
+            if len(texts) > BAD_ROWS:
+                yield f"tasks.{index}.prompts: {len(texts)} problems; {BAD_ROWS} are named."
     if launch.resume is not None:
         given = {"resume": launch.resume, "any_world": launch.any_world, "pending": launch.pending}
         yield from resuming.problems(config, launch.processes, **given)
 
 
-CHECKS = (_packages, adapter_problems, _model, _scoring, _advantage, _fidelity, _bases, _training)
+def _output(config: Any, launch: Launch, inputs: Inputs) -> Iterator[str]:
+    """A folder of another user, or one that is read-only."""
+    if launch.resume is not None and (path := lock.unwritable(config.output)):
+        yield f"output: {path} cannot be written by this user. Choose another `output`."
+
+
+CHECKS = (_packages, adapter_problems, _model, _scoring, _advantage, _fidelity, _bases, _training,
+          _output)  # fmt: skip
 
 
 def reward_problems(

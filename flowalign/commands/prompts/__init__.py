@@ -1,1 +1,1 @@
-"""Prompt sets of one's own and of others: generate, fetch and check them (`flowalign data`)."""
+"""Prompt sets of one's own and of others: reword, fetch and list them (`flowalign data`)."""

@@ -7,6 +7,7 @@ ends.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -16,8 +17,25 @@ import filelock
 from flowalign.config import ConfigError
 
 LOCK = ".lock"
+# what a run or an evaluation writes into
+SUBFOLDERS = ("adapter", "checkpoints", "images", "samples", "tensorboard", "wandb")
 
 log = logging.getLogger("flowalign")
+
+
+def unwritable(run: str | Path) -> Path | None:
+    """The first path that keeps this process from writing a run: its folder or the one that this
+    would be made in, one of SUBFOLDERS or below, or a log. None = there is none."""
+    run = Path(run)
+    folders = [next(path for path in (run, *run.parents) if os.path.lexists(path))]
+    for root in (run / name for name in SUBFOLDERS if os.path.lexists(run / name)):
+        folders.append(root)
+        for parent, names, _ in os.walk(root):
+            folders += [Path(parent, name) for name in names]
+    for folder in folders:
+        if not (os.path.isdir(folder) and os.access(folder, os.W_OK | os.X_OK)):
+            return folder
+    return next((file for file in run.glob("*.jsonl") if not os.access(file, os.W_OK)), None)
 
 
 def check_free(folder: str | Path) -> None:
@@ -42,6 +60,8 @@ def holding(folder: str | Path, active: bool = True) -> Iterator[None]:
     made = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise PermissionError("it belongs to another user, or is read-only")
         lock = _acquire(folder)
     except OSError as error:
         text = f"output: {folder} cannot be written: {error.strerror or error}."

@@ -27,6 +27,7 @@ from accelerate.utils import (
     ProjectConfiguration,
     broadcast_object_list,
     gather_object,
+    patch_environment,
 )
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -42,6 +43,17 @@ T = TypeVar("T")
 
 TIMEOUT = 7200.0  # seconds that a rank waits for another, unless `timeout_seconds` says it
 
+UNSUPPORTED = (  # variables that ask accelerate for what is not done here
+    "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_MEGATRON_LM", "ACCELERATE_USE_PARALLELISM_CONFIG",
+    "ACCELERATE_FP8_BACKEND",
+)  # fmt: skip
+OFF = ("NO", "0", "false", "False")  # values of theirs
+DECIDED = {  # variables of accelerate that change the arithmetic, which the config decides
+    "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "1",  # optimizer.micro_batch
+    "ACCELERATE_MIXED_PRECISION": "no",  # model.dtype
+    "ACCELERATE_DYNAMO_BACKEND": "no",  # model.compile
+}
+
 ADAPTERS = r".*\.lora_[AB]\..*"  # what peft calls the modules of all adapters
 
 
@@ -53,8 +65,9 @@ def state(*configs: Stage) -> PartialState:
     return that group. Raises ConfigError for a strategy that is not supported, and for processes
     that do not know of each other: each would do all of the work, in one folder.
     """
-    if _launched_with("ACCELERATE_USE_DEEPSPEED"):
-        text = "DeepSpeed is not supported. Use DDP, or FSDP2 to shard the base model."
+    values = {key: os.environ.get(key, "NO") for key in UNSUPPORTED}
+    if asked := [f"{key}={value}" for key, value in values.items() if value not in OFF]:
+        text = f"{', '.join(asked)}: not supported. Unset it; DDP and FSDP2 share the work."
         raise ConfigError([text], "accelerate")
     options: dict[str, Any] = {}
     timeouts = [
@@ -72,14 +85,12 @@ def state(*configs: Stage) -> PartialState:
     return made
 
 
-def _launched_with(key: str) -> bool:
-    return os.environ.get(key, "").lower() == "true"
-
-
 def accelerator(config: Stage, **options: Any) -> Accelerator:
-    """The one way to make an Accelerator: on the processes that `state` finds."""
+    """The one way to make an Accelerator: on the processes that `state` finds. Its arithmetic is
+    the config's, whatever the environment says."""
     state(config)
-    return Accelerator(**options)
+    with patch_environment(**DECIDED):
+        return Accelerator(**options)
 
 
 def start(config: TrainingStage) -> Accelerator:
@@ -89,7 +100,7 @@ def start(config: TrainingStage) -> Accelerator:
     model.dtype sets the precision, whatever accelerate's config file says: the backbone computes in
     that dtype itself, without autocast.
     """
-    asked = _launched_with("ACCELERATE_USE_FSDP")
+    asked = os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true"
     started = accelerator(
         config,
         # fp16: for accelerate's scaling of the loss, without which small gradients become 0
