@@ -28,6 +28,18 @@ CUT = {
 }
 
 
+def test_what_a_page_shows_is_the_end_but_for_numbers() -> None:
+    printed = (
+        "update 1/20\nkept: update 20 of 20 (held-out 0.31; the last: -1e-05)\n\nsamples-2.png\n"
+    )
+    assert documents.ends(printed, "kept: update 40 of 60 (held-out .592; the last: 2)\n...\n")
+    assert documents.ends(printed, "update 1/40\n...\nsamples-2.png\n")
+    assert not documents.ends(printed, "update 1/40\n")  # not the end
+    assert not documents.ends(printed, "of 20 (held-out 0.31; the last: -1e-05)\n...\n")  # no line
+    assert not documents.ends(printed, "kept: update 20 of 20 (held-out NaN; the last: 2)\n...\n")
+    assert not documents.ends(printed, "samples-3.png\n")
+
+
 def cut_short(text: str) -> str:
     """The command with settings that make it take seconds; "" where it has none."""
     for command, settings in CUT.items():
