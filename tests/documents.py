@@ -15,9 +15,12 @@ from markdown_it import MarkdownIt
 from markdown_it.token import Token
 
 ROOT = Path(__file__).parents[1]
+FOLLOWED = (ROOT / "README.md", ROOT / "docs" / "quickstart.md")  # top to bottom, by a test
 SHELL = ("bash", "sh", "console")
 PROGRAMS = ("flowalign", "python", "accelerate", "make", "pytest", "pip", "git")
 COMMENT = re.compile(r"<!-- (needs|file): (.+?) -->")
+# not digits of a word, a name or a version: 96x96, samples-2.png, 2.13.0
+NUMBER = re.compile(r"(?<![\w.-])[-+]?\d*\.?\d+(?:e[-+]?\d+)?(?!\.?\w)")
 
 
 @dataclass(frozen=True)
@@ -131,6 +134,19 @@ def blocks(page: Path) -> Iterator[Block]:
             said = []
         elif token.level == 0:
             said = []
+
+
+def ends(printed: str, shown: str) -> bool:
+    """Does `printed` end with the lines that a page shows? There any number stands for any other,
+    since they vary between machines, and a line `...` for any lines."""
+    pattern = ""
+    for line in shown.splitlines():
+        if line == "...":
+            pattern += r"(?:.*\n)*"
+        else:
+            words = (re.escape(part) for part in NUMBER.split(line))
+            pattern += NUMBER.pattern.join(words) + r"\n"
+    return re.search(rf"^{pattern}\Z", printed.rstrip() + "\n", re.MULTILINE) is not None
 
 
 def commands(page: Path) -> Iterator[Command]:
