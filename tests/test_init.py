@@ -14,12 +14,14 @@ from safetensors.torch import save_file
 from flowalign.backbone.adapters import describe, write_lora
 from flowalign.backbone.structure import model_spec
 from flowalign.commands import CONFIGS, cli, recipe
+from flowalign.commands.doctor import live, plan
 from flowalign.commands.init import USED
 from flowalign.config import (
     STAGES,
     RecipeStage,
     Section,
     Stage,
+    TrainingStage,
     load,
 )
 from flowalign.config.model import LoraConfig, ModelConfig
@@ -114,6 +116,64 @@ def test_what_is_written_for_any_stage_reward_and_prompts_can_run(
             fakes.write_pairs(Path(config.tasks[0].prompts).parent, 1, config.model.size)
         _, problems = recipe.examine(config, Path())
         assert problems == [], (reward, prompts)
+
+
+WAYS = {  # stage -> what `init` can be given for it
+    "opd": ["--loras one=lora two=lora --prompts a.txt b.txt",
+            "--loras one=lora two=lora --prompts a.txt b.txt --reward ocr none"],
+    "sft": ["--loras one=lora two=lora --prompts a.txt b.txt"],
+    "recipe": ["--reward ocr pickscore --prompts a.txt b.txt",
+               "--teachers one=lora two=lora --reward ocr pickscore --prompts a.txt b.txt"],
+    "gradient": ["", "--reward pickscore --prompts a.txt"],
+    "dpo": [""],
+}  # fmt: skip
+
+
+@pytest.mark.usefixtures("clip_extra")
+@pytest.mark.parametrize(
+    "stage", [name for name, kind in STAGES.items() if kind.trains or kind.is_recipe]
+)
+@pytest.mark.parametrize(
+    "model", [MODELS[0], *(pytest.param(m, marks=pytest.mark.slow) for m in MODELS[1:])]
+)
+def test_the_doctor_finds_no_fault_that_train_does_not(
+    model: str, stage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What `train` says of a distilled model's card, both say."""
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    for number, name in enumerate(("a", "a_val", "b", "b_val")):
+        Path(f"{name}.txt").write_text(f'a sign that says "KITE {number}"\n' * 4)
+    lora(model)
+    for words in WAYS.get(stage, ["", "--reward ocr --prompts a.txt"]):
+        config = written("--stage", stage, "--model", model, *words.split())
+        for name in re.findall(r"data/[\w/]+\.\w+", Path("own.yaml").read_text()):
+            Path("data").mkdir(exist_ok=True)  # the shipped configs' prompts
+            row = ROW if name.endswith("l") else 'a sign that says "KITE"'
+            Path(name).write_text(row.replace("a ", f"a {Path(name).stem} ", 1))
+        if stage == "dpo":
+            fakes.write_pairs(Path(config.tasks[0].prompts).parent, 1, config.model.size)
+        stages, problems = recipe.examine(config, Path())
+        assert problems == [], words
+        for name, part in stages.items():
+            if not isinstance(part, TrainingStage):
+                continue
+            live.small_run(part, "probe")  # no ConfigError
+            warned = {text for _, text in against_card(part)}
+            faults = {f.text for f in plan.examine(part) if f.level == "fault"}
+            assert faults <= warned, (words, name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [name for name, kind in STAGES.items() if kind.trains])
+def test_the_doctor_runs_a_config_as_it_is_written(stage: str, capsys: Any) -> None:
+    """README's path, with the small run of the doctor."""
+    way = ["--loras", "tiny/ocr", "tiny/preference"]
+    way += ["--prompts", "tiny/ocr_train", "tiny/preference_train"]
+    config = written("--stage", stage, *(way if stage in ("opd", "sft") else []))
+    if stage == "dpo":
+        fakes.write_pairs(Path(config.tasks[0].prompts).parent, 8, config.model.size)
+    capsys.readouterr()
+    assert cli.main(["doctor", "--config", "own.yaml"]) == 0, capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -409,7 +469,7 @@ def test_a_file_that_is_there_stays() -> None:
     assert Path("grpo.yaml").read_text() == "mine"
 
 
-@pytest.mark.parametrize("stage", ["grpo", "opd", "eval"])
+@pytest.mark.parametrize("stage", ["grpo", "opd", "recipe", "eval"])
 @pytest.mark.parametrize(
     ("model", "steps"), [("Tongyi-MAI/Z-Image-Turbo", 8), (f"{LARGE}-turbo", 4)]
 )
@@ -419,6 +479,8 @@ def test_a_distilled_model_has_the_steps_and_the_guidance_of_its_card(
     """Not those of the base whose shipped configs the rest is from."""
     own = ["--reward", "ocr"] if stage != "opd" else []
     config = written("--stage", stage, "--model", model, *own)
+    if stage == "recipe":
+        stage, config = "opd", load_stage(config, "student")
     sampled = config.sampling if stage == "eval" else config.rollout
     assert (sampled.steps, sampled.guidance) == (steps, 1.0)
     assert set(config.scales.values()) <= {1.0}

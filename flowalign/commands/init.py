@@ -186,9 +186,11 @@ class Draft:
         card = card_of(self.model)
         if card and card[0] <= FEW:
             data = _without_sampling(data)
-            if self.like == "opd":  # only at its own noise levels is a teacher's velocity right
-                data["rollout"] = data["rollout"] | {"kind": "ode"}
-                data["student"] = data["student"] | {"noise_levels": {"select": "all"}}
+            if self.like in ("opd", "recipe"):
+                # only at its own noise levels is a teacher's velocity right
+                student = data["stages"]["student"] if self.like == "recipe" else data
+                student["rollout"] = student["rollout"] | {"kind": "ode"}
+                student["student"] = student["student"] | {"noise_levels": {"select": "all"}}
         data |= {"stage": self.stage, "output": f"outputs/{self.out.stem}", "model": model}
         # a plugin's stage lacks some keys of the built-in one; its own section has others
         fields = stage_class(self.stage).model_fields
