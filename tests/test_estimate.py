@@ -84,6 +84,7 @@ SMALL = {  # each kind of stage once, and the rest among the long tests
     "opd": "long", "opd, checkpointing": "long", "opd, beyond its teachers": "slow",
     "grpo, batches of 2": "slow", "nft, old policy and KL": "long",
     "nft, many noise levels": "long", "awm, average and KL": "slow", "gradient": "slow",
+    "gradient, checkpointing": "slow",
 }  # fmt: skip
 
 

@@ -62,6 +62,7 @@ class Phase:
     bytes: int  # its peak beyond the resident bytes
     flops: float  # floating-point operations of one update, or of one evaluation
     sizes: Mapping[str, int] = field(default_factory=dict)  # {key of a batch size: its value}
+    models: Mapping[str, int] = field(default_factory=dict)  # {who is here for it alone: bytes}
 
 
 @dataclass(frozen=True)
@@ -128,8 +129,10 @@ def predict(
     evaluation = _evaluation(config, model, processes) if config.evaluations else None
 
     def scored(phase: Phase) -> Phase:  # images are scored while the next ones are sampled
-        scores = phase.kind == "sampling" and phase.name != "text"
-        return replace(phase, bytes=phase.bytes + visiting * scores)
+        if phase.kind != "sampling" or phase.name == "text":
+            return phase
+        models = {**phase.models, "reward model": visiting}
+        return replace(phase, bytes=phase.bytes + visiting, models=models)
 
     return Estimate(
         config, processes, parts, [*map(scored, phases)], evaluation and scored(evaluation),
@@ -156,6 +159,18 @@ def judge_bytes(config: Stage) -> tuple[int, int, list[str]]:
         elif options.get("device") != "cpu":
             staying[f"{name} {options}"] = size
     return int(1e9 * sum(staying.values())), int(1e9 * max(visiting)), unknown
+
+
+def judge_kept(config: TrainingStage) -> int:
+    """Bytes of an image that the judge of a task keeps on the device for its gradient: the most,
+    0 where it is not known."""
+    rewards = [task.reward for task in config.tasks if task.reward]
+    costs = [
+        declared(reward.name, imports=False).image_cost(**reward.options)
+        for reward in rewards
+        if reward.options.get("device") != "cpu"
+    ]
+    return int(max((cost.kept for cost in costs if cost), default=0.0))
 
 
 def evaluated_images(config: Stage) -> dict[str, int]:
@@ -288,15 +303,27 @@ class _Model:
         latents, self.backbone.decode_batch = self.latents(batch), rows
         return self.measured(partial(self.backbone.decode, latents), "VAE", batch, rows)
 
-    def ascended(self, batch: int) -> Pass:
-        """A gradient through the VAE's decoder, of a batch at once."""
-        latents = self.latents(batch).requires_grad_()
+    def ascended(self, batch: int, recomputes: bool, kept: int) -> Pass:
+        """A gradient through a judge and the VAE's decoder, of a batch at once. recomputes: with
+        gradient checkpointing, if the VAE has it. kept: bytes of an image that the judge keeps."""
+        latents, vae = self.latents(batch).requires_grad_(), self.backbone.pipe.vae
+        self.checkpointed(vae, recomputes and vae._supports_gradient_checkpointing)
 
         def ascend() -> None:
-            self.backbone.decoded(latents).sum().backward()
+            _Judge.apply(self.backbone.decoded(latents), batch * kept).backward()
             latents.grad = None
 
-        return self.measured(ascend, "VAE", "gradient", batch)
+        return self.measured(ascend, "VAE", "gradient", batch, recomputes, kept)
+
+    def checkpointed(self, part: Any, recomputes: bool) -> None:
+        """Switch the gradient checkpointing of a part of the pipeline on, as it is metered, or
+        off."""
+        part.disable_gradient_checkpointing()
+        if recomputes:
+            # the modes of `measure` do not reach into the backward pass, where blocks run again
+            again = partial(checkpoint, use_reentrant=False)
+            modes = lambda: (nullcontext(), DeviceAttention(self.device_type))  # noqa: E731
+            part.enable_gradient_checkpointing(partial(again, context_fn=modes))
 
     def read(self, size: tuple[int, int]) -> int:
         """Peak bytes of the VAE's encoder on an image."""
@@ -315,6 +342,20 @@ class _Model:
     def inputs(self, rows: int) -> tuple[Tensor, Conditioning]:
         index = torch.empty(rows, device="meta", dtype=torch.long)
         return self.latents(rows), Conditioning(self.texts(rows), index, self.texts(1))
+
+
+class _Judge(torch.autograd.Function):
+    """A reward of images that keeps so many bytes until its backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, images: Tensor, kept: int) -> Tensor:
+        ctx.save_for_backward(torch.empty(kept, dtype=torch.uint8, device=images.device))
+        ctx.shape = images.shape
+        return images.sum()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return grads[0].expand(ctx.shape), None
 
 
 class _Trained(_Model):
@@ -376,12 +417,7 @@ class _Trained(_Model):
         core, recomputes = self.backbone.core, config.model.gradient_checkpointing
         x, cond = self.inputs(batch)
         velocity = partial(self.backbone.velocity, x, 0.5, cond, guidance=config.loss_guidance)
-        core.disable_gradient_checkpointing()
-        if recomputes:
-            # the modes of `measure` do not reach into the backward pass, where blocks run again
-            again = partial(checkpoint, use_reentrant=False)
-            modes = lambda: (nullcontext(), DeviceAttention(self.device_type))  # noqa: E731
-            core.enable_gradient_checkpointing(partial(again, context_fn=modes))
+        self.checkpointed(core, recomputes)
 
         def learn() -> None:
             mine, target = velocity(), x
@@ -433,7 +469,8 @@ def _evaluation(config: Stage, model: _Model, processes: int) -> Phase:
     if isinstance(config, TrainingStage) and config.held_out_states:  # each process measures all
         forward = model.forward(batch, Source(model.sampler, config.loss_guidance))
         flops += forward.flops / batch * config.held_out_states
-    return Phase("evaluation", "sampling", max(peak, least), flops, sizes)
+    models = {"text encoders": least if least > peak else 0}
+    return Phase("evaluation", "sampling", max(peak, least), flops, sizes, models)
 
 
 class _Update:
@@ -477,10 +514,11 @@ class _Update:
         model, settings, rollout = self.model, self.config.model, self.config.rollout
         # with a cache, prompts are encoded once, one by one
         batch = 1 if settings.text_cache else min(self.prompts, TEXT_BATCH)
-        meter, visiting = model.encoded(batch), settings.offload_text_encoders
-        peak = self.prompt_bytes + (size_of(*model.encoders) if visiting else 0) + meter.peak
+        meter = model.encoded(batch)
+        visiting = size_of(*model.encoders) if settings.offload_text_encoders else 0
+        peak = self.prompt_bytes + visiting + meter.peak
         flops = 0.0 if settings.text_cache else meter.flops / batch * self.prompts
-        yield Phase("text", "sampling", peak, flops)
+        yield Phase("text", "sampling", peak, flops, models={"text encoders": visiting})
 
         if not self.forwards:  # images are read, each once in a run
             peak = self.rollout_bytes + model.read(settings.size)
@@ -506,7 +544,9 @@ class _Update:
 
         if self.keeps.ascended:  # the images themselves, and then the candidates
             batch, count = min(self.keeps.ascended, self.images), self.keeps.candidates
-            meter, decoded = model.ascended(batch), model.decoded(batch, batch)
+            kept = judge_kept(self.config)
+            meter = model.ascended(batch, settings.gradient_checkpointing, kept)
+            decoded = model.decoded(batch, batch)
             held = self.rollout_bytes + (1 + count) * self.images * model.latent
             flops = (meter.flops + count * decoded.flops) / batch * self.images
             sizes = {"gradient.batch": batch}
