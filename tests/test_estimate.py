@@ -261,6 +261,16 @@ def test_the_alarm_costs_what_its_images_cost(of):
         assert drift == pytest.approx(sampled / share, rel=0.05)  # without a LoRA
 
 
+@pytest.mark.parametrize(("options", "kept"), [({}, 1), ({"device": "cpu"}, 0)])
+def test_a_judge_with_a_gradient_keeps_its_activations(of, options, kept):
+    """Beside what the decoder keeps of the same images: 2 of .44 GB."""
+    recomputed = ["gradient.batch=2", "model.gradient_checkpointing=true"]
+    small = phase(of(*recomputed, kind="gradient"), "reward gradient")  # the tiny judge
+    judge = json.dumps({"name": "pickscore", "options": options})
+    large = phase(of(*recomputed, f"tasks.0.reward={judge}", kind="gradient"), "reward gradient")
+    assert 0.95 * kept <= (large.bytes - small.bytes) / 0.88e9 <= kept
+
+
 def forecast(run, memory):
     """Its prediction on a GPU of so many GiB."""
     found: Any = advise.Forecast("run", run, advise.Device(1, memory=memory)).predicted()
