@@ -164,8 +164,14 @@ def test_the_doctor_finds_no_fault_that_train_does_not(
             assert faults <= warned, (words, name)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("stage", [name for name, kind in STAGES.items() if kind.trains])
+@pytest.mark.parametrize(
+    "stage",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name == "opd" else pytest.mark.long)
+        for name, kind in STAGES.items()
+        if kind.trains
+    ],
+)
 def test_the_doctor_runs_a_config_as_it_is_written(stage: str, capsys: Any) -> None:
     """README's path, with the small run of the doctor."""
     way = ["--loras", "tiny/ocr", "tiny/preference"]

@@ -229,26 +229,12 @@ def fits(forecast: Forecast) -> Iterator[Finding]:
         now = after.estimate
         end = f"still too much, in {now.worst.name}" if after.too_large else "fits"
         yield note(f"  {change}: {now.peak / GIB:.3g} GiB, {end}")
-    last = forecast.fitting
-    if last.too_large:
-        yield note(f"  no other setting helps: {_largest(last)}. Use {_otherwise(last)}.")
-
-
-def _largest(forecast: Forecast) -> str:
-    """The three largest parts of the peak, with their sizes."""
-    estimate = forecast.estimate
-    parts = {**estimate.parts, **estimate.worst.models}
-    parts[f"work in {estimate.worst.name}"] = estimate.peak - sum(parts.values())
-    largest = sorted(parts, key=parts.__getitem__, reverse=True)[:3]
-    return ", ".join(f"{name} {parts[name] / GIB:.3g} GiB" for name in largest)
-
-
-def _otherwise(forecast: Forecast) -> str:
-    """What is left to a run that no setting makes fit. A smaller rank, only if it can suffice."""
-    with suppress(ConfigError, LookupError):  # an evaluation, or an adapter decides the rank
-        if not forecast.after("lora.rank=1").too_large:
-            return "a larger device, or a smaller lora.rank"
-    return "a larger device"
+    if forecast.fitting.too_large:
+        work = "the text encoders at work" if now.worst.name == "text" else now.worst.name
+        parts = {**now.parts, work: now.worst.bytes}
+        largest = sorted(parts, key=parts.__getitem__, reverse=True)[:3]
+        listed = ", ".join(f"{name}: {parts[name] / GIB:.3g} GiB" for name in largest)
+        yield note(f"  no other setting helps; use a larger device. The most is of {listed}.")
 
 
 def _changes(forecast: Forecast) -> Iterator[str]:

@@ -62,7 +62,6 @@ class Phase:
     bytes: int  # its peak beyond the resident bytes
     flops: float  # floating-point operations of one update, or of one evaluation
     sizes: Mapping[str, int] = field(default_factory=dict)  # {key of a batch size: its value}
-    models: Mapping[str, int] = field(default_factory=dict)  # {who is here for it alone: bytes}
 
 
 @dataclass(frozen=True)
@@ -129,10 +128,8 @@ def predict(
     evaluation = _evaluation(config, model, processes) if config.evaluations else None
 
     def scored(phase: Phase) -> Phase:  # images are scored while the next ones are sampled
-        if phase.kind != "sampling" or phase.name == "text":
-            return phase
-        models = {**phase.models, "reward model": visiting}
-        return replace(phase, bytes=phase.bytes + visiting, models=models)
+        scores = phase.kind == "sampling" and phase.name != "text"
+        return replace(phase, bytes=phase.bytes + visiting * scores)
 
     return Estimate(
         config, processes, parts, [*map(scored, phases)], evaluation and scored(evaluation),
@@ -161,16 +158,15 @@ def judge_bytes(config: Stage) -> tuple[int, int, list[str]]:
     return int(1e9 * sum(staying.values())), int(1e9 * max(visiting)), unknown
 
 
-def judge_kept(config: TrainingStage) -> int:
-    """Bytes of an image that the judge of a task keeps on the device for its gradient: the most,
+def judge_kept(config: Stage) -> int:
+    """Bytes of an image that a judge keeps on the device for its gradient: the most of all judges;
     0 where it is not known."""
-    rewards = [task.reward for task in config.tasks if task.reward]
-    costs = [
-        declared(reward.name, imports=False).image_cost(**reward.options)
-        for reward in rewards
-        if reward.options.get("device") != "cpu"
-    ]
-    return int(max((cost.kept for cost in costs if cost), default=0.0))
+    kept = [0.0]
+    for name, options in judges(config):
+        cost = declared(name, imports=False).image_cost(**options)
+        if cost and options.get("device") != "cpu":
+            kept.append(cost.kept)
+    return int(max(kept))
 
 
 def evaluated_images(config: Stage) -> dict[str, int]:
@@ -469,8 +465,7 @@ def _evaluation(config: Stage, model: _Model, processes: int) -> Phase:
     if isinstance(config, TrainingStage) and config.held_out_states:  # each process measures all
         forward = model.forward(batch, Source(model.sampler, config.loss_guidance))
         flops += forward.flops / batch * config.held_out_states
-    models = {"text encoders": least if least > peak else 0}
-    return Phase("evaluation", "sampling", max(peak, least), flops, sizes, models)
+    return Phase("evaluation", "sampling", max(peak, least), flops, sizes)
 
 
 class _Update:
@@ -514,11 +509,10 @@ class _Update:
         model, settings, rollout = self.model, self.config.model, self.config.rollout
         # with a cache, prompts are encoded once, one by one
         batch = 1 if settings.text_cache else min(self.prompts, TEXT_BATCH)
-        meter = model.encoded(batch)
-        visiting = size_of(*model.encoders) if settings.offload_text_encoders else 0
-        peak = self.prompt_bytes + visiting + meter.peak
+        meter, visiting = model.encoded(batch), settings.offload_text_encoders
+        peak = self.prompt_bytes + (size_of(*model.encoders) if visiting else 0) + meter.peak
         flops = 0.0 if settings.text_cache else meter.flops / batch * self.prompts
-        yield Phase("text", "sampling", peak, flops, models={"text encoders": visiting})
+        yield Phase("text", "sampling", peak, flops)
 
         if not self.forwards:  # images are read, each once in a run
             peak = self.rollout_bytes + model.read(settings.size)
