@@ -63,6 +63,7 @@ CASES = {
         "optimizer.updates_per_rollout=2",
     ],
     "gradient": ["gradient.batch=2"],
+    "gradient, checkpointing": ["gradient.batch=2", "model.gradient_checkpointing=true"],
 }
 TINY = ("teacher_geneval", "teacher_ocr", "teacher_preference", "teacher_ocr_nft",
         "teacher_geneval_nft", "teacher_preference_awm", "grpo_mix", "sft",

@@ -17,15 +17,17 @@ from flowalign.types import Metadata, Reward, Scores
 CLIP_L = {"openai/clip-vit-large-patch14": 1.7}  # GB
 VIT_H = 2 * 632e6 * 257  # operations of CLIP ViT-H/14 at 224 pixels: 2 x weights x tokens
 VIT_L = 2 * 304e6 * 257  # CLIP ViT-L/14 at 224 pixels
+KEPT_H, KEPT_L = 0.44e9, 0.37e9  # bytes that they keep of an image for its gradient, in float32
 
 
 @dataclass(frozen=True)
 class Cost:
-    """What one image costs: operations of the forward pass on the device, in float32, and seconds
-    on one CPU thread."""
+    """What one image costs: operations of the forward pass on the device, in float32; seconds on
+    one CPU thread; and bytes that are kept from there for the image's gradient, at their peak."""
 
     flops: float = 0.0
     seconds: float = 0.0
+    kept: float = 0.0
 
 
 class RewardBase:

@@ -75,7 +75,7 @@ class ImageReward(Preference):
 
     name = "imagereward"
     licence = "Apache-2.0"
-    cost, downloads = Cost(VIT_L), {"THUDM/ImageReward": 1.8}
+    cost, downloads = Cost(VIT_L, kept=0.28e9), {"THUDM/ImageReward": 1.8}
     reads = {"weights": (WEIGHTS, hub_file), "tokenizer": (TOKENIZER, hub_texts)}
 
     def __init__(

@@ -13,7 +13,7 @@ from pydantic import AfterValidator
 from torch import Tensor, nn
 from torch.nn.functional import normalize, pad
 
-from flowalign.rewards.base import CLIP_L, VIT_H, VIT_L, Cost, RewardBase
+from flowalign.rewards.base import CLIP_L, KEPT_H, KEPT_L, VIT_H, VIT_L, Cost, RewardBase
 from flowalign.rewards.clip import (
     LARGE,
     Clip,
@@ -83,7 +83,7 @@ class ClipScore(Preference):
     """
 
     name = "clipscore"
-    cost, downloads = Cost(VIT_L), CLIP_L
+    cost, downloads = Cost(VIT_L, kept=KEPT_L), CLIP_L
     published: tuple[str, str | None, float] = LARGE, None, 30.0  # its processor, the normalizer
     reads = {"model": (LARGE, hub_files)}
 
@@ -111,7 +111,7 @@ class PickScore(ClipScore):
     """
 
     name = "pickscore"
-    cost, downloads = Cost(VIT_H), {PICKSCORE: 3.9}
+    cost, downloads = Cost(VIT_H, kept=KEPT_H), {PICKSCORE: 3.9}
     published = PICKSCORE, PICKSCORE_PROCESSOR, 26.0
     reads = {"model": (PICKSCORE, hub_files), "its own": (PICKSCORE_PROCESSOR, hub_texts)}
 
@@ -130,7 +130,7 @@ class HPSv2(Preference):
 
     name = "hpsv2"
     licence, imports = "Apache-2.0", ("open_clip",)
-    cost, downloads = Cost(VIT_H), {"xswu/HPSv2": 3.9}
+    cost, downloads = Cost(VIT_H, kept=KEPT_H), {"xswu/HPSv2": 3.9}
     reads = {"weights": (HPS, hub_file)}
 
     def __init__(
@@ -195,7 +195,7 @@ class Aesthetic(Preference):
     """
 
     name = "aesthetic"
-    cost, downloads = Cost(VIT_L), CLIP_L
+    cost, downloads = Cost(VIT_L, kept=KEPT_L), CLIP_L
     reads = {"model": (LARGE, hub_files), "head": (AESTHETIC_HEAD, hub_file)}
 
     def __init__(

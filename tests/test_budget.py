@@ -13,6 +13,7 @@ from flowalign import config
 from flowalign.commands.cli import main
 from flowalign.commands.doctor import advise
 from flowalign.commands.doctor.advise import Device, Forecast
+from flowalign.commands.doctor.pace import KINDS, Pace
 from flowalign.config.safe_yaml import dump_yaml
 
 ROOT = Path(__file__).parent.parent
@@ -119,6 +120,89 @@ def test_the_stages_of_a_recipe_share_the_hours(random_model, tmp_path, capsys) 
     assert text.startswith('stages.long.set=["train.updates=300", ')
     status, lines = doctor(path, capsys, *given, text)
     assert status == 0 and hours(lines) <= whole / 10
+
+
+def planned(stage: Any, device: Device, pace: Pace | None = None) -> Forecast:
+    (forecast,) = advise.forecasts({"run": stage}, device)
+    return forecast.timed(pace)
+
+
+def check_proposal(stage: Any, device: Device, limit: float, capsys: Any) -> list[str]:
+    """What is proposed for so many hours, by the doctor's own prediction of it: it fits, it ends in
+    time, nothing more is proposed; and the hours before the cuts are those of a run that fits."""
+    whole = planned(stage, device)
+    assert not advise.within(stage, [whole], limit)
+    lines = capsys.readouterr().out.splitlines()
+    changes = shlex.split(lines[-1])
+    data = stage.model_dump(mode="json")
+    for_memory = [change for change, _ in whole.advice]
+    fitting = planned(config.parse(data, for_memory, stage=type(stage)), device)
+    assert whole.fitting.hours == pytest.approx(fitting.hours)
+    assert hours(lines) == pytest.approx(fitting.hours, abs=0.01)
+    cut = planned(config.parse(data, changes, stage=type(stage)), device)
+    assert not cut.too_large and 0 < cut.hours <= limit
+    assert advise.within(cut.stage, [cut], limit)
+    assert "=" not in capsys.readouterr().out
+    return changes
+
+
+SMALL = [  # a run whose peak is its weights
+    "alarm=null", "evaluation=null", "model.gradient_checkpointing=true",
+    "model.offload_text_encoders=true", "model.dtype=bfloat16", "model.decode_batch=1",
+    "optimizer.micro_batch=1", "rollout.batch_size=1", "rollout.prompts=16",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("gpu", ["4090", pytest.param("h100", marks=pytest.mark.slow)])
+def test_a_proposal_is_a_fixed_point_of_the_prediction(
+    random_model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], gpu: str
+) -> None:
+    """With the slower rate of 4 bits, which the memory asks for."""
+    run = config.parse(big(random_model, tmp_path, "nft"), SMALL)
+    whole = planned(run, Device(1, gpu))
+    packed = whole.after("model.quantization=nf4")
+    assert packed.hours > 1.2 * whole.hours
+    room = 0.3 * whole.estimate.peak + 0.7 * packed.estimate.peak
+    size = (room + advise.CONTEXT) / advise.SHARE / advise.GIB
+    changes = check_proposal(run, Device(1, gpu, size), 0.5 * packed.hours, capsys)
+    assert changes[0] == "model.quantization=nf4" and len(changes) > 1
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("gpu", ["4090", "a100-40gb", "h100"])
+@pytest.mark.parametrize(
+    "family", ["sd35_medium", "flux", "flux2", "qwen_image", "sana", "z_image"]
+)
+def test_a_proposal_for_a_family_is_a_fixed_point(
+    family: str, gpu: str, tmp_path: Path, monkeypatch: Any, capsys: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)  # no prompt set is here: they are taken to be long enough
+    for name in ("teacher_ocr_nft", "student_flow_opd"):
+        run = config.load(ROOT / "configs" / family / f"{name}.yaml")
+        if planned(run, Device(1, gpu)).fitting.too_large:
+            continue
+        for limit in (24, 6):
+            check_proposal(run, Device(1, gpu), limit, capsys)
+
+
+def test_a_pace_that_was_measured_is_that_of_the_weights(random_model: str, tmp_path: Path) -> None:
+    pace = Pace(dict.fromkeys([*KINDS, "rewards"], 1e12), "measured here")
+    run = planned(config.parse(big(random_model, tmp_path, "nft")), Device(1), pace)
+    packed = run.after("model.quantization=nf4")
+    assert packed.pace and packed.pace.rates["sampling"] == pytest.approx(1e12 / 1.5)
+    assert packed.after("model.quantization=null").hours == pytest.approx(run.hours)
+
+
+def test_a_run_that_nothing_makes_fit_has_no_hours_and_says_what_is_large(
+    random_model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "big.yaml"
+    path.write_text(dump_yaml(big(random_model, tmp_path, "nft")))
+    status, lines = doctor(path, capsys, "--memory", "0.654", "--hours", "1e9")
+    text = "\n".join(lines)
+    assert status == 1 and "does not fit" in text and not re.search(r"time: [0-9.]+ h", text)
+    (last,) = [line for line in lines if "no other setting helps" in line]
+    assert "lora.rank" not in last and last.count("GiB") == 3
 
 
 def test_hours_without_a_rate_are_a_fault(random_model, tmp_path, capsys) -> None:

@@ -84,6 +84,7 @@ SMALL = {  # each kind of stage once, and the rest among the long tests
     "opd": "long", "opd, checkpointing": "long", "opd, beyond its teachers": "slow",
     "grpo, batches of 2": "slow", "nft, old policy and KL": "long",
     "nft, many noise levels": "long", "awm, average and KL": "slow", "gradient": "slow",
+    "gradient, checkpointing": "slow",
 }  # fmt: skip
 
 
@@ -258,6 +259,16 @@ def test_the_alarm_costs_what_its_images_cost(of):
     for alarm, share in (("{every: 1}", 4), ("{every: 4}", 16), ("{every: 1, images: 4}", 16)):
         drift = flops(f"alarm={alarm}")["image drift"]
         assert drift == pytest.approx(sampled / share, rel=0.05)  # without a LoRA
+
+
+@pytest.mark.parametrize(("options", "kept"), [({}, 1), ({"device": "cpu"}, 0)])
+def test_a_judge_with_a_gradient_keeps_its_activations(of, options, kept):
+    """Beside what the decoder keeps of the same images: 2 of .44 GB."""
+    recomputed = ["gradient.batch=2", "model.gradient_checkpointing=true"]
+    small = phase(of(*recomputed, kind="gradient"), "reward gradient")  # the tiny judge
+    judge = json.dumps({"name": "pickscore", "options": options})
+    large = phase(of(*recomputed, f"tasks.0.reward={judge}", kind="gradient"), "reward gradient")
+    assert 0.95 * kept <= (large.bytes - small.bytes) / 0.88e9 <= kept
 
 
 def forecast(run, memory):

@@ -14,12 +14,14 @@ from safetensors.torch import save_file
 from flowalign.backbone.adapters import describe, write_lora
 from flowalign.backbone.structure import model_spec
 from flowalign.commands import CONFIGS, cli, recipe
+from flowalign.commands.doctor import live, plan
 from flowalign.commands.init import USED
 from flowalign.config import (
     STAGES,
     RecipeStage,
     Section,
     Stage,
+    TrainingStage,
     load,
 )
 from flowalign.config.model import LoraConfig, ModelConfig
@@ -114,6 +116,71 @@ def test_what_is_written_for_any_stage_reward_and_prompts_can_run(
             fakes.write_pairs(Path(config.tasks[0].prompts).parent, 1, config.model.size)
         _, problems = recipe.examine(config, Path())
         assert problems == [], (reward, prompts)
+
+
+WAYS = {  # stage -> what `init` can be given for it
+    "opd": ["--loras one=lora two=lora --prompts a.txt b.txt",
+            "--loras one=lora two=lora --prompts a.txt b.txt --reward ocr none"],
+    "sft": ["--loras one=lora two=lora --prompts a.txt b.txt"],
+    "recipe": ["--reward ocr pickscore --prompts a.txt b.txt",
+               "--teachers one=lora two=lora --reward ocr pickscore --prompts a.txt b.txt"],
+    "gradient": ["", "--reward pickscore --prompts a.txt"],
+    "dpo": [""],
+}  # fmt: skip
+
+
+@pytest.mark.usefixtures("clip_extra")
+@pytest.mark.parametrize(
+    "stage", [name for name, kind in STAGES.items() if kind.trains or kind.is_recipe]
+)
+@pytest.mark.parametrize(
+    "model", [MODELS[0], *(pytest.param(m, marks=pytest.mark.slow) for m in MODELS[1:])]
+)
+def test_the_doctor_finds_no_fault_that_train_does_not(
+    model: str, stage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What `train` says of a distilled model's card, both say."""
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    for number, name in enumerate(("a", "a_val", "b", "b_val")):
+        Path(f"{name}.txt").write_text(f'a sign that says "KITE {number}"\n' * 4)
+    lora(model)
+    for words in WAYS.get(stage, ["", "--reward ocr --prompts a.txt"]):
+        config = written("--stage", stage, "--model", model, *words.split())
+        named = re.findall(r"data/[\w/]+\.\w+", Path("own.yaml").read_text())
+        for name in named if stage != "dpo" else ():
+            Path("data").mkdir(exist_ok=True)  # the shipped configs' prompts
+            row = ROW if name.endswith("l") else 'a sign that says "KITE"'
+            Path(name).write_text(row.replace("a ", f"a {Path(name).stem} ", 1))
+        if stage == "dpo":
+            fakes.write_pairs(Path(config.tasks[0].prompts).parent, 1, config.model.size)
+        stages, problems = recipe.examine(config, Path())
+        assert problems == [], words
+        for name, part in stages.items():
+            if not isinstance(part, TrainingStage):
+                continue
+            live.small_run(part, "probe")  # no ConfigError
+            warned = {text for _, text in against_card(part)}
+            faults = {f.text for f in plan.examine(part) if f.level == "fault"}
+            assert faults <= warned, (words, name)
+
+
+@pytest.mark.parametrize(
+    "stage",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name == "opd" else pytest.mark.long)
+        for name, kind in STAGES.items()
+        if kind.trains
+    ],
+)
+def test_the_doctor_runs_a_config_as_it_is_written(stage: str, capsys: Any) -> None:
+    """README's path, with the small run of the doctor."""
+    way = ["--loras", "tiny/ocr", "tiny/preference"]
+    way += ["--prompts", "tiny/ocr_train", "tiny/preference_train"]
+    config = written("--stage", stage, *(way if stage in ("opd", "sft") else []))
+    if stage == "dpo":
+        fakes.write_pairs(Path(config.tasks[0].prompts).parent, 8, config.model.size)
+    capsys.readouterr()
+    assert cli.main(["doctor", "--config", "own.yaml"]) == 0, capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -275,6 +342,44 @@ def test_the_anchor_of_own_teachers_is_that_of_good_pictures_or_none(
     model = ["--model", "stabilityai/stable-diffusion-3.5-medium"]
     config = written("--stage", "opd", *model, *given.split(), "--reward", "ocr", reward)
     assert (config.anchor and config.anchor.adapter) == anchor
+    if anchor:
+        assert config.anchor.weight == 0.3  # docs/results.md; the paper's is .04
+
+
+@pytest.mark.parametrize(
+    ("stage", "more"), [("nft", ""), ("grpo", ""), ("recipe", ""), ("recipe", "http://b.c/x"),
+                        ("eval", "ocr"), ("opd", "none")]
+)  # fmt: skip
+def test_a_reward_behind_a_url(stage: str, more: str) -> None:
+    """`train` and `eval` take the config as soon as the server is there."""
+    for name in ("a", "a_val"):
+        Path(f"{name}.txt").write_text(f'a sign that says "{name}"\n')
+    words = ["--stage", stage, "--reward", "http://127.0.0.1:8000", *more.split()]
+    count = 1 + bool(more)
+    if stage == "opd":
+        words += ["--teachers", "one=tiny/ocr", "two=tiny/geneval"]
+    config = written(*words, "--prompts", *["a.txt"] * count)
+    stages, problems = recipe.examine(config, Path())
+    assert problems == []
+    judges = [r for s in stages.values() for j in s.judged for r in j.rewards.values()]
+    remote = {reward.options["urls"] for reward in judges if reward.name == "remote"}
+    assert remote == {"http://127.0.0.1:8000", *[more] * (stage == "recipe")} - {""}
+
+
+@pytest.mark.parametrize("stage", ["nft", "awm", "recipe", "eval", "opd"])
+@pytest.mark.parametrize(
+    ("reward", "name", "row"),
+    [("ocr", "a.txt", "a fox in the snow"), ("geneval", "a.txt", "a fox in the snow"),
+     ("ocr", "a.csv", "text"), ("geneval", "a.jsonl", '{"prompt": "a fox", "include": 3}')],
+)  # fmt: skip
+def test_a_reward_says_at_once_that_it_cannot_judge_the_prompts(
+    stage: str, reward: str, name: str, row: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path(name).write_text(f"{row}\n")
+    words = ["--stage", stage, "--reward", reward, "--prompts", name]
+    words += ["--teachers", "one=tiny/ocr"] if stage == "opd" else []
+    assert init(*words, "--out", "own.yaml") == 2
+    assert name in capsys.readouterr().err and not Path("own.yaml").exists()
 
 
 def test_loras_without_rewards_are_measured_by_their_distance() -> None:
@@ -341,7 +446,7 @@ def test_a_recipe_of_rewards_trains_a_teacher_for_each(
 def test_a_recipe_of_a_base_with_cfg_counts_it_once(
     model: str, scale: float, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The base's guidance first, labels at 1.5, all else at 1."""
+    """The base's guidance first, all else at 1."""
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     rewards = ["ocr", "pickscore"][:count]
     config = written("--stage", "recipe", "--model", model, "--reward", *rewards)
@@ -355,8 +460,7 @@ def test_a_recipe_of_a_base_with_cfg_counts_it_once(
         assert f"CFG of {scale:g} " in without_marks(Path("own.yaml").read_text())
     taught = [stages[f"teacher_{name}"] for name in rewards]
     assert [(t.stage, t.guidance, t.lora.init) for t in taught] == [("nft", 1, start)] * count
-    labels = 1.0 if model == "tiny" else 1.5  # as the shipped student of each
-    assert {teacher.guidance for teacher in student.teachers.values()} == {labels}
+    assert {teacher.guidance for teacher in student.teachers.values()} == {1.0}
     last = "merge" if count == 2 else "teacher_ocr"
     assert (student.guidance, student.lora.init) == (1, f"outputs/own/{last}/adapter")
     scales = {name: table.sampling_of(name).guidance for name in table.models}
@@ -379,6 +483,8 @@ def test_the_table_of_a_recipe_is_of_test_prompts() -> None:
         ([], "--stage"),
         (["--stage", "grpo", "--reward", "orc"], "ocr"),
         (["--stage", "grpo", "--reward", "product"], "rewards"),
+        (["--stage", "nft", "--reward", "remote"], "--reward http://HOST:PORT"),
+        (["--stage", "nft", "--reward", "http://me:secret@gpu7"], "urls"),
         (["--stage", "grpo", "--teachers", "a=b"], "--teachers"),
         (["--stage", "opd", "--prompts", "a.txt"], "--prompts"),
         (["--stage", "recipe", "--teachers", "ocr=tiny/ocr", "blue=a/b"], "--reward"),
@@ -409,7 +515,7 @@ def test_a_file_that_is_there_stays() -> None:
     assert Path("grpo.yaml").read_text() == "mine"
 
 
-@pytest.mark.parametrize("stage", ["grpo", "opd", "eval"])
+@pytest.mark.parametrize("stage", ["grpo", "opd", "recipe", "eval"])
 @pytest.mark.parametrize(
     ("model", "steps"), [("Tongyi-MAI/Z-Image-Turbo", 8), (f"{LARGE}-turbo", 4)]
 )
@@ -419,6 +525,8 @@ def test_a_distilled_model_has_the_steps_and_the_guidance_of_its_card(
     """Not those of the base whose shipped configs the rest is from."""
     own = ["--reward", "ocr"] if stage != "opd" else []
     config = written("--stage", stage, "--model", model, *own)
+    if stage == "recipe":
+        stage, config = "opd", load_stage(config, "student")
     sampled = config.sampling if stage == "eval" else config.rollout
     assert (sampled.steps, sampled.guidance) == (steps, 1.0)
     assert set(config.scales.values()) <= {1.0}

@@ -34,7 +34,8 @@ def init(argv: Sequence[str]) -> argparse.Namespace:
     add("--model", default="tiny", help="tiny (default), a folder or a Hub id")
     many: Any = {"nargs": "+", "default": [], "action": "extend"}
     add("--reward", metavar="NAME", **many,
-        help="what scores the images, such as ocr, geneval or my_rewards:redness; one per task "
+        help="what scores the images, such as ocr, geneval, my_rewards:redness or the URL of a "
+        "reward's server, http://HOST:PORT; one per task "
         f"(grpo, nft, awm, opd, sft; {NONE} = a task of opd or sft without one), teacher (recipe: "
         "trained in it where no --teachers are given) or benchmark (eval)")  # fmt: skip
     add("--teachers", "--loras", metavar="[NAME=]ADAPTER", **many,

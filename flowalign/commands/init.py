@@ -7,6 +7,7 @@ Stable Diffusion 3.5. The meaning of a key is its docstring in `flowalign.config
 from __future__ import annotations
 
 import argparse
+import re
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
@@ -26,6 +27,7 @@ from flowalign.commands.prompts.fetch import missing_sets
 from flowalign.config import (
     LABELS,
     STAGES,
+    ConfigError,
     RewardStage,
     Section,
     Stage,
@@ -42,7 +44,14 @@ from flowalign.config.stages import most_like
 from flowalign.system.exit import refusing
 from flowalign.system.files import expanded, replacing
 from flowalign.training.data import path_of
-from flowalign.training.preflight import FEW, Inputs, Launch, adapter_problems, once
+from flowalign.training.preflight import (
+    FEW,
+    Inputs,
+    Launch,
+    adapter_problems,
+    once,
+    prompt_problems,
+)
 
 WIDTH = 90  # of a comment
 TEACHERS = tuple(name for name, kind in STAGES.items() if issubclass(kind, RewardStage))
@@ -53,7 +62,13 @@ USED = {  # options that say what a config holds, by the stages that have it
     "prompts": (*SAMPLING, "dpo"),
 }
 QUALITY = ("pickscore", "hpsv2", "imagereward", "aesthetic")  # their teacher is MAR's anchor
-LABELS_AT = 1.5  # CFG scale of the labels of teachers that have absorbed CFG (docs/log)
+# The student of teachers that have absorbed the base's guidance, and its anchor of good pictures.
+# Labels at CFG 1.5 to 3 were no better (docs/log/2026-11.md#guidance: .881 to .864, 1: .862; on
+# world 3 GenEval .615 for .656). The weight: 256 validation prompts a task chose .3 of .04 to 3,
+# with .025 more of other judges' scores than .04, the paper's (docs/results.md#three-seeds).
+LABELS_AT = 1.0
+ANCHOR_WEIGHT = 0.3
+URLS = ("http://", "https://")  # of a server, which the reward `remote` asks
 SHARED = ("model", "output", "seed")  # keys that a recipe gives to its stages
 
 
@@ -72,12 +87,19 @@ def main(arguments: argparse.Namespace) -> int:
     if not config.merges:
         size = f"{config.model.width} x {config.model.height} pixels"
         notes.append(f"note: images of {size} (model.width, model.height).")
+    stages, _ = recipe.read_stages(config, out.parent)
+    missing = missing_sets(stages.values())
+    inputs = Inputs(config.model)
+    problems: list[str] = []
+    for judged in chain.from_iterable(stage.judged for stage in stages.values()):
+        problems += prompt_problems(judged, judged.rewards.values(), inputs, without=missing)
+    if problems:
+        raise ConfigError(once(problems), str(out))
     head = [f"# {config.command} --config {out}", *map(_comment, notes), ""]
     with replacing(out) as part:
         text = "\n".join([*head, _Writer(every).text(config)])
         part.write_text(f"{text}\n", encoding="utf-8")
-    stages, _ = recipe.read_stages(config, out.parent)
-    for name, commands in missing_sets(stages.values()).items():
+    for name, commands in missing.items():
         notes.append(f"there is no {name}" + (f": {' or '.join(commands)}" if commands else ""))
     print("\n".join([str(out), *notes]))
     if unfit := once(chain.from_iterable(map(_unfit, stages.values()))):
@@ -186,9 +208,11 @@ class Draft:
         card = card_of(self.model)
         if card and card[0] <= FEW:
             data = _without_sampling(data)
-            if self.like == "opd":  # only at its own noise levels is a teacher's velocity right
-                data["rollout"] = data["rollout"] | {"kind": "ode"}
-                data["student"] = data["student"] | {"noise_levels": {"select": "all"}}
+            if self.like in ("opd", "recipe"):
+                # only at its own noise levels is a teacher's velocity right
+                student = data["stages"]["student"] if self.like == "recipe" else data
+                student["rollout"] = student["rollout"] | {"kind": "ode"}
+                student["student"] = student["student"] | {"noise_levels": {"select": "all"}}
         data |= {"stage": self.stage, "output": f"outputs/{self.out.stem}", "model": model}
         # a plugin's stage lacks some keys of the built-in one; its own section has others
         fields = stage_class(self.stage).model_fields
@@ -209,7 +233,7 @@ class Draft:
         if guided := stages.get("guided"):
             scale = guided["teachers"]["base"]["guidance"]
             text = f"`guided` puts the base's CFG of {scale:g} (card or shipped config) into a LoRA"
-            yield f"{text}. Then all is trained and sampled at 1, with labels at {LABELS_AT}."
+            yield f"{text}. Then all is trained and sampled at 1, with labels at {LABELS_AT:g}."
         if stages.get("student", data).get("evaluation", "on") is None:
             yield (
                 "evaluation is off, so the last weights are kept, not the best. It needs held-out "
@@ -267,7 +291,8 @@ class Draft:
             of = {task["name"]: task.get("reward", {}).get("name") for task in data["tasks"]}
             good = [given[name]["adapter"] for name, reward in of.items() if reward in QUALITY]
             # the base as anchor changes nothing that counts, and costs a pass (docs/results.md)
-            data["anchor"] = data["anchor"] | {"adapter": good[0]} if good else None
+            chosen = {"adapter": good[0], "weight": ANCHOR_WEIGHT} if good else {}
+            data["anchor"] = data["anchor"] | chosen if good else None
         if not any("reward" in task for task in data["tasks"]) and self.like != "sft":
             # LoRAs of styles matter at every sigma, rewards mostly at high ones
             data["student"] = data["student"] | {"noise_levels": {"select": "random", "count": 1}}
@@ -386,9 +411,15 @@ class Draft:
         return {key: value for key, value in task.items() if value}
 
     def _reward(self, name: str) -> dict[str, Any]:
-        """A reward with the options that the shipped configs give it. Raises ValueError for one
-        that does not exist or wants other options."""
+        """A reward with the options that the shipped configs give it; the reward `remote` for the
+        URL of its server. Raises ValueError for one that does not exist or wants other options."""
+        if name == "remote":
+            text = "give the URL of its server in its place, as --reward http://HOST:PORT"
+            raise ValueError(f"--reward remote: {text} (docs/rewards/remote.md).")
         options = self.tasks.get(name, {}).get("reward", {}).get("options", {})
+        if name.startswith(URLS):
+            options = {"urls": name}
+            name = "remote"
         reward_registry.check(name, options)
         return {"name": name} | ({"options": options} if options else {})
 
@@ -435,7 +466,11 @@ def _one_each(flag: str, given: Sequence[str], count: int) -> Sequence[str]:
 
 
 def _short(reward: str) -> str:
-    """The name of a task for a reward: redness for my_rewards:redness."""
+    """The name of a task for a reward: redness for my_rewards:redness, remote_gpu7_8000 for the URL
+    http://gpu7:8000."""
+    if reward.startswith(URLS):
+        address = reward.partition("://")[2].rstrip("/")
+        return re.sub(r"\W+", "_", f"remote_{address}")
     return reward.rpartition(":")[2].rpartition(".")[2]
 
 

@@ -24,8 +24,8 @@ from flowalign.backbone.attention import unavailable
 from flowalign.backbone.lora import misfit
 from flowalign.backbone.structure import cut_prompts, known, mismatches, read_family
 from flowalign.backbone.tiny.scenes import rendered
-from flowalign.config import ConfigError, ModelConfig, Stage, TrainingStage, load
-from flowalign.config.learning import ADVANTAGES
+from flowalign.config import ConfigError, Judged, ModelConfig, Stage, TrainingStage, load
+from flowalign.config.learning import ADVANTAGES, RewardConfig
 from flowalign.config.loading import card_of
 from flowalign.system import packages
 from flowalign.system.images import IMAGES, image_files
@@ -195,16 +195,26 @@ def _scoring(config: Any, launch: Launch, inputs: Inputs) -> Iterator[str]:
             sound.append(reward)
             groupwise = rewards.is_groupwise(reward.name, reward.options)
             said[judged.name] = groupwise, not rewards.has_no_weights(reward.name)
-        for key, source in judged.prompts.items():
-            try:
-                batch = inputs.prompts(source, judged.name)
-                for r in sound:
-                    rewards.check_prompts(r.name, r.options, batch.prompts, batch.metadata)
-            except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
-                where = "" if isinstance(error, PromptError | OSError) else f"{source}, "
-                yield f"{judged.place}.{key}: {where}{_text(error)}"
+        yield from prompt_problems(judged, sound, inputs)
     if config.trains:
         yield from reward_problems(config, said, launch.processes)
+
+
+def prompt_problems(
+    judged: Judged, given: Iterable[RewardConfig], inputs: Inputs, without: Collection[str] = ()
+) -> Iterator[str]:
+    """Prompt sets that cannot be read, or that one of the given rewards cannot judge. without: sets
+    that are not looked at."""
+    for key, source in judged.prompts.items():
+        if source.partition("#")[0] in without:
+            continue
+        try:
+            batch = inputs.prompts(source, judged.name)
+            for reward in given:
+                rewards.check_prompts(reward.name, reward.options, batch.prompts, batch.metadata)
+        except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
+            where = "" if isinstance(error, PromptError | OSError) else f"{source}, "
+            yield f"{judged.place}.{key}: {where}{_text(error)}"
 
 
 def _advantage(config: Any, launch: Launch, inputs: Inputs) -> Iterator[str]:

@@ -58,6 +58,7 @@ class Forecast:
     models: dict[str, Any] = field(default_factory=dict)  # as for `predict`
     estimate: Any = None
     unknown: str = ""  # why there is no estimate
+    measured: Pace | None = None  # as given to `timed`
     pace: Pace | None = None  # None: no rate is known, or `timed` was not called
 
     def predicted(self) -> Forecast:
@@ -68,9 +69,13 @@ class Forecast:
         return replace(self, estimate=estimate)
 
     def after(self, *changes: str) -> Forecast:
-        """After these changes of the config, at the same pace."""
+        """The forecast after these changes of the config. Its pace is that of the changed model."""
         stage = parse(self.stage.model_dump(mode="json"), changes, stage=type(self.stage))
-        return replace(self, stage=stage).predicted()
+        changed = replace(self, stage=stage).predicted()
+        measured = self.measured
+        if measured:
+            measured = measured.stored(self.stage.model.quantization, stage.model.quantization)
+        return changed.timed(measured)
 
     @property
     def gpu(self) -> Gpu | None:
@@ -87,7 +92,7 @@ class Forecast:
         if tflops := self.device.tflops:
             return replace(self, pace=Pace.constant(tflops * 1e12, f"{tflops:g} TFLOP/s, --tflops"))
         if measured and not self.device.gpu:
-            return replace(self, pace=measured)
+            return replace(self, measured=measured, pace=measured)
         if not (self.estimate and self.gpu):
             return replace(self, pace=None)
         pace = Pace.of_gpu(self.gpu, self.estimate)
@@ -124,6 +129,16 @@ class Forecast:
                 break
             found, now = [*found, helpful], helpful[1]
         return found
+
+    @property
+    def fitting(self) -> Forecast:
+        """The forecast after the changes of `advice`; itself without any."""
+        return self.advice[-1][1] if self.estimate and self.advice else self
+
+    @property
+    def too_large(self) -> bool:
+        """Whether the predicted peak does not fit in the memory."""
+        return bool(self.estimate) and self.estimate.peak > usable(self.memory, self.kind)
 
     def findings(self) -> Iterator[Finding]:
         if self.unknown:
@@ -206,16 +221,20 @@ def fits(forecast: Forecast) -> Iterator[Finding]:
     text = f"{now.peak / GIB:.3g} GiB in {now.worst.name}; "
     text += f"{gpu.title if gpu and assumed else 'the device'} has "
     text += f"{size / GIB:.3g} GiB, of which tensors can use {limit / GIB:.3g}"
-    if now.peak <= limit:
+    if not forecast.too_large:
         yield ok(f"memory: at most {text}")
         return
     yield (note if assumed else fault)(f"memory: does not fit: {text}. Changes:")
     for change, after in forecast.advice:
         now = after.estimate
-        end = "fits" if now.peak <= limit else f"still too much, in {now.worst.name}"
+        end = f"still too much, in {now.worst.name}" if after.too_large else "fits"
         yield note(f"  {change}: {now.peak / GIB:.3g} GiB, {end}")
-    if now.peak > limit:
-        yield note("  no other setting helps; use a larger device, or a smaller lora.rank.")
+    if forecast.fitting.too_large:
+        work = "the text encoders at work" if now.worst.name == "text" else now.worst.name
+        parts = {**now.parts, work: now.worst.bytes}
+        largest = sorted(parts, key=parts.__getitem__, reverse=True)[:3]
+        listed = ", ".join(f"{name}: {parts[name] / GIB:.3g} GiB" for name in largest)
+        yield note(f"  no other setting helps; use a larger device. The most is of {listed}.")
 
 
 def _changes(forecast: Forecast) -> Iterator[str]:
@@ -277,11 +296,16 @@ CUTS = (
 
 
 def show_total(listed: Sequence[Forecast]) -> None:
+    """Print a row for each stage, as it fits in the memory: with the changes that `fits` names."""
+    changed = [f.name for f in listed if f.fitting is not f]
+    listed = [f.fitting for f in listed]
     table = Table("stage", "peak GiB", "updates", "s/update", "held-out", "hours", "GPU-hours")
     gpus = listed[0].device.gpus
     for f in listed:
         peak = f"{f.estimate.peak / GIB:.1f}" if f.estimate else "-"
-        if t := f.times:
+        if f.too_large:
+            table.add_row(f.name, peak, "-", "-", "-", "does not fit", "-")
+        elif t := f.times:
             numbers = [str(f.stage.updates), f"{t.update:.3g}", str(f.stage.evaluations)]
             table.add_row(f.name, peak, *numbers, *map(shown_hours, (t.hours, t.hours * gpus)))
         else:
@@ -289,11 +313,14 @@ def show_total(listed: Sequence[Forecast]) -> None:
             table.add_row(f.name, peak, "-", "-", "-", why, "-")
     if len(listed) > 1:
         table.add_section()
-        hours = sum(f.hours for f in listed)
+        hours = 0.0 if any(f.too_large for f in listed) else sum(f.hours for f in listed)
         total = [*map(shown_hours, (hours, hours * gpus))] if hours else ["not predicted", "-"]
         table.add_row("sum", "", "", "", "", *total)
     console = Console(highlight=False, width=max(100, Console().width))
     console.print(table)
+    if changed:
+        text = f"with the changes for memory: {', '.join(changed)}"
+        console.print(text, soft_wrap=True, markup=False)
     for source in dict.fromkeys(f.pace.source for f in listed if f.times and f.pace):
         speed = f", taken as {gpus} times as fast as one" * (gpus > 1)
         console.print(f"on {gpus} x {source}{speed}", soft_wrap=True)
@@ -306,17 +333,21 @@ def shown_hours(hours: float) -> str:
 def within(config: Any, listed: Sequence[Forecast], limit: float | None) -> bool:
     """Print the hours of all stages, and what they and the memory ask for, as arguments of
     `flowalign train`; False for a fault of the hours."""
-    total = sum(forecast.hours for forecast in listed)
-    text = f"time: {total:.2f} h"
+    fitting = [forecast.fitting for forecast in listed]
+    total = sum(forecast.hours for forecast in fitting)
     changes = {f.name: [change for change, _ in f.advice] for f in listed if f.estimate}
-    if limit is None:
+    text = f"time: {total:.2f} h"
+    if any(changes.values()):
+        text += " with the changes for memory"
+    if too_large := [forecast.name for forecast in fitting if forecast.too_large]:
+        total = 0.0  # they take no hours
+        if limit is not None:
+            show([fault(f"time: no hours: {', '.join(too_large)} does not fit in the memory")])
+    elif limit is None:
         show([note(f"{text}. --hours 24 proposes a smaller run")] if total > LONG else [])
     elif not any(forecast.times for forecast in listed):
         show([fault("time: --hours needs a rate, not known here: add --gpu or --tflops")])
     else:
-        fitting = [f.advice[-1][1] if f.estimate and f.advice else f for f in listed]
-        total = sum(forecast.hours for forecast in fitting)
-        text += f", {total:.2f} h with the changes for memory" if any(changes.values()) else ""
         show([(ok if total <= limit else fault)(f"{text} of {limit:g}")])
         for name, texts in _cuts(fitting, limit).items():
             changes[name] = [*changes[name], *texts]

@@ -158,6 +158,17 @@ def judge_bytes(config: Stage) -> tuple[int, int, list[str]]:
     return int(1e9 * sum(staying.values())), int(1e9 * max(visiting)), unknown
 
 
+def judge_kept(config: Stage) -> int:
+    """Bytes of an image that a judge keeps on the device for its gradient: the most of all judges;
+    0 where it is not known."""
+    kept = [0.0]
+    for name, options in judges(config):
+        cost = declared(name, imports=False).image_cost(**options)
+        if cost and options.get("device") != "cpu":
+            kept.append(cost.kept)
+    return int(max(kept))
+
+
 def evaluated_images(config: Stage) -> dict[str, int]:
     """{task or benchmark: images of one evaluation}, of all models and processes."""
     images = {}
@@ -288,15 +299,27 @@ class _Model:
         latents, self.backbone.decode_batch = self.latents(batch), rows
         return self.measured(partial(self.backbone.decode, latents), "VAE", batch, rows)
 
-    def ascended(self, batch: int) -> Pass:
-        """A gradient through the VAE's decoder, of a batch at once."""
-        latents = self.latents(batch).requires_grad_()
+    def ascended(self, batch: int, recomputes: bool, kept: int) -> Pass:
+        """A gradient through a judge and the VAE's decoder, of a batch at once. recomputes: with
+        gradient checkpointing, if the VAE has it. kept: bytes of an image that the judge keeps."""
+        latents, vae = self.latents(batch).requires_grad_(), self.backbone.pipe.vae
+        self.checkpointed(vae, recomputes and vae._supports_gradient_checkpointing)
 
         def ascend() -> None:
-            self.backbone.decoded(latents).sum().backward()
+            _Judge.apply(self.backbone.decoded(latents), batch * kept).backward()
             latents.grad = None
 
-        return self.measured(ascend, "VAE", "gradient", batch)
+        return self.measured(ascend, "VAE", "gradient", batch, recomputes, kept)
+
+    def checkpointed(self, part: Any, recomputes: bool) -> None:
+        """Switch the gradient checkpointing of a part of the pipeline on, as it is metered, or
+        off."""
+        part.disable_gradient_checkpointing()
+        if recomputes:
+            # the modes of `measure` do not reach into the backward pass, where blocks run again
+            again = partial(checkpoint, use_reentrant=False)
+            modes = lambda: (nullcontext(), DeviceAttention(self.device_type))  # noqa: E731
+            part.enable_gradient_checkpointing(partial(again, context_fn=modes))
 
     def read(self, size: tuple[int, int]) -> int:
         """Peak bytes of the VAE's encoder on an image."""
@@ -315,6 +338,20 @@ class _Model:
     def inputs(self, rows: int) -> tuple[Tensor, Conditioning]:
         index = torch.empty(rows, device="meta", dtype=torch.long)
         return self.latents(rows), Conditioning(self.texts(rows), index, self.texts(1))
+
+
+class _Judge(torch.autograd.Function):
+    """A reward of images that keeps so many bytes until its backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, images: Tensor, kept: int) -> Tensor:
+        ctx.save_for_backward(torch.empty(kept, dtype=torch.uint8, device=images.device))
+        ctx.shape = images.shape
+        return images.sum()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return grads[0].expand(ctx.shape), None
 
 
 class _Trained(_Model):
@@ -376,12 +413,7 @@ class _Trained(_Model):
         core, recomputes = self.backbone.core, config.model.gradient_checkpointing
         x, cond = self.inputs(batch)
         velocity = partial(self.backbone.velocity, x, 0.5, cond, guidance=config.loss_guidance)
-        core.disable_gradient_checkpointing()
-        if recomputes:
-            # the modes of `measure` do not reach into the backward pass, where blocks run again
-            again = partial(checkpoint, use_reentrant=False)
-            modes = lambda: (nullcontext(), DeviceAttention(self.device_type))  # noqa: E731
-            core.enable_gradient_checkpointing(partial(again, context_fn=modes))
+        self.checkpointed(core, recomputes)
 
         def learn() -> None:
             mine, target = velocity(), x
@@ -506,7 +538,9 @@ class _Update:
 
         if self.keeps.ascended:  # the images themselves, and then the candidates
             batch, count = min(self.keeps.ascended, self.images), self.keeps.candidates
-            meter, decoded = model.ascended(batch), model.decoded(batch, batch)
+            kept = judge_kept(self.config)
+            meter = model.ascended(batch, settings.gradient_checkpointing, kept)
+            decoded = model.decoded(batch, batch)
             held = self.rollout_bytes + (1 + count) * self.images * model.latent
             flops = (meter.flops + count * decoded.flops) / batch * self.images
             sizes = {"gradient.batch": batch}

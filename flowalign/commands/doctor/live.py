@@ -88,7 +88,7 @@ def _train(
     config: TrainingStage, folder: str, judging: dict[str, float], findings: list[Finding]
 ) -> Pace:
     """Findings of a small run, and its pace."""
-    small = _small(config, folder)
+    small = small_run(config, folder)
     loop, _, _ = build.wire(small)
     loop.log.on_update = lambda update, metrics: None
     prepared = loop.prepare(loop.rollout(0))
@@ -113,7 +113,7 @@ def _train(
     return _pace(small, Path(folder), loop.backbone.device.type, judging)
 
 
-def _small(config: TrainingStage, folder: str) -> TrainingStage:
+def small_run(config: TrainingStage, folder: str) -> TrainingStage:
     """The run with a few updates, no evaluation, and images for two full batches of each kind."""
     rollout, algorithm = config.rollout, algorithm_class(config)
     states = algorithm.keeps(config).noise_levels or len(algorithm.trained_steps(config, 0))
@@ -131,6 +131,8 @@ def _small(config: TrainingStage, folder: str) -> TrainingStage:
     ]  # fmt: skip
     if prompts < rollout.prompts:  # few, and each task shall have some
         changes += [f"tasks.{i}.weight=1.0" for i in range(len(config.tasks))]
+    if config.patience is not None:  # it counts evaluations, of which there are none
+        changes.append("student.patience=null")
     return parse(config.model_dump(mode="json") | {"evaluation": None}, changes)
 
 

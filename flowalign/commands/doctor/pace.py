@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
 
 from flowalign.commands.doctor.count import Estimate, evaluated_images
-from flowalign.commands.doctor.gpus import GPUS, Gpu
+from flowalign.commands.doctor.gpus import GPUS, QUANTIZED, Gpu
 from flowalign.rewards import declared, leaves
 
 KINDS: tuple[str, ...] = ("sampling", "labels", "learning", "alarm")  # of phases
@@ -52,6 +52,14 @@ class Pace:
         rates["rewards"] = gpu.float32 * 1e12 * REWARDS
         low, high = (f"{limit(rates[kind] for kind in KINDS) / 1e12:.3g}" for limit in (min, max))
         return cls(rates, f"{gpu.title}, {low} to {high} TFLOP/s sustained")
+
+    def stored(self, before: str | None, after: str | None) -> Pace:
+        """The pace of a base that is quantized in another way, from one that was measured."""
+        rates = dict(self.rates)
+        for kind in KINDS:
+            learning = kind == "learning"
+            rates[kind] *= QUANTIZED[before][learning] / QUANTIZED[after][learning]
+        return replace(self, rates=rates)
 
 
 class Times(NamedTuple):
