@@ -37,8 +37,9 @@ def load(model: str = "tiny", lora: str | Path | None = None, **kw: Any) -> Any:
     ModelError.
     """
     from flowalign.backbone import put_lora, resolve
-    from flowalign.backbone.adapters import read_lora
+    from flowalign.backbone.adapters import AdapterError, read_lora
     from flowalign.backbone.loading import pipeline_class, text_length
+    from flowalign.backbone.lora import other_base
     from flowalign.backbone.structure import read_family
     from flowalign.config import ModelConfig
 
@@ -47,6 +48,8 @@ def load(model: str = "tiny", lora: str | Path | None = None, **kw: Any) -> Any:
 
     family = partial(read_family, ModelConfig(id=model, revision=hub.get("revision")), **hub)
     adapter = read_lora(lora, newest=True, family=family) if lora else None
+    if adapter and (reason := other_base(adapter, model, None)):
+        raise AdapterError(f"{adapter.file} {reason}, and the model is {model!r}.")
     loader = pipeline_class(model, text_length(model, adapter), **hub)
     pipe = loader.from_pretrained(resolve(model), **kw)
     if adapter:
