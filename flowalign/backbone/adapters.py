@@ -106,7 +106,7 @@ def _download(source: str, newest: bool) -> Path:
     folder = address.path
     try:
         if not newest:
-            with suppress(errors.LocalEntryNotFoundError):  # not in the cache: ask the Hub
+            with suppress(errors.LocalEntryNotFoundError, HubError):  # not cached: ask the Hub
                 return files.download(local_files_only=True) / folder
         # gigabytes of what is refused, such as a pipeline, stay there
         if not folder.endswith(".safetensors"):
