@@ -197,3 +197,17 @@ def test_what_ships_is_asked_of_nobody(stocked: Hub, tmp_path: Path, capsys: Any
     assert main(["init", "--stage", "opd", *loras, *sets, "--out", student]) == 0
     assert main(["fetch", "--config", student]) == 0
     assert stocked.asked == []
+
+
+def test_a_repository_of_variants_alone_is_missing(
+    stocked: Hub, tmp_path: Path, random_model: str, capsys: Any
+) -> None:
+    """No run could read what would come."""
+    names = {
+        name.replace(".safetensors", ".fp16.safetensors"): content
+        for name, content in files(Path(random_model)).items()
+    }
+    stocked.put("me/half", names)
+    assert main(["fetch", "--config", config(tmp_path), "model.id=me/half"]) == 1
+    assert "missing: me/half has no file" in capsys.readouterr().out
+    assert not any("fp16" in name for name in stocked.downloads)

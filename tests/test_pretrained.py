@@ -1,4 +1,4 @@
-"""pretrained.py: a model whose files lack weights, or have others, is not filled with random ones."""
+"""pretrained.py: a model whose files lack weights, or have others, is refused by their names."""
 
 import shutil
 from collections.abc import Callable

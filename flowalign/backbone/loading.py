@@ -7,7 +7,6 @@ import functools
 import json
 from collections.abc import Mapping
 from contextlib import suppress
-from os.path import isdir
 from pathlib import Path
 from typing import Any
 
@@ -57,14 +56,7 @@ def family_of(pipeline: str) -> type[Family]:
 
 
 def resolve(model: str) -> str:
-    """The folder of the shipped tiny model for "tiny"; any other folder, `expanded`, or id. Raises
-    ModelError for the name of one file."""
-    if model.endswith((".safetensors", ".ckpt", ".gguf", ".bin", ".pt")) and not isdir(model):
-        raise ModelError(
-            f"model.id {model!r} is a file, and a pipeline is a folder. diffusers makes one of a "
-            "checkpoint: `from_single_file`, then `save_pretrained`. Of a LoRA, give the base here "
-            "and the file as an adapter (--lora, lora.init, teachers.NAME.adapter)."
-        )
+    """The folder of the shipped tiny model for "tiny"; any other folder, `expanded`, or id."""
     return str(TINY) if model == "tiny" else expanded(model)
 
 
