@@ -116,4 +116,16 @@ def test_a_part_in_a_variant_alone_is_named(part: str, random_model: str, tmp_pa
     file.rename(file.with_name(file.name.replace("model.", "model.fp16.")))
     with pytest.raises(ModelError, match=rf"variant 'fp16'.*{part}/"):
         load_pipeline(str(folder))
-    assert flowalign.load(str(folder), variant="fp16").vae is not None
+    with pytest.warns(FutureWarning, match="torch_dtype"):  # diffusers' own, of its earlier name
+        pipe = flowalign.load(str(folder), variant="fp16", torch_dtype=torch.bfloat16)
+    assert pipe.text_encoder_3.dtype == pipe.vae.dtype == torch.bfloat16
+
+
+def test_a_variant_beside_a_whole_part_is_not_blamed(random_model: str, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(random_model, tmp_path / "model"))
+    (file,) = (folder / "vae").glob("*.safetensors")
+    shutil.copy(file, file.with_name("diffusion_pytorch_model.fp16.safetensors"))
+    next((folder / "text_encoder").glob("*.safetensors")).unlink()
+    with pytest.raises(ModelError, match="text_encoder") as error:
+        load_pipeline(str(folder))
+    assert "fp16" not in str(error.value)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fnmatch
 import functools
 import json
+import re
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -35,6 +36,7 @@ from flowalign.system.hub_files import FAILED, TEXTS, WEIGHTS, HubFiles
 FAMILIES: dict[str, type[Family]] = {
     family.pipeline: family for family in (SD3, Flux, Flux2, Flux2Klein, QwenImage, ZImage, Sana)
 }
+LIBRARIES = {"diffusers": diffusers, "transformers": transformers}  # of a pipeline's parts
 
 
 @functools.cache
@@ -136,42 +138,28 @@ def load_pipeline(
     return pipe
 
 
-def complete_pipeline(
-    loader: Any, model: str, each: Mapping[str, Mapping[str, Any]] | None = None, **options: Any
-) -> Any:
-    """`loader.from_pretrained(model, **options)`, whose models are loaded by `load_complete`. With
-    `device_map` or `quantization_config` diffusers loads them, and nothing is checked.
-
-    each: options of one part more. Raises what `load_complete` does.
-    """
+def complete_pipeline(loader: Any, model: str, each: Mapping[str, Any] = {}, **options: Any) -> Any:
+    """`loader.from_pretrained(model, **options)`, whose models are loaded by `load_complete`, which
+    see. With `device_map` or `quantization_config` diffusers loads them, and nothing is checked.
+    each: {part: more options of it}."""
     options = {"use_safetensors": True, **options}  # else a pickle, where a part has no other file
     folder = Path(resolve(model))
     if not folder.is_dir():
         folder = Path(loader.download(model, **options))
-    parts = dict[str, Any]()
-    if not options.keys() & {"device_map", "quantization_config"}:
-        dtypes, variant = options.get("dtype"), options.get("variant")
-        for name, kind in _models(model_index(str(folder))).items():
-            if name in options:
-                continue
-            dtype = dtypes.get(name, dtypes.get("default")) if isinstance(dtypes, dict) else dtypes
-            more = {"dtype": dtype, **(each or {}).get(name, {})}
-            if variant and any((folder / name).glob(f"*.{variant}*")):
-                more["variant"] = variant
-            parts[name] = load_complete(kind, folder / name, **more)
-    return loader.from_pretrained(folder, **options, **parts)
-
-
-def _models(index: Mapping[str, Any]) -> dict[str, Any]:
-    """{part: class} of the parts of a pipeline that have weights."""
-    libraries = {"diffusers": diffusers, "transformers": transformers}
-    classes = {
-        name: getattr(libraries.get(part[0]), str(part[1]), None)
-        for name, part in index.items()
-        if isinstance(part, list)
-    }
-    modules = torch.nn.Module
-    return {n: k for n, k in classes.items() if isinstance(k, type) and issubclass(k, modules)}
+    if options.keys() & {"device_map", "quantization_config"}:
+        return loader.from_pretrained(folder, **options)
+    dtypes, variant = options.get("dtype", options.get("torch_dtype")), options.get("variant")
+    for name, part in model_index(str(folder)).items():
+        library = LIBRARIES.get(str(part[0])) if isinstance(part, list) else None
+        kind = getattr(library, str(part[-1]), None)
+        if name in options or not (isinstance(kind, type) and issubclass(kind, torch.nn.Module)):
+            continue
+        dtype = dtypes.get(name, dtypes.get("default")) if isinstance(dtypes, dict) else dtypes
+        more = {"dtype": dtype, **each.get(name, {})}
+        if variant and any((folder / name).glob(f"*.{variant}*")):
+            more["variant"] = variant
+        options[name] = load_complete(kind, folder / name, **more)
+    return loader.from_pretrained(folder, **options)
 
 
 def store_in_fp8(transformer: Any, dtype: torch.dtype) -> None:
@@ -201,7 +189,9 @@ def model_error(model: str, error: Exception) -> ModelError:
             "If you trust it, let diffusers load the folder once, and `save_pretrained` it."
         )
     # the weights of a variant: <part>/model.fp16.safetensors
-    if variants := fnmatch.filter(files, "*/*model.*.safetensors"):
+    whole = {Path(f).parts[0] for f in files if re.search(r"model(-\d+-of-\d+)?\.safetensors$", f)}
+    variants = fnmatch.filter(files, "*/*model.*.safetensors")
+    if variants := [file for file in variants if Path(file).parts[0] not in whole]:
         variant = variants[0].split("model.")[1].split(".")[0].split("-")[0]
         return ModelError(
             f"model.id {model!r}: a part has weights of the variant {variant!r} alone "

@@ -53,8 +53,7 @@ def other_base(lora: Lora, model: str, core: nn.Module | None) -> str | None:
     model's transformer; None = its shapes are not known. None where nothing speaks against it."""
     if lora.base != model and {lora.base, model} <= public().keys():
         return f"was trained on {lora.base!r}"
-    reason = misfit(core, lora) if core else None
-    return f"{reason}; it names {lora.base!r} as its base" if reason and lora.base else reason
+    return misfit(core, lora) if core else None
 
 
 def misfit(core: nn.Module, lora: Lora) -> str | None:
