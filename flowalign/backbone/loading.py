@@ -149,9 +149,9 @@ def complete_pipeline(loader: Any, model: str, each: Mapping[str, Any] = {}, **o
     if options.keys() & {"device_map", "quantization_config"}:
         return loader.from_pretrained(folder, **options)
     dtypes, variant = options.get("dtype", options.get("torch_dtype")), options.get("variant")
-    for name, part in model_index(str(folder)).items():
-        library = LIBRARIES.get(str(part[0])) if isinstance(part, list) else None
-        kind = getattr(library, str(part[-1]), None)
+    index = model_index(str(folder))
+    for name, part in ((n, part) for n, part in index.items() if isinstance(part, list)):
+        kind = getattr(LIBRARIES.get(str(part[0])), str(part[-1]), None)
         if name in options or not (isinstance(kind, type) and issubclass(kind, torch.nn.Module)):
             continue
         dtype = dtypes.get(name, dtypes.get("default")) if isinstance(dtypes, dict) else dtypes
