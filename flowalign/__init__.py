@@ -36,19 +36,21 @@ def load(model: str = "tiny", lora: str | Path | None = None, **kw: Any) -> Any:
     raises HubError or AdapterError before the model is loaded, a pipeline of no known family
     ModelError.
     """
-    from flowalign.backbone import put_lora, resolve
-    from flowalign.backbone.adapters import read_lora
-    from flowalign.backbone.loading import pipeline_class, text_length
+    from flowalign.backbone import put_lora
+    from flowalign.backbone.adapters import AdapterError, read_lora
+    from flowalign.backbone.loading import complete_pipeline, pipeline_class, text_length
+    from flowalign.backbone.lora import other_base
     from flowalign.backbone.structure import read_family
     from flowalign.config import ModelConfig
 
-    kw.setdefault("use_safetensors", True)  # else diffusers takes a pickle where it finds no other
     hub = {name: kw[name] for name in HUB if name in kw}
 
     family = partial(read_family, ModelConfig(id=model, revision=hub.get("revision")), **hub)
     adapter = read_lora(lora, newest=True, family=family) if lora else None
+    if adapter and (reason := other_base(adapter, model, None)):
+        raise AdapterError(f"{adapter.file} {reason}, and the model is {model!r}.")
     loader = pipeline_class(model, text_length(model, adapter), **hub)
-    pipe = loader.from_pretrained(resolve(model), **kw)
+    pipe = complete_pipeline(loader, model, **kw)
     if adapter:
         put_lora(pipe.transformer, "default_0", adapter)  # diffusers' name for a first one
     return pipe

@@ -18,6 +18,7 @@ from torch.nn.functional import interpolate, normalize
 from transformers import AutoConfig, AutoModel, AutoTokenizer, CLIPModel
 
 from flowalign.backbone.placement import Placement
+from flowalign.backbone.pretrained import load_complete
 from flowalign.backbone.tiny import PREFERENCE
 from flowalign.rewards import load
 from flowalign.rewards.options import check_model, located
@@ -188,8 +189,7 @@ class Clip(TwoTowers):
     def __init__(self, model: str, processor: str | None = None, *computing: Any) -> None:
         self.name = model
         name, at = _located(model)
-        # no pickle
-        self.model = CLIPModel.from_pretrained(name, use_safetensors=True, **at).float()
+        self.model = load_complete(CLIPModel, name, **at).float()
         source, at_source = _located(processor or model)
         self.pixels = ImageProcessor.from_pretrained(source, **at_source)
         self.tokenizer = AutoTokenizer.from_pretrained(source, **at_source)
@@ -218,7 +218,7 @@ class Dino(TwoTowers):
     def __init__(self, model: str, *computing: Any) -> None:
         self.name = model
         name, at = _located(model)
-        self.model: Any = AutoModel.from_pretrained(name, use_safetensors=True, **at).float()
+        self.model: Any = load_complete(AutoModel, name, **at).float()
         self.pixels = ImageProcessor.from_pretrained(name, **at)
         super().__init__(self.model, self.model.config.hidden_size, *computing)
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from flowalign.backbone.placement import Placement
+from flowalign.backbone.pretrained import load_complete
 from flowalign.rewards.base import RewardBase
 from flowalign.rewards.options import Device, Pretrained, hub_files, located
 from flowalign.system.escape import shown
@@ -74,7 +75,8 @@ class Local:
         require("torchvision", "a local judge of reward geneval2 needs")
         folder, at = located(model)
         self.processor: Any = AutoProcessor.from_pretrained(folder, **at)
-        self.network: Any = AutoModelForImageTextToText.from_pretrained(folder, dtype="auto", **at)
+        kind = AutoModelForImageTextToText
+        self.network: Any = load_complete(kind, folder, dtype="auto", **at)
         self.placement = Placement(self.network, *place)
         self.first = first_tokens(self.processor.tokenizer)
         commit = getattr(self.network.config, "_commit_hash", None)

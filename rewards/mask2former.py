@@ -23,6 +23,7 @@ from torch.nn.functional import interpolate, normalize, pad
 from transformers import AutoConfig, Mask2FormerForUniversalSegmentation
 
 from flowalign.backbone.placement import Placement
+from flowalign.backbone.pretrained import load_complete
 from flowalign.rewards.geneval import MASK2FORMER
 from flowalign.rewards.geneval_judge import COLORS, NAMES
 from flowalign.rewards.options import Count, Device, OpenClip, Pretrained, located
@@ -234,12 +235,8 @@ def _load(model: str, dtype: torch.dtype) -> tuple[Any, Any]:
             f"`model` {model!r} is a {config.model_type} with {config.num_labels} labels; GenEval "
             f"needs a mask2former with the {len(NAMES)} things of COCO, such as {MASK2FORMER}."
         )
-    kind: Any = Mask2FormerForUniversalSegmentation
-    more = {"use_safetensors": True, "output_loading_info": True, **at}  # never a pickle
-    network, report = kind.from_pretrained(folder, config=config, dtype=dtype, **more)
-    missing = sorted(dict(network.named_parameters()).keys() & set(report["missing_keys"]))
-    if missing:
-        raise ValueError(f"`model` {model!r} lacks {len(missing)} weights, such as {missing[0]}.")
+    kind = Mask2FormerForUniversalSegmentation
+    network = load_complete(kind, folder, config=config, dtype=dtype, **at)
     return ImageProcessor.from_pretrained(folder, **at), network.requires_grad_(False).eval()
 
 

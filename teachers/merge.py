@@ -20,6 +20,7 @@ from peft.utils.merge_utils import dare_linear, ties
 from torch import Tensor
 
 from flowalign.backbone.adapters import Lora, describe, read_lora, write_lora
+from flowalign.backbone.shapes import public
 from flowalign.backbone.structure import read_family
 from flowalign.config import ADAPTER, ModelConfig
 from flowalign.system.escape import escaped, table
@@ -213,12 +214,13 @@ def _check_options(
 def _common_base(
     adapters: Sequence[str | Path], loras: Sequence[Lora], updates: Sequence[dict[str, Factors]]
 ) -> str | None:
-    """The base that the adapters name; None where none does. Refuses adapters of different bases,
-    or with layers of other sizes."""
+    """The first base that the adapters name; None where none does. Refuses adapters of different
+    public models, or with layers of other sizes."""
     named: dict[str, tuple[Any, str | Path]] = {}  # base, and each layer's [out,in]; and whose
-    for path, lora, update in zip(adapters, loras, updates, strict=True):
+    bases = [lora.metadata["base_model_name_or_path"] for lora in loras]  # not every file has one
+    for path, base, update in zip(adapters, bases, updates, strict=True):
         facts = {name: [f.up.shape[0], f.down.shape[1]] for name, f in update.items()}
-        if base := lora.metadata["base_model_name_or_path"]:  # not every file names its base
+        if base in public():  # any other name may stand for the same base
             facts = {"the base": base, **facts}
         for what, value in facts.items():
             first, whose = named.setdefault(what, (value, path))
@@ -227,7 +229,7 @@ def _common_base(
                     f"{what} is {first} in {whose}, and {value} in {path}. Merge adapters of the "
                     "same base."
                 )
-    return named.get("the base", (None,))[0]
+    return next(filter(None, bases), None)
 
 
 @refusing("merge")

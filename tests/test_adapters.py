@@ -30,11 +30,12 @@ from flowalign.backbone.adapters import (
     read_lora,
     write_lora,
 )
+from flowalign.commands.cli import main
 from flowalign.config import ConfigError, parse, read
 from flowalign.system.manifest import MANIFEST
 from flowalign.teachers.bank import Bank, Member
 from flowalign.teachers.merge import merge
-from flowalign.training.preflight import Launch, check_world
+from flowalign.training.preflight import Inputs, Launch, adapter_problems, check_world
 
 PATTERNS = {  # regular expressions and endings, as peft reads them
     "rank_pattern": {r"transformer_blocks\.0\.attn\.to_[qk]": 2, "attn.to_out.0": 5},
@@ -281,6 +282,53 @@ def test_a_check_tells_another_base_from_another_machine(tmp_path: Path) -> None
         check_world(parse(data, [f"model.id={medium}"]), Launch())
     (far,) = (problem for problem in caught.value.problems if problem.startswith("teachers."))
     assert far.startswith("teachers.far: ") and f"was trained on '{large}'" in far
+
+
+def test_the_name_of_a_base_that_may_be_a_copy_refuses_nothing(
+    random_model: str, tmp_path: Path
+) -> None:
+    """A download, a folder that was moved, a link, another case, a public model's copy: the shapes
+    decide, in every command."""
+    (tmp_path / "link").symlink_to(random_model)
+    public = "stabilityai/stable-diffusion-3.5-large"
+    names = ["acme/sd3", "/scratch/jane/sd3", f"{random_model}/", str(tmp_path / "link"), public]
+    config = fakes.distillation(random_model, tmp_path / "run", alone="even")
+    assert isinstance(config, fakes.config.OpdStage)
+    folders = [
+        described(tmp_path / str(number), base_model_name_or_path=name)
+        for number, name in enumerate(names)
+    ]
+    for number, name in enumerate(names):  # in the head of diffusers' file
+        lora = read_lora(folders[number])
+        metadata = lora.metadata | {"base_model_name_or_path": name}
+        write_lora(tmp_path / f"head_{number}", lora.weights, metadata)
+        folders.append(tmp_path / f"head_{number}")
+    wide = described(tmp_path / "wide", width=64, base_model_name_or_path="acme/sd3")
+    teachers = {
+        f"t{number}": config.teachers["even"].model_copy(update={"adapter": str(folder)})
+        for number, folder in enumerate([*folders, wide])
+    }
+    (problem,) = adapter_problems(
+        config.model_copy(update={"teachers": teachers}), Launch(), Inputs(config.model)
+    )
+    assert problem.startswith(f"teachers.t{len(folders)}: ") and "(2, 64)" in problem
+    args = ["sample", "x", "--model", random_model, "--steps", "2"]
+    loras = [text for folder in folders[::3] for text in ("--lora", f"n{folder.name}={folder}")]
+    assert main([*args, *loras, "--out", str(tmp_path / "x.png")]) == 0
+    merge(folders, tmp_path / "merged")
+
+
+def test_two_public_models_are_told_apart_by_name_alone(tmp_path: Path) -> None:
+    """Where the sizes of a layer are the same."""
+    dev, schnell = (f"black-forest-labs/FLUX.1-{name}" for name in ("dev", "schnell"))
+    lora = described(tmp_path / "dev", width=3072, base_model_name_or_path=dev)
+    for model in (schnell, "black-forest-labs/FLUX.1-Krea-dev"):
+        assert main(["sample", "x", "--model", model, "--lora", str(lora)]) == 2
+        with pytest.raises(AdapterError, match=dev):
+            flowalign.load(model, lora=lora)
+    other = described(tmp_path / "other", width=3072, base_model_name_or_path=schnell)
+    with pytest.raises(ValueError, match=schnell):
+        merge([lora, other], tmp_path / "merged")
 
 
 @pytest.mark.parametrize("entries", [{"transformer.r": 2, "transformer.lora_alpha": 8}, {}])

@@ -13,6 +13,7 @@ from torch.testing import assert_close
 import flowalign
 from flowalign import sde
 from flowalign.backbone import Backbone, ModelError, load_pipeline
+from flowalign.config import ConfigError, ModelConfig, load
 from flowalign.training.algorithm import STUDENT
 from flowalign.types import Conditioning
 
@@ -88,6 +89,17 @@ def test_a_model_that_is_not_there_says_what_to_do(tmp_path: Path) -> None:
         with pytest.raises(ModelError, match=r"model\.id") as error:
             load_pipeline(str(tmp_path if index else tmp_path / "none"))
         assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["sd3.5_medium.safetensors", "me/model/lora.safetensors"])
+def test_a_file_is_no_model(name: str, tmp_path: Path) -> None:
+    """Nor a teacher's base. A folder may have such a name."""
+    config = Path(flowalign.__file__).parents[1] / "configs/tiny/student_flow_opd.yaml"
+    for key in ("model.id", "teachers.ocr.base"):
+        with pytest.raises(ConfigError, match=f"{key}: .*{name}"):
+            load(config, [f"{key}={name}"])
+    (tmp_path / "x.safetensors").mkdir()
+    assert ModelConfig(id=str(tmp_path / "x.safetensors")).id
 
 
 @pytest.mark.parametrize("options", [{"quantization": "fp8"}, {"dtype": "bfloat16"}])

@@ -177,3 +177,37 @@ def test_a_recipe_is_read_whole() -> None:
     found = needed(stages.values())
     assert set(fake_hub.PUBLIC) <= set(found.values())
     assert {f.repository for f in found} > {"stabilityai/stable-diffusion-3.5-medium"}
+
+
+def test_what_ships_is_asked_of_nobody(stocked: Hub, tmp_path: Path, capsys: Any) -> None:
+    """Adapters, prompts and models; a name that does not ship is missing, whoever has it on the
+    Hub."""
+    stocked.put("tiny/ocr", dict(PEFT))
+    stocked.put("tiny/orc", dict(PEFT))
+    judge = {"name": "clipscore", "options": {"model": "tiny"}}
+    mark = {"name": "x", "prompts": "tiny/ocr_test", "limit": 1, "reward": judge}
+    shipped: dict[str, Any] = {"model": {"id": "tiny"}, "benchmarks": [mark]}
+    path = config(tmp_path, models={"base": None, "a": "tiny/ocr"}, **shipped)
+    assert main(["fetch", "--config", path]) == 0
+    assert main(["fetch", "--config", path, "models.b=tiny/orc"]) == 1
+    assert "missing: 'tiny/orc'" in capsys.readouterr().out
+    student = str(tmp_path / "both.yaml")
+    loras = ["--loras", "tiny/ocr", "tiny/preference"]
+    sets = ["--prompts", "tiny/ocr_train", "tiny/preference_train"]
+    assert main(["init", "--stage", "opd", *loras, *sets, "--out", student]) == 0
+    assert main(["fetch", "--config", student]) == 0
+    assert stocked.asked == []
+
+
+def test_a_repository_of_variants_alone_is_missing(
+    stocked: Hub, tmp_path: Path, random_model: str, capsys: Any
+) -> None:
+    """No run could read what would come."""
+    names = {
+        name.replace(".safetensors", ".fp16.safetensors"): content
+        for name, content in files(Path(random_model)).items()
+    }
+    stocked.put("me/half", names)
+    assert main(["fetch", "--config", config(tmp_path), "model.id=me/half"]) == 1
+    assert "missing: me/half has no file" in capsys.readouterr().out
+    assert not any("fp16" in name for name in stocked.downloads)

@@ -8,7 +8,7 @@ import fakes
 import pytest
 import torch
 from fake_hub import PEFT, online
-from huggingface_hub import constants, snapshot_download
+from huggingface_hub import constants, hf_hub_download, snapshot_download
 from safetensors.torch import save_file
 
 import flowalign
@@ -16,6 +16,7 @@ from flowalign.backbone.adapters import (
     AdapterError,
     HubError,
     adapter_folder,
+    hub_files,
     is_hub_id,
     read_lora,
     write_lora,
@@ -24,6 +25,7 @@ from flowalign.backbone.structure import read_family
 from flowalign.commands.recipe import file_digest
 from flowalign.config import ConfigError, ModelConfig
 from flowalign.system.hub_address import HubAddress
+from flowalign.system.hub_files import Unreachable
 from flowalign.teachers.merge import merge
 from flowalign.training.preflight import Launch, check_world
 
@@ -140,6 +142,31 @@ def test_offline_the_cache_is_taken_or_missed_with_a_reason(online: fake_hub.Hub
     assert read_lora(adapter_folder("me/lora", newest=True)).metadata["lora_alpha"] == 5
     with pytest.raises(HubError, match="'me/other'"):
         read_lora("me/other")
+
+
+@pytest.mark.parametrize(
+    ("cached", "source"),
+    [("a.safetensors", "me/two/b.safetensors"), ("README.md", "me/two/a.safetensors"),
+     ("ocr/x.safetensors", "me/two@main/style")],
+)  # fmt: skip
+def test_a_cache_with_other_files_of_a_repository_does_not_stand_for_one(
+    cached: str, source: str, online: fake_hub.Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lora = PEFT["adapter_model.safetensors"]
+    names = ("a.safetensors", "b.safetensors", "ocr/x.safetensors", "style/x.safetensors")
+    online.put("me/two", {"README.md": b"# two", **dict.fromkeys(names, lora)})
+    hf_hub_download("me/two", cached)
+    with monkeypatch.context() as patch:
+        patch.setattr(constants, "HF_HUB_OFFLINE", True)
+        with pytest.raises(Unreachable, match="me/two"):
+            hub_files(source).missing()
+        for newest in (False, True):
+            with pytest.raises(HubError, match=r"\.safetensors of me/two"):
+                read_lora(source, newest=newest)
+    assert read_lora(source).ranks
+    with monkeypatch.context() as patch:
+        patch.setattr(constants, "HF_HUB_OFFLINE", True)
+        assert hub_files(source).missing() == {} and read_lora(source).ranks
 
 
 def test_load_and_merge_take_ids(online: fake_hub.Hub, random_model: str, tmp_path: Path) -> None:

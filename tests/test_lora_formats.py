@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from flowalign.backbone.adapters import AdapterError, read_lora
-from flowalign.backbone.conversion import convert, layers_of
+from flowalign.backbone.conversion import Update, convert, layers_of
 from flowalign.backbone.sd3 import SD3
 from flowalign.backbone.structure import model_spec
 from flowalign.config import ModelConfig
@@ -272,7 +272,7 @@ def family_of(name: str) -> Callable[[], Any]:
     return lambda: backbone(PIPES(name)).family
 
 
-def converted(weights: dict[str, Tensor], family: Any) -> dict[str, tuple[Tensor, Tensor]]:
+def converted(weights: dict[str, Tensor], family: Any) -> dict[str, Update]:
     return convert(layers_of(weights), family)
 
 
@@ -349,8 +349,9 @@ def test_a_kohya_lora_of_sd3_changes_what_it_changes_in_stability_s_code() -> No
     updated = {name for name in plain if not torch.equal(plain[name], changed[name])}
     assert {name.removesuffix(".weight") for name in updated} == found.keys()
     for name in updated:
-        a, b = found[name.removesuffix(".weight")]
-        assert_close(plain[name] + b @ a, changed[name], rtol=0, atol=1e-5)
+        a, b, alpha = found[name.removesuffix(".weight")]
+        assert alpha == ALPHA
+        assert_close(plain[name] + scale * b @ a, changed[name], rtol=0, atol=1e-5)
 
 
 # What is refused, and where a model is not known -------------------------------------------------
@@ -378,6 +379,10 @@ REFUSED: dict[str, tuple[str, dict[str, Tensor], str]] = {
     "a text encoder": ("flux", HALF | halves("lora_te1_text_model_x"), "lora_te1"),
     "8 bits with scales": ("flux", HALF | {f"{X_Q}.weight_scale": torch.ones(1)}, "scale"),
     "integers": ("sd3", {n: w.to(torch.int8) for n, w in HALF.items()}, "int8"),
+    "a shape of ComfyUI's": (
+        "flux", HALF | {f"{X_Q}.reshape_weight": torch.tensor([4, 4])}, "reshape_weight is another"
+    ),
+    "a count of steps": ("flux", HALF | {"step": torch.tensor([100])}, "step is no A, B or alpha"),
     "NaN": ("flux", {n: w * NAN for n, w in HALF.items()}, "NaN"),
     "an alpha below 0": ("flux", HALF | {f"{X_Q}.alpha": torch.tensor(-1.0)}, "alpha"),
     "half a layer": ("flux", {f"{X_Q}.lora_A.weight": torch.ones(2, 32)}, "A and B"),
@@ -410,6 +415,32 @@ def test_a_refusal_names_what_is_left_over(how: str, tmp_path: Path) -> None:
         backbone(PIPES(family)).load_adapter("refused", tmp_path)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("format", "family"), [("kohya_bfl", "flux"), ("kohya_z", "z_image"), ("alpha", "flux")]
+)
+def test_alpha_is_not_rounded_to_the_bits_of_a_file(
+    format: str, family: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """Weights so small that their product with alpha / r would lose bits in float16."""
+    _, groups, writer, scale = READ[format]
+    core = PIPES(family).transformer
+    layers = {
+        name: ((1e-4 * a).to(dtype), b.to(dtype))
+        for name, (a, b) in random_layers(core, groups(core)).items()
+    }
+    save_file(writer(layers), tmp_path / "x.safetensors")
+    lora = read_lora(tmp_path, family=family_of(family))
+    for name, (a, b) in layers.items():
+        parts = [
+            lora.scales[layer]
+            * lora.weights[f"{layer}.lora_B.weight"].double()
+            @ lora.weights[f"{layer}.lora_A.weight"].double()
+            for layer in groups(core)[name]
+        ]
+        assert_close(torch.cat(parts), scale * b.double() @ a.double(), rtol=1e-6, atol=0)
+
+
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
 def test_weights_of_8_bits_are_read_as_they_are(dtype: torch.dtype, tmp_path: Path) -> None:
     values = torch.linspace(-300, 300, 64).reshape(2, 32).to(dtype)
@@ -429,7 +460,8 @@ def test_without_a_model_another_program_s_names_are_refused_and_merge_takes_one
     assert set(two.ranks) == set(one.ranks)
     for layer in one.ranks:
         a, b = (f"{layer}.lora_{half}.weight" for half in "AB")
-        assert_close(two.weights[b] @ two.weights[a], 2 * one.weights[b] @ one.weights[a])
+        update = one.scales[layer] * one.weights[b] @ one.weights[a]
+        assert_close(two.weights[b] @ two.weights[a], 2 * update)
 
 
 def test_peft_s_description_still_counts(tmp_path: Path) -> None:

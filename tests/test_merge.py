@@ -178,24 +178,26 @@ def test_wrong_options_are_refused(teachers: list[Path], tmp_path: Path, options
 
 
 def test_adapters_that_do_not_fit_are_refused(random_model: str, tmp_path: Path) -> None:
-    one = teacher(random_model, tmp_path / "one", 2, 2.0, 1, base="tiny")
-    other = teacher(random_model, tmp_path / "other", 2, 2.0, 1, base="large")
+    dev, schnell = (f"black-forest-labs/FLUX.1-{name}" for name in ("dev", "schnell"))
+    one = teacher(random_model, tmp_path / "one", 2, 2.0, 1, base=dev)
+    other = teacher(random_model, tmp_path / "other", 2, 2.0, 1, base=schnell)
     state, metadata = read_lora(one).weights, read_lora(one).metadata
     wide = {k: torch.cat([v, v], 1) if "lora_A" in k else v
             for k, v in state.items()}  # fmt: skip
     write_lora(tmp_path / "wide", wide, metadata)
     for folder, message in (
-        (other, "tiny in .*large in "),
+        (other, f"{dev} in .*{schnell} in "),
         (tmp_path / "wide", r"is \[\d+, \d+\] in"),
     ):
         with pytest.raises(ValueError, match=message):
             merge([one, folder], tmp_path / "out")
         assert not (tmp_path / "out").exists()
     unnamed = teacher(random_model, tmp_path / "unnamed", 2, 2.0, 1)
-    with pytest.raises(ValueError, match="tiny in .*large in "):
+    with pytest.raises(ValueError, match=f"{dev} in .*{schnell} in "):
         merge([unnamed, one, other], tmp_path / "out")
-    merge([unnamed, one], tmp_path / "out", model="other")
-    assert read_lora(tmp_path / "out").base == "tiny"
+    copied = teacher(random_model, tmp_path / "copied", 2, 2.0, 1, base="/scratch/jane/flux")
+    merge([unnamed, one, copied], tmp_path / "out", model="other")
+    assert read_lora(tmp_path / "out").base == dev
     with pytest.raises(FileExistsError, match="already holds an adapter"):
         merge([one], other)
     (tmp_path / "run").mkdir()

@@ -51,7 +51,6 @@ NAME = re.compile(  # of a layer in diffusers, as far as a name tells
     r"(?!text_encoder|lora_|lycoris_|(diffusion_model|model|unet|pipe|dit|double_blocks|"
     r"single_blocks|joint_blocks|final_layer)\.|.*\.attention\.(qkv|out)$|.*\.processor\.).*"
 )
-FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 MATCHING_S = 20.0  # for all patterns of a description: a stranger's may take for ever
 
@@ -64,9 +63,10 @@ class AdapterError(ValueError):
 
 
 def is_hub_id(source: str) -> bool:
-    """Whether a source names a place on the Hub, and no local folder has the name of its first
-    part."""
-    return HubAddress.parse(source) is not None and not Path(source.split("/")[0]).exists()
+    """Whether a source names a place on the Hub: it is none that ships with the package, and no
+    local folder has the name of its first part."""
+    owner = source.split("/")[0]
+    return HubAddress.parse(source) is not None and owner != "tiny" and not Path(owner).exists()
 
 
 def adapter_folder(source: str | Path, *, newest: bool = False) -> Path:
@@ -106,7 +106,7 @@ def _download(source: str, newest: bool) -> Path:
     folder = address.path
     try:
         if not newest:
-            with suppress(errors.LocalEntryNotFoundError):  # not in the cache: ask the Hub
+            with suppress(errors.LocalEntryNotFoundError, HubError):  # not cached: ask the Hub
                 return files.download(local_files_only=True) / folder
         # gigabytes of what is refused, such as a pipeline, stay there
         if not folder.endswith(".safetensors"):
@@ -122,7 +122,7 @@ def _download(source: str, newest: bool) -> Path:
         raise HubError(f"{what}: {shown(str(error), 600)}") from error
 
 
-def _adapter_file(folder: Path) -> Path:
+def adapter_file(folder: Path) -> Path:
     """The weights in a folder (or the file itself): diffusers' or peft's file (peft's first where
     the folder describes it), else the only .safetensors file."""
     if folder.is_file():
@@ -159,7 +159,7 @@ def _choose(names: Sequence[str], folder: str) -> str:
 def file_digest(source: str | Path) -> str | None:
     """SHA-256 of the files of an adapter as they are; None where there are none to be had."""
     try:
-        file = _adapter_file(adapter_folder(source))
+        file = adapter_file(adapter_folder(source))
     except (AdapterError, HubError):
         return None
     files = [file, file.parent / PEFT_CONFIG]
@@ -300,7 +300,7 @@ def read_lora(
     if isinstance(source, Lora):
         return source
     try:
-        file = _adapter_file(adapter_folder(source, newest=newest))
+        file = adapter_file(adapter_folder(source, newest=newest))
         with suppress(Foreign):  # there is no manifest, or another program's
             check_manifest(file.parent, [file.name, PEFT_CONFIG])
         return _read_file(file, family)
@@ -315,7 +315,7 @@ def read_lora(
 
 def _tensors(file: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
     """The head of a file, and its weights in the order in which safetensors' load_file gives them.
-    AdapterError for what cannot be read, or is not finite."""
+    AdapterError for what cannot be read."""
     try:
         with safe_open(file, framework="pt") as opened:
             head = opened.metadata() or {}
@@ -325,18 +325,16 @@ def _tensors(file: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
     for name, value in weights.items():
         if value.dtype in FLOAT8 or name.endswith(".alpha"):
             weights[name] = value.float()
-        elif value.dtype not in FLOATS:
-            raise AdapterError(f"{shown(name)} is stored as {value.dtype}: convert it to bfloat16")
-    if name := not_finite(weights):
-        reason = f"{shown(name)} holds NaN or infinity"
-        raise AdapterError(f"{reason}. Use an earlier one, or train it again.")
     return head, weights
 
 
 def _read_file(file: Path, family: Callable[[], Family] | None) -> Lora:
     head, in_file = _tensors(file)
-    pairs = layers_of(in_file)
-    layers = {_inner_name(layer): pair for layer, pair in pairs.items()}
+    updates = layers_of(in_file)
+    if name := not_finite(in_file):
+        reason = f"{shown(name)} holds NaN or infinity"
+        raise AdapterError(f"{reason}. Use an earlier one, or train it again.")
+    layers = {_inner_name(layer): update for layer, update in updates.items()}
     if not layers:
         raise AdapterError("it holds no weights")
     foreign = next((layer for layer in layers if not NAME.fullmatch(layer)), None)
@@ -346,16 +344,17 @@ def _read_file(file: Path, family: Callable[[], Family] | None) -> Lora:
             "ai-toolkit). It is read where the base model is known: --model."
         )
     if foreign and family:
-        layers = convert(pairs, family())
-        _say_once(logging.INFO, f"{file}: converted {len(pairs)} layers, such as {shown(foreign)}")
-    elif len(layers) < len(pairs):
+        layers = convert(updates, family())
+        count = len(updates)
+        _say_once(logging.INFO, f"{file}: converted {count} layers, such as {shown(foreign)}")
+    elif len(layers) < len(updates):
         raise AdapterError("it has two updates of one layer, under two prefixes")
-    ranks = {layer: len(a) for layer, (a, _) in layers.items()}
+    ranks = {layer: len(a) for layer, (a, _, _) in layers.items()}
     described = file.parent / PEFT_CONFIG
     text = head.get(METADATA) or (described.read_bytes() if described.is_file() else None)
-    scaled = any(key.endswith(".alpha") for key in in_file)  # alpha / rank is in A
-    config = Description() if text is None or scaled else Description.parse(text)
-    alphas = dict[str, Any](ranks)
+    scales = {layer: alpha for layer, (_, _, alpha) in layers.items() if alpha is not None}
+    config = Description() if text is None or scales else Description.parse(text)
+    alphas = dict[str, Any](ranks | scales)
     if config.model_fields_set:
         expected = resolve_pattern(ranks, config.r, config.rank_pattern)
         if wrong := next((layer for layer in ranks if ranks[layer] != expected[layer]), None):
@@ -365,7 +364,7 @@ def _read_file(file: Path, family: Callable[[], Family] | None) -> Lora:
         if config.alpha_pattern and foreign:
             raise AdapterError("its alpha_pattern has the names before their conversion")
         alphas = resolve_pattern(ranks, config.lora_alpha, config.alpha_pattern)
-    elif not scaled:
+    elif not scales:
         _say_once(
             logging.WARNING,
             f"{file} names no alpha; it is taken to be the rank (scale 1), as diffusers does. If "
@@ -379,8 +378,8 @@ def _read_file(file: Path, family: Callable[[], Family] | None) -> Lora:
     metadata = describe(ranks, alphas, bool(config.use_rslora), name)
     weights = {
         f"{layer}.lora_{half}.weight": weight
-        for layer, pair in layers.items()
-        for half, weight in zip("AB", pair, strict=True)
+        for layer, (a, b, _) in layers.items()
+        for half, weight in (("A", a), ("B", b))
     }
     return Lora(file, weights, metadata, ranks, alphas, base, int(length) if length else None)
 

@@ -24,6 +24,7 @@ PART = re.compile(
     re.ASCII,
 )
 HALVES = {"down.weight": "A", "up.weight": "B", "A.weight": "A", "B.weight": "B", "alpha": "alpha"}
+FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 # What torch.compile, DDP and FSDP put into a name, and peft the name of an adapter
 WRAPPED = re.compile(
     r"(?:^|(?<=\.))(?:_orig_mod|module|_fsdp_wrapped_module|_checkpoint_wrapped_module)\."
@@ -38,6 +39,7 @@ KINDS = {  # of weights that are not read, by a part of their names
     "dora_scale|magnitude_vector": "DoRA",
     "lokr_|hada_|oft_|boft_|vera_": "another method (LoKr, LoHa, OFT)",
     "scale_weight$|weight_scale$|scale_input$": "the scale of quantized weights",
+    "reshape_weight$": "another shape for a layer of the model",
     "bias$|diff_b$": "a bias",
     "embedding": "an embedding",
 }
@@ -59,14 +61,13 @@ def unwrapped(name: str) -> str:
     return WRAPPED.sub("", name)
 
 
-Pairs = Mapping[str, tuple[Tensor, Tensor]]  # {layer: A [r,in], B [out,r]}
+Update = tuple[Tensor, Tensor, float | None]  # A [r,in], B [out,r], alpha where the file holds it
 
 
-def layers_of(stored: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
-    """{layer: A, B} of a file, under the names that it has. Where it holds alphas, alpha / r is
-    in A. Raises ValueError for what is no plain LoRA, and for two weights that are one part of a
-    layer."""
-    names, found = defaultdict[str, dict[str, str]](dict), {}
+def layers_of(stored: Mapping[str, Tensor]) -> dict[str, Update]:
+    """{layer: its update} of a file, under the names that it has. Raises ValueError for what is no
+    plain LoRA, and for two weights that are one part of a layer."""
+    names, updates = defaultdict[str, dict[str, str]](dict), dict[str, Update]()
     for name, value in stored.items():
         part = PART.fullmatch(unwrapped(name))
         kind = next((kind for known, kind in KINDS.items() if re.search(known, name)), None)
@@ -74,6 +75,8 @@ def layers_of(stored: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
             kind = kind or "no A, B or alpha of a layer"
         elif part["half"] == "alpha" and not (value.numel() == 1 and 0 < value < 1e30):
             kind = f"no alpha above 0 ({value.flatten()[:3].tolist()})"
+        elif value.dtype not in FLOATS:
+            raise ValueError(f"{shown(name)} is stored as {value.dtype}: convert it to bfloat16")
         if kind or not part:
             raise ValueError(
                 f"{shown(name)} is {kind}, and only plain LoRAs of a transformer are read. Remove "
@@ -92,21 +95,19 @@ def layers_of(stored: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
         if not (a.ndim == b.ndim in (2, 4) and len(a) == b.shape[1] and a.numel() and b.numel()):
             shapes = f"{list(a.shape)} and {list(b.shape)}"
             raise ValueError(f"A and B of {shown(layer)} are {shapes}: no update")
-        if "alpha" in own:
-            a = a * (float(stored[own["alpha"]]) / len(a))
-        found[layer] = a, b
-    return found
+        updates[layer] = a, b, float(stored[own["alpha"]]) if "alpha" in own else None
+    return updates
 
 
-def convert(pairs: Pairs, family: Family) -> dict[str, tuple[Tensor, Tensor]]:
+def convert(updates: Mapping[str, Update], family: Family) -> dict[str, Update]:
     """The same under the names of the transformer's layers. Raises ValueError for layers that the
     model does not have, or has in other sizes, and for two updates of one."""
     layers = taking_lora(family.core)
-    known, converted = _names(layers, family), dict[str, tuple[Tensor, Tensor]]()
-    for layer, (a, b) in pairs.items():
+    known, converted = _names(layers, family), dict[str, Update]()
+    for layer, (a, b, alpha) in updates.items():
         if (targets := _targets(layer, known)) is None:
             text = f"{shown(layer)} is no layer of a {family.pipeline} that is read here"
-            raise ValueError(text + looks_like(pairs))
+            raise ValueError(text + looks_like(updates))
         rows = [layers[t].out_features for t in targets] if len(targets) > 1 else [len(b)]
         if sum(rows) != len(b):
             raise ValueError(f"{shown(layer)} has {len(b)} rows, and the model {sum(rows)}")
@@ -120,7 +121,7 @@ def convert(pairs: Pairs, family: Family) -> dict[str, tuple[Tensor, Tensor]]:
                     f"it has two updates of {target}, one of them under the name {shown(layer)}. "
                     "Remove the one that repeats the other."
                 )
-            converted[target] = a.clone(), part.clone()  # fused layers have one A
+            converted[target] = a.clone(), part.clone(), alpha  # fused layers have one A
     return converted
 
 

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import fnmatch
 import functools
 import json
+import re
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import diffusers
 import torch
 import transformers
-from diffusers import PipelineQuantizationConfig
-from huggingface_hub import hf_hub_download
+from diffusers import BitsAndBytesConfig
+from huggingface_hub import HfApi, hf_hub_download
 
 from flowalign.backbone.adapters import Lora
 from flowalign.backbone.family import LENGTH, Family, ModelError, default_length
 from flowalign.backbone.flux import Flux
 from flowalign.backbone.flux2 import Flux2, Flux2Klein
+from flowalign.backbone.pretrained import WeightsError, load_complete
 from flowalign.backbone.qwen_image import QwenImage
 from flowalign.backbone.sana import Sana
 from flowalign.backbone.sd3 import SD3
@@ -27,11 +31,12 @@ from flowalign.backbone.tiny import T5_LENGTH
 from flowalign.backbone.z_image import ZImage
 from flowalign.system import packages
 from flowalign.system.files import expanded
-from flowalign.system.hub_files import TEXTS, WEIGHTS, HubFiles
+from flowalign.system.hub_files import FAILED, TEXTS, WEIGHTS, HubFiles
 
 FAMILIES: dict[str, type[Family]] = {
     family.pipeline: family for family in (SD3, Flux, Flux2, Flux2Klein, QwenImage, ZImage, Sana)
 }
+LIBRARIES = {"diffusers": diffusers, "transformers": transformers}  # of a pipeline's parts
 
 
 @functools.cache
@@ -116,30 +121,45 @@ def load_pipeline(
     index = model_index(model, revision=revision)
     kind = family_of(index["_class_name"])
     check_packages(model, index)
-    loader = getattr(diffusers, kind.pipeline)
-    four_bits = None
+    options: dict[str, Any] = {"dtype": {"default": dtype, "vae": torch.float32}, **(parts or {})}
+    four_bits = dict[str, Any]()
     if quantization == "nf4":
-        computed: Any = {"bnb_4bit_compute_dtype": dtype}  # Any: diffusers' type knows no dtypes
-        four_bits = PipelineQuantizationConfig(
-            quant_backend="bitsandbytes_4bit",
-            quant_kwargs={"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", **computed},
-            components_to_quantize=["transformer"],
-        )
+        settings = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": dtype}
+        four_bits["quantization_config"] = BitsAndBytesConfig(load_in_4bit=True, **settings)
     try:
-        pipe = loader.from_pretrained(
-            resolve(model),
-            revision=revision,
-            use_safetensors=True,  # else diffusers takes a pickle where a part has no other file
-            quantization_config=four_bits,
-            dtype={"default": dtype, "vae": torch.float32},
-            **(parts or {}),
-        )
+        loader = getattr(diffusers, kind.pipeline)
+        each = {"transformer": four_bits}
+        pipe = complete_pipeline(loader, model, each, revision=revision, **options)
     except (OSError, ValueError) as error:
         raise model_error(model, error) from error
     pipe.set_progress_bar_config(disable=True)
     if quantization == "fp8":
         store_in_fp8(pipe.transformer, dtype)
     return pipe
+
+
+def complete_pipeline(loader: Any, model: str, each: Mapping[str, Any] = {}, **options: Any) -> Any:
+    """`loader.from_pretrained(model, **options)`, whose models are loaded by `load_complete`, which
+    see. With `device_map` or `quantization_config` diffusers loads them, and nothing is checked.
+    each: {part: more options of it}."""
+    options = {"use_safetensors": True, **options}  # else a pickle, where a part has no other file
+    folder = Path(resolve(model))
+    if not folder.is_dir():
+        folder = Path(loader.download(model, **options))
+    if options.keys() & {"device_map", "quantization_config"}:
+        return loader.from_pretrained(folder, **options)
+    dtypes, variant = options.get("dtype", options.get("torch_dtype")), options.get("variant")
+    index = model_index(str(folder))
+    for name, part in ((n, part) for n, part in index.items() if isinstance(part, list)):
+        kind = getattr(LIBRARIES.get(str(part[0])), str(part[-1]), None)
+        if name in options or not (isinstance(kind, type) and issubclass(kind, torch.nn.Module)):
+            continue
+        dtype = dtypes.get(name, dtypes.get("default")) if isinstance(dtypes, dict) else dtypes
+        more = {"dtype": dtype, **each.get(name, {})}
+        if variant and any((folder / name).glob(f"*.{variant}*")):
+            more["variant"] = variant
+        options[name] = load_complete(kind, folder / name, **more)
+    return loader.from_pretrained(folder, **options)
 
 
 def store_in_fp8(transformer: Any, dtype: torch.dtype) -> None:
@@ -155,12 +175,28 @@ def store_in_fp8(transformer: Any, dtype: torch.dtype) -> None:
 
 def model_error(model: str, error: Exception) -> ModelError:
     """What is wrong with model.id, from what reading it raised."""
-    folder = Path(resolve(model))
+    if isinstance(error, WeightsError):
+        return ModelError(f"model.id {model!r}: {error}")
+    folder, files = Path(resolve(model)), list[str]()
+    if "safetensors" in str(error):
+        with suppress(*FAILED):
+            files = [f.relative_to(folder).as_posix() for f in sorted(folder.rglob("*"))]
+            files = files or HfApi().list_repo_files(model)
     # the weights of a part: <part>/diffusion_pytorch_model.bin, <part>/pytorch_model.bin
-    if "safetensors" in str(error) and (pickles := sorted(folder.glob("*/*pytorch_model*.bin"))):
+    if pickles := fnmatch.filter(files, "*/*pytorch_model*.bin"):
         return ModelError(
             f"model.id {model!r}: {pickles[0]} is a pickle, and none is read: it could run code. "
             "If you trust it, let diffusers load the folder once, and `save_pretrained` it."
+        )
+    # the weights of a variant: <part>/model.fp16.safetensors
+    whole = {Path(f).parts[0] for f in files if re.search(r"model(-\d+-of-\d+)?\.safetensors$", f)}
+    variants = fnmatch.filter(files, "*/*model.*.safetensors")
+    if variants := [file for file in variants if Path(file).parts[0] not in whole]:
+        variant = variants[0].split("model.")[1].split(".")[0].split("-")[0]
+        return ModelError(
+            f"model.id {model!r}: a part has weights of the variant {variant!r} alone "
+            f"({variants[0]}), and no variant is read. Let diffusers load the model once with "
+            f"`variant={variant!r}`, `save_pretrained` it, and give that folder."
         )
     reason = (str(error).strip() or type(error).__name__).splitlines()[0]
     state = "does not load" if folder.exists() else "is no folder here, and the Hub did not give it"

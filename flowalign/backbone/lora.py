@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from flowalign.backbone.adapters import AdapterError, Lora, read_lora
 from flowalign.backbone.conversion import looks_like, taking_lora
+from flowalign.backbone.shapes import public
 
 
 @contextmanager
@@ -44,6 +45,15 @@ def put_lora(core: nn.Module, name: str, source: str | Path | Lora) -> dict[str,
             dict(lora.weights), prefix=None, adapter_name=name, metadata=lora.metadata
         )
     return lora.weights
+
+
+def other_base(lora: Lora, model: str, core: nn.Module | None) -> str | None:
+    """Why a LoRA is of another base than a model: its layers or sizes do not fit, or it names
+    another public model. Any other name, such as a folder, may stand for the same base. core: the
+    model's transformer; None = its shapes are not known. None where nothing speaks against it."""
+    if lora.base != model and {lora.base, model} <= public().keys():
+        return f"was trained on {lora.base!r}"
+    return misfit(core, lora) if core else None
 
 
 def misfit(core: nn.Module, lora: Lora) -> str | None:

@@ -7,7 +7,7 @@ data`. What is to be downloaded is asked of the code that loads it.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 
 from flowalign import rewards
@@ -30,7 +30,7 @@ def main(args: argparse.Namespace) -> int:
     stages, problems = recipe.read_stages(config, Path(args.config).parent)
     if problems:
         raise ConfigError(problems)
-    lacking = list(_files(stages.values(), args.check))
+    lacking = [*_adapters_here(stages.values()), *_files(stages.values(), args.check)]
     for name, commands in missing_sets(stages.values()).items():
         # an earlier one may have written it, too; they write below data/
         if commands and not (args.check or Path(name).exists()) and name.startswith("data/"):
@@ -59,6 +59,19 @@ def needed(stages: Iterable[Stage]) -> dict[HubFiles, str]:
             if not files and judge.files(**options) is None:
                 print(f"not looked at: what reward {name} downloads by itself")
     return found
+
+
+def _adapters_here(stages: Collection[Stage]) -> Iterator[str]:
+    """Say which adapters on this machine, shipped ones too, are not there, and are written by none
+    of the stages."""
+    written = {str(Path(stage.output) / "adapter") for stage in stages}
+    sources = dict.fromkeys(source for stage in stages for source in stage.inputs.values())
+    for source in sources:
+        if source not in written and not adapters.is_hub_id(source):
+            try:
+                adapters.adapter_file(adapters.adapter_folder(source))
+            except adapters.AdapterError as error:
+                yield f"missing: {source!r}: {error}"
 
 
 def _files(stages: Iterable[Stage], check: bool) -> Iterator[str]:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from flowalign.backbone import Backbone, family_of, pipeline_name, resolve
 from flowalign.backbone.adapters import Lora, read_lora
-from flowalign.backbone.lora import misfit
+from flowalign.backbone.lora import other_base
 from flowalign.backbone.structure import known, read_family
 from flowalign.commands.arguments import SHOWN
 from flowalign.commands.init import named_sources
@@ -71,8 +71,9 @@ def settle(args: argparse.Namespace, lora: Lora | None = None, *others: Lora) ->
     model = args.model or (lora and lora.base) or "tiny"
     spec = known(ModelConfig(id=model))
     for one in filter(None, (lora, *others)):
-        if spec and misfit(spec.family.core, one):
-            raise ValueError(f"--model: {one.file} is not of {model}. Give the base that it is of.")
+        if reason := other_base(one, model, spec and spec.family.core):
+            text = f"{one.file} is an adapter of another base than {model!r}: it {reason}"
+            raise ValueError(f"--model: {text}. Give the base that it is of.")
     try:  # the run that trained the LoRA leaves its config above the adapter's folder
         run = load(lora.file.parent.parent / "config.yaml") if lora else None
     except ConfigError:  # there is none, or it is another program's

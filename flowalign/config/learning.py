@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
+from flowalign.config.model import Pipeline
 from flowalign.config.section import (
     Count,
     Decay,
@@ -115,7 +116,7 @@ class LabellerConfig(Section):
 
     adapter: Location | None = Field(examples=["runs/teacher_ocr/adapter"])
     """Adapter folder or Hub id; null = the base itself."""
-    base: Location | None = Field(default=None, examples=["stabilityai/stable-diffusion-3.5-large"])
+    base: Pipeline | None = Field(default=None, examples=["stabilityai/stable-diffusion-3.5-large"])
     """Another base (a folder or Hub id), such as a larger one, with the VAE, text encoders and
     scheduler of model.id: only its transformer is loaded. null = the student's base."""
     revision: str | None = Field(default=None, examples=["main"])

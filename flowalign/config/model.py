@@ -2,17 +2,33 @@
 
 from __future__ import annotations
 
+from os.path import isdir
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from flowalign.config.section import Location, Many, Pixels, Positive, Section, Size
+
+
+def check_pipeline(model: str) -> str:
+    """ValueError for the name of one file, such as a checkpoint or a LoRA."""
+    if model.endswith((".safetensors", ".ckpt", ".gguf", ".bin", ".pt")) and not isdir(model):
+        raise ValueError(
+            f"{model!r} is a file, and a pipeline is a folder. diffusers makes one of a "
+            "checkpoint: `from_single_file`, then `save_pretrained`. Of a LoRA, give the base here "
+            "and the file as an adapter (--lora, lora.init, teachers.NAME.adapter)."
+        )
+    return model
+
+
+# a folder of a pipeline, or a Hub id
+Pipeline = Annotated[Location, AfterValidator(check_pipeline)]
 
 
 class ModelConfig(Section):
     """The base model."""
 
-    id: Location = Field(examples=["tiny", "stabilityai/stable-diffusion-3.5-medium"])
+    id: Pipeline = Field(examples=["tiny", "stabilityai/stable-diffusion-3.5-medium"])
     """`tiny` (ships with the package), a folder, or a Hub id."""
     revision: str | None = Field(default=None, examples=["main"])
     """Branch, tag or commit on the Hub."""

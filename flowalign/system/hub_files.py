@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,14 +54,28 @@ class HubFiles:
             kind = HubError if answered else Unreachable
             raise kind(f"{self.repository}: {shown(str(error), 600)}") from error
         sizes = {file.rfilename: file.size or 0 for file in about.siblings or ()}
-        if not (names := [*filter_repo_objects(sizes, **self.chosen)]):
-            raise HubError(f"{self.repository} has no file {' or '.join(self.patterns)}")
+        if absent := self.absent(sizes):
+            raise HubError(f"{self.repository} has no file {absent}")
+        names = filter_repo_objects(sizes, **self.chosen)
         at["revision"] = about.sha
         lost = (n for n in names if not isinstance(try_to_load_from_cache(filename=n, **at), str))
         return {name: sizes[name] for name in lost}
 
+    def absent(self, names: Iterable[str]) -> str | None:
+        """The patterns of weights, or all where none is of weights, if no name matches one."""
+        weights = [pattern for pattern in self.patterns if pattern.endswith(".safetensors")]
+        needed = weights or [*self.patterns]
+        options = {**self.chosen, "allow_patterns": needed}
+        return None if any(filter_repo_objects(names, **options)) else " or ".join(needed)
+
     def download(self, **hub: Any) -> Path:
         """Their folder in the cache. What came before is not sent again. hub: options of
-        `snapshot_download`, whose errors it raises."""
+        `snapshot_download`, whose errors it raises. Raises HubError where they are not in it."""
         options = {"revision": self.revision, **self.chosen, **hub}
-        return Path(snapshot_download(self.repository, **options))
+        folder = Path(snapshot_download(self.repository, **options))
+        # without the Hub, snapshot_download gives a folder that holds other files
+        files = (f.relative_to(folder).as_posix() for f in folder.rglob("*") if f.is_file())
+        if absent := self.absent(files):
+            text = f"the cache has no {absent} of {self.repository}"
+            raise HubError(f"{text}, and the Hub was not reached, or has none")
+        return folder

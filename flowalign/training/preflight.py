@@ -21,7 +21,7 @@ from flowalign import rewards
 from flowalign.backbone import adapters
 from flowalign.backbone.adapters import AdapterError, HubError, Lora, read_lora
 from flowalign.backbone.attention import unavailable
-from flowalign.backbone.lora import misfit
+from flowalign.backbone.lora import other_base
 from flowalign.backbone.structure import cut_prompts, known, mismatches, read_family
 from flowalign.backbone.tiny.scenes import rendered
 from flowalign.config import ConfigError, Judged, ModelConfig, Stage, TrainingStage, load
@@ -139,10 +139,8 @@ def adapter_problems(config: Any, launch: Launch, inputs: Inputs) -> Iterator[st
         place = key.removesuffix(".adapter")
         model = config.bases.get(place, config.model)
         name = f"{place}.base" if place in config.bases else "model.id"
-        reason = f"was trained on {lora.base!r}"
-        if lora.base in (None, model.id):
-            reason = misfit(spec.family.core, lora) if (spec := known(model)) else None
-        if reason:
+        spec = known(model)
+        if reason := other_base(lora, model.id, spec and spec.family.core):
             yield (
                 f"{key}: {source!r} is an adapter of another base: it {reason}, and {name} is "
                 f"{model.id!r}. Name an adapter of this base, or that base as {name}."
