@@ -30,6 +30,12 @@ from flowalign.types import Metadata, Scores
 
 MAX_BYTES = 2**20  # of an answer
 CONTENT = "text choices[0].message.content"
+THINKING = re.compile(r"[<\[◁](/?)think(?:ing)?[>\]▷]", re.IGNORECASE)  # a tag of such a part
+CUT = {  # finish_reason of an answer that is not complete
+    "length": "was cut; raise `max_tokens`",
+    "content_filter": "was filtered by the endpoint",
+    "abort": "was broken off by the endpoint",
+}
 
 
 def _check_pattern(pattern: str) -> str:
@@ -67,7 +73,8 @@ class Template:
         take the first; answers with one match are the same to both.)
         """
         scores = re.findall(self.pattern, answer)  # one group: the texts that it matched
-        score = float(scores[-1]) if scores else math.nan  # ValueError for what is no number
+        # ValueError for what is no number; some languages write 4,5
+        score = float(scores[-1].replace(",", ".")) if scores else math.nan
         if not self.lowest <= score <= self.scale:
             said = repr(shown(answer, 160))
             raise ValueError(f"no score of {self.lowest:g} to {self.scale:g} in the answer {said}")
@@ -176,7 +183,7 @@ def complete(
     client: Client, url: str, model: str, content: Any, most: int, read: Callable[[str], Any]
 ) -> Any:
     """What is read of the text of a chat completion of at most so many tokens. content: of the
-    user's message. Raises ValueError for an answer without a text."""
+    user's message. Raises ValueError for an answer without a text, and for one that was cut."""
     body = {
         "model": model,
         "messages": [{"role": "user", "content": content}],
@@ -185,10 +192,34 @@ def complete(
     }
     answer = client.request("POST", url, json=body)
     try:
-        return read(json.loads(answer)["choices"][0]["message"]["content"])
-    except (json.JSONDecodeError, UnicodeError, LookupError, TypeError, RecursionError):
+        choice = json.loads(answer)["choices"][0]
+        end = CUT.get(choice.get("finish_reason"))
+        text = "" if end else _text(choice["message"]["content"])
+    except (json.JSONDecodeError, UnicodeError, LookupError, TypeError, AttributeError,
+            RecursionError):  # fmt: skip
         beginning = client.clean(answer.decode("utf-8", "replace"))
         raise ValueError(f"no {CONTENT} in the answer {beginning!r}") from None
+    if end:
+        raise ValueError(f"the answer, of at most {most} tokens, {end}")
+    return read(_verdict(text))
+
+
+def _text(content: str | list[dict[str, Any]]) -> str:
+    """The content of a message, or the texts of its parts."""
+    if isinstance(content, str):
+        return content
+    return "".join(part["text"] for part in content if part["type"] == "text")
+
+
+def _verdict(text: str) -> str:
+    """What follows the thinking, which drafts scores and quotes them. Raises ValueError for an
+    answer that ends inside its thinking."""
+    tags = list(THINKING.finditer(text))
+    if not tags:
+        return text
+    if not tags[-1][1]:
+        raise ValueError(f"the answer ends inside its thinking: {shown(text, 160)!r}")
+    return text[tags[-1].end() :]
 
 
 def image_url(image: Tensor, size: int | None) -> str:
