@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
+import string
+import unicodedata
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from difflib import get_close_matches
+from functools import cache, partial
 from importlib.metadata import version
 from queue import SimpleQueue
 from statistics import fmean
@@ -22,7 +25,7 @@ from flowalign.rewards.base import Cost, RewardBase
 from flowalign.rewards.options import Count, check_call
 from flowalign.rewards.vlm import VLM
 from flowalign.system.images import to_uint8
-from flowalign.system.packages import require
+from flowalign.system.packages import installed, require
 from flowalign.types import Metadata, Scores
 
 Line = tuple[str, float]
@@ -50,9 +53,45 @@ def normalize(text: str) -> str:
     return text.replace(" ", "").lower()  # as the peers, who keep tabs and newlines
 
 
-def joined(lines: Sequence[Line] | None) -> str:
-    """The normalized text of the lines of confidence > 0."""
-    return normalize("".join(text for text, confidence in lines or () if confidence > 0))
+def compared(target: str, lines: Sequence[Line] | None) -> tuple[str, str]:
+    """The target, and the text of the lines of confidence > 0, normalized. Unless the target is
+    ASCII, which is compared as the peers do, both are `plain` first."""
+    read = "".join(text for text, confidence in lines or () if confidence > 0)
+    if not target.isascii():
+        target, read = map(plain, (target, read))
+    return normalize(target), normalize(read)
+
+
+# What fonts, keyboards and engines write in several ways: the plain form of each.
+PLAIN = {
+    **dict.fromkeys(map(ord, "‘’‚‛′´ʼ"), "'"),
+    **dict.fromkeys(map(ord, "“”„‟″"), '"'),
+    **dict.fromkeys(map(ord, "‐‑‒–—―−"), "-"),
+    ord("…"): "...",
+    **{0xFEE0 + ord(sign): sign for sign in string.punctuation + string.digits},  # full width
+    **{0xFEE0 + ord(sign): sign for sign in string.ascii_letters},
+    **dict.fromkeys(range(0xFE00, 0xFE10), ""),  # say which variant of a glyph is meant
+}
+BY_CATEGORY = {"Zs": " ", "Cf": ""}  # spaces; characters of no width
+
+
+def plain(text: str) -> str:
+    """Text in NFC, with plain quotes, apostrophes, dashes, dots and spaces, without characters of
+    no width. Digits and letters of full width are ASCII."""
+    letters = (BY_CATEGORY.get(unicodedata.category(sign), sign) for sign in text.translate(PLAIN))
+    return unicodedata.normalize("NFC", "".join(letters))
+
+
+def unwritable(text: str, alphabet: frozenset[str]) -> list[str]:
+    """The letters of a text that an engine cannot write, which has those of the alphabet.
+
+    An engine without the final sigma has Greek letters for formulas, and reads words as Latin.
+    """
+    letters = [sign for sign in plain(text) if not (sign.isascii() or sign.isspace())]
+    missing = [sign for sign in letters if not {sign, sign.lower(), sign.upper()} & alphabet]
+    if "ς" not in alphabet:
+        missing += "".join(re.findall(r"[\u0370-\u03ff\u1f00-\u1fff]{2,}", plain(text)))
+    return list(dict.fromkeys(missing))
 
 
 def text_reward(target: str, lines: Sequence[Line] | None) -> float:
@@ -60,10 +99,11 @@ def text_reward(target: str, lines: Sequence[Line] | None) -> float:
 
     lines: (text, confidence) in reading order, None or [] = no text. Lines of confidence > 0
     are joined; 1 if the target is in them, else 1 - min(Levenshtein, n) / n for a target of n
-    characters. So any surplus text around the target is free.
+    characters. So any surplus text around the target is free. Targets that are not ASCII, and
+    what is read for them, are compared as `plain` text.
     Source: Flow-OPD@434ab16 flow_grpo/ocr.py (OcrScorer). Raises ValueError for a blank target.
     """
-    wanted, read = normalize(target), joined(lines)
+    wanted, read = compared(target, lines)
     if not wanted:
         raise ValueError(f"the target text {target!r} is blank; nothing can be compared with it.")
     if wanted in read:  # Levenshtein would count the surplus text
@@ -91,8 +131,11 @@ def word_scores(
     regions or length. weight: the number of words, over which the benchmarks' means are.
     Sources: NJU-PCALab/TextCrafter, unified_metrics_eval.py; X-Omni, textbench/summary_scores.py.
     """
-    wanted = WORDS[rule](" ".join(texts))
-    read = WORDS[rule]("\n".join(text for text, confidence in lines or () if confidence > 0))
+    target = " ".join(texts)
+    page = "\n".join(text for text, confidence in lines or () if confidence > 0)
+    if not target.isascii():
+        target, page = map(plain, (target, page))
+    wanted, read = WORDS[rule](target), WORDS[rule](page)
     if rule != "cvtg2k":
         value = (Counter(wanted) & Counter(read)).total() / len(wanted)
         length = metadata.get("length")
@@ -110,7 +153,8 @@ def word_scores(
 
 
 class Engine(Protocol):
-    """Reads text. `name` says which engine, models and settings, and is recorded with results."""
+    """Reads text. `name` says which engine, models and settings, and is recorded with results. One
+    may have `alphabet(**options)`: the letters that it writes, None where it has no list."""
 
     name: str
 
@@ -159,10 +203,24 @@ class RapidOCREngine:
             f"unclip_ratio 1.6, rec_width {rec_width}"
         )
 
+    @staticmethod
+    def alphabet(**options: Any) -> frozenset[str] | None:
+        """The letters of the recognition model, which no option changes."""
+        return _rapidocr_alphabet() if installed("rapidocr") else None
+
     def read(self, image: np.ndarray) -> list[Line]:
         """image uint8 RGB [H,W,3] -> (text, confidence) in RapidOCR's order, [] = no text."""
         page = self._ocr(_bgr(image))
         return list(zip(page.txts or (), map(float, page.scores or ()), strict=True))
+
+
+@cache
+def _rapidocr_alphabet() -> frozenset[str]:
+    """The letters of RapidOCR's recognition model, which is loaded: about a second."""
+    params = {"Global.log_level": "critical", "Global.use_det": False, "Global.use_cls": False}
+    ocr: Any = require("rapidocr", "this reward reads text with").RapidOCR(params=params)
+    ocr(np.full((48, 48, 3), 255, np.uint8))  # the first image loads the model
+    return frozenset(ocr.text_rec.postprocess_op.character)
 
 
 class PaddleOCREngine:
@@ -193,6 +251,11 @@ class PaddleOCREngine:
             f"paddleocr {version('paddleocr')} paddle, PP-OCRv4 {lang}, text_rec_score_thresh "
             f"{CONFIDENCE}, upscale 1, limit 64 min, box_thresh 0.6, unclip_ratio 1.5"
         )
+
+    @staticmethod
+    def alphabet(lang: str = "en", **options: Any) -> frozenset[str] | None:
+        """The letters of the English models; PaddleOCR lists no others before it downloads them."""
+        return frozenset(string.printable) if lang == "en" else None
 
     def read(self, image: np.ndarray) -> list[Line]:
         """image uint8 RGB [H,W,3] -> (text, confidence) in PaddleOCR's order, [] = no text."""
@@ -273,6 +336,7 @@ class OCR(RewardBase):
         **engine_options: Any,
     ) -> None:
         self.engines = [engine]
+        self.alphabet = partial(engine_alphabet, engine, **engine_options)
         if isinstance(engine, str):
             self.engines = [ENGINES[engine](**engine_options) for _ in range(workers)]
         self.engine: Any = self.engines[0]
@@ -300,21 +364,26 @@ class OCR(RewardBase):
 
     @classmethod
     def check_prompts(cls, prompts: Sequence[str], metadata: Metadata, **options: Any) -> None:
-        """Raise ValueError for the first prompt that has no target text."""
+        """Raise ValueError for the first prompt that has no target text, or whose target has
+        letters that the engine cannot write."""
+        rule = options.get("rule", "published")
         for number, (prompt, meta) in enumerate(zip(prompts, metadata, strict=True), 1):
             try:
-                _texts(options.get("rule", "published"), prompt, meta)
+                _texts(rule, prompt, meta, partial(engine_alphabet, **options))
             except ValueError as error:
                 raise ValueError(f"number {number} of {len(prompts)}: {error}") from None
 
     def __call__(self, images: Tensor, prompts: Sequence[str], metadata: Metadata) -> Scores:
         """images [B,3,H,W] in [0,1] -> Scores of B, on the CPU; reasons say what was read."""
-        targets = [_texts(self.rule, *each) for each in zip(prompts, metadata, strict=True)]
+        targets = [
+            _texts(self.rule, prompt, meta, self.alphabet)
+            for prompt, meta in zip(prompts, metadata, strict=True)
+        ]
         pages = self._read([to_uint8(image) for image in images])
         rows, reasons = [], {}
         for row, (texts, lines, meta) in enumerate(zip(targets, pages, metadata, strict=True)):
             if self.rule == "published":
-                wanted, read = normalize(texts[0]), joined(lines)
+                wanted, read = compared(texts[0], lines)
                 value = text_reward(texts[0], lines)
                 longest = max(4, 1 << (len(wanted) - 1).bit_length())
                 length = f"letters_{longest // 2 + 1 if longest > 4 else 1:02}_to_{longest:02}"
@@ -342,16 +411,52 @@ class OCR(RewardBase):
             return list(pool.map(read, pictures))
 
 
-def _texts(rule: str, prompt: str, metadata: Mapping[str, Any]) -> list[str]:
-    """What an image of this prompt has to say; ValueError where there is no such text."""
+def engine_alphabet(
+    engine: str | Engine = "rapidocr", rule: str = "", workers: int = 1, **engine_options: Any
+) -> frozenset[str] | None:
+    """The letters that an engine with these options can write; None where it has no list."""
+    reader = ENGINES[engine] if isinstance(engine, str) else engine
+    alphabet = getattr(reader, "alphabet", None)
+    return alphabet(**engine_options) if alphabet else None
+
+
+def _texts(
+    rule: str,
+    prompt: str,
+    metadata: Mapping[str, Any],
+    alphabet: Callable[[], frozenset[str] | None],
+) -> list[str]:
+    """What an image of this prompt has to say. ValueError where there is no such text, where more
+    than one is possible, or where the engine lacks letters of it."""
     key = next((key for key in ("target", "text")[: 1 + (rule in WORDS)] if key in metadata), "")
+    if not key:
+        _check_quotes(rule, prompt)
     quoted = [] if key else [target_of(prompt), *prompt.split('"')[3:-1:2]]
     found = metadata[key] if key else quoted if rule in WORDS else quoted[:1]
     texts = [found] if isinstance(found, str) else found
     is_list = isinstance(texts, list) and all(isinstance(text, str) for text in texts)
     said = " ".join(texts) if is_list else ""
-    if not (WORDS[rule](said) if rule in WORDS else normalize(said) and len(texts) == 1):
+    if not (WORDS[rule](said) if rule in WORDS else normalize(plain(said)) and len(texts) == 1):
         where = f"in its metadata a `{key}`" if key else "between quotes"
         want = "words" if rule in WORDS else "one text"
         raise ValueError(f"prompt {prompt!r} has {where} {found!r}; rule {rule!r} wants {want}.")
+    letters = None if said.isascii() else alphabet()
+    if letters is not None and (missing := unwritable(said, letters)):
+        raise ValueError(
+            f"prompt {prompt!r} wants letters that this OCR engine never writes: "
+            f"{' '.join(missing)} ({len(missing)} of them). Leave the prompt out, or use an engine "
+            "that reads them: `engine: vlm`, or `paddleocr` with its `lang`."
+        )
     return texts
+
+
+def _check_quotes(rule: str, prompt: str) -> None:
+    """Raise ValueError for quotes that do not say which text is meant: inch marks, escaped ones."""
+    before, *rest = prompt.split('"')
+    if rest and before.endswith((*string.digits, "\\")):
+        reason = f"begins its quotes after {before[-1:]!r}, as an inch mark or an escaped one"
+    elif len(rest) > 2 and (rule not in WORDS or len(rest) % 2):
+        reason = f"has {len(rest)} double quotes"
+    else:
+        return
+    raise ValueError(f"prompt {prompt!r} {reason}: give its text as `target` in the metadata.")
