@@ -29,6 +29,7 @@ from flowalign.system.packages import installed, require
 from flowalign.types import Metadata, Scores
 
 Line = tuple[str, float]
+Letters = frozenset[str] | None  # what an engine can write; None = it has no list
 CONFIDENCE = 0.5  # lines of less are dropped, as PaddleOCR 2.x, the peers' engine, does
 QUESTION = "Which text does the image show? Reply with that text only, and do not repeat any of it."
 
@@ -68,8 +69,7 @@ PLAIN = {
     **dict.fromkeys(map(ord, "“”„‟″"), '"'),
     **dict.fromkeys(map(ord, "‐‑‒–—―−"), "-"),
     ord("…"): "...",
-    **{0xFEE0 + ord(sign): sign for sign in string.punctuation + string.digits},  # full width
-    **{0xFEE0 + ord(sign): sign for sign in string.ascii_letters},
+    **{0xFEE0 + code: chr(code) for code in range(0x21, 0x7F)},  # full width
     **dict.fromkeys(range(0xFE00, 0xFE10), ""),  # say which variant of a glyph is meant
 }
 BY_CATEGORY = {"Zs": " ", "Cf": ""}  # spaces; characters of no width
@@ -82,14 +82,11 @@ def plain(text: str) -> str:
     return unicodedata.normalize("NFC", "".join(letters))
 
 
-def unwritable(text: str, alphabet: frozenset[str]) -> list[str]:
-    """The letters of a text that an engine cannot write, which has those of the alphabet.
-
-    An engine without the final sigma has Greek letters for formulas, and reads words as Latin.
-    """
-    letters = [sign for sign in plain(text) if not (sign.isascii() or sign.isspace())]
-    missing = [sign for sign in letters if not {sign, sign.lower(), sign.upper()} & alphabet]
-    if "ς" not in alphabet:
+def unwritable(text: str, letters: frozenset[str]) -> list[str]:
+    """What a text has besides the letters that an engine can write."""
+    signs = [sign for sign in plain(text) if not (sign.isascii() or sign.isspace())]
+    missing = [sign for sign in signs if letters.isdisjoint((sign, sign.lower(), sign.upper()))]
+    if "ς" not in letters:  # it has Greek letters for formulas, and reads words as Latin
         missing += "".join(re.findall(r"[\u0370-\u03ff\u1f00-\u1fff]{2,}", plain(text)))
     return list(dict.fromkeys(missing))
 
@@ -153,8 +150,7 @@ def word_scores(
 
 
 class Engine(Protocol):
-    """Reads text. `name` says which engine, models and settings, and is recorded with results. One
-    may have `alphabet(**options)`: the letters that it writes, None where it has no list."""
+    """Reads text. `name` says which engine, models and settings, and is recorded with results."""
 
     name: str
 
@@ -204,24 +200,10 @@ class RapidOCREngine:
             f"unclip_ratio 1.6, rec_width {rec_width}"
         )
 
-    @staticmethod
-    def alphabet(**options: Any) -> frozenset[str] | None:
-        """The letters of the recognition model, which no option changes."""
-        return _rapidocr_alphabet() if installed("rapidocr") else None
-
     def read(self, image: np.ndarray) -> list[Line]:
         """image uint8 RGB [H,W,3] -> (text, confidence) in RapidOCR's order, [] = no text."""
         page = self._ocr(_bgr(image))
         return list(zip(page.txts or (), map(float, page.scores or ()), strict=True))
-
-
-@cache
-def _rapidocr_alphabet() -> frozenset[str]:
-    """The letters of RapidOCR's recognition model, which is loaded: about a second."""
-    params = {"Global.log_level": "critical", "Global.use_det": False, "Global.use_cls": False}
-    ocr: Any = require("rapidocr", "this reward reads text with").RapidOCR(params=params)
-    ocr(np.full((48, 48, 3), 255, np.uint8))  # the first image loads the model
-    return frozenset(ocr.text_rec.postprocess_op.character)
 
 
 class PaddleOCREngine:
@@ -252,11 +234,6 @@ class PaddleOCREngine:
             f"paddleocr {version('paddleocr')} paddle, PP-OCRv4 {lang}, text_rec_score_thresh "
             f"{CONFIDENCE}, upscale 1, limit 64 min, box_thresh 0.6, unclip_ratio 1.5"
         )
-
-    @staticmethod
-    def alphabet(lang: str = "en", **options: Any) -> frozenset[str] | None:
-        """The letters of the English models; PaddleOCR lists no others before it downloads them."""
-        return frozenset(string.printable) if lang == "en" else None
 
     def read(self, image: np.ndarray) -> list[Line]:
         """image uint8 RGB [H,W,3] -> (text, confidence) in PaddleOCR's order, [] = no text."""
@@ -293,6 +270,20 @@ ENGINES: dict[str, Callable[..., Engine]] = {
     "paddleocr": PaddleOCREngine,
     "vlm": VLMEngine,
 }
+
+
+@cache
+def alphabet(engine: str | Engine, lang: str) -> Letters:
+    """The letters of an engine. RapidOCR's are in its model, whose loading takes a second;
+    PaddleOCR's of other languages come with the download."""
+    if engine == "paddleocr" and lang == "en":
+        return frozenset(string.printable)
+    if engine != "rapidocr" or not installed("rapidocr"):
+        return None
+    params = {"Global.log_level": "critical", "Global.use_det": False, "Global.use_cls": False}
+    ocr: Any = require("rapidocr", "this reward reads text with").RapidOCR(params=params)
+    ocr(np.full((48, 48, 3), 255, np.uint8))  # the first image loads the model
+    return frozenset(ocr.text_rec.postprocess_op.character)
 
 
 def _bgr(image: np.ndarray) -> np.ndarray:
@@ -337,7 +328,7 @@ class OCR(RewardBase):
         **engine_options: Any,
     ) -> None:
         self.engines = [engine]
-        self.alphabet = partial(engine_alphabet, engine, **engine_options)
+        self.alphabet = partial(alphabet, engine, engine_options.get("lang", "en"))
         if isinstance(engine, str):
             self.engines = [ENGINES[engine](**engine_options) for _ in range(workers)]
         self.engine: Any = self.engines[0]
@@ -368,18 +359,17 @@ class OCR(RewardBase):
         """Raise ValueError for the first prompt that has no target text, or whose target has
         letters that the engine cannot write."""
         rule = options.get("rule", "published")
+        letters = partial(alphabet, options.get("engine", "rapidocr"), options.get("lang", "en"))
         for number, (prompt, meta) in enumerate(zip(prompts, metadata, strict=True), 1):
             try:
-                _texts(rule, prompt, meta, partial(engine_alphabet, **options))
+                _texts(rule, prompt, meta, letters)
             except ValueError as error:
                 raise ValueError(f"number {number} of {len(prompts)}: {error}") from None
 
     def __call__(self, images: Tensor, prompts: Sequence[str], metadata: Metadata) -> Scores:
         """images [B,3,H,W] in [0,1] -> Scores of B, on the CPU; reasons say what was read."""
-        targets = [
-            _texts(self.rule, prompt, meta, self.alphabet)
-            for prompt, meta in zip(prompts, metadata, strict=True)
-        ]
+        pairs = zip(prompts, metadata, strict=True)
+        targets = [_texts(self.rule, *pair, self.alphabet) for pair in pairs]
         pages = self._read([to_uint8(image) for image in images])
         rows, reasons = [], {}
         for row, (texts, lines, meta) in enumerate(zip(targets, pages, metadata, strict=True)):
@@ -416,27 +406,23 @@ class OCR(RewardBase):
             return list(pool.map(read, pictures))
 
 
-def engine_alphabet(
-    engine: str | Engine = "rapidocr", rule: str = "", workers: int = 1, **engine_options: Any
-) -> frozenset[str] | None:
-    """The letters that an engine with these options can write; None where it has no list."""
-    reader = ENGINES[engine] if isinstance(engine, str) else engine
-    alphabet = getattr(reader, "alphabet", None)
-    return alphabet(**engine_options) if alphabet else None
-
-
 def _texts(
     rule: str,
     prompt: str,
     metadata: Mapping[str, Any],
-    alphabet: Callable[[], frozenset[str] | None],
+    letters: Callable[[], frozenset[str] | None],
 ) -> list[str]:
     """What an image of this prompt has to say. ValueError where there is no such text, where more
-    than one is possible, or where the engine lacks letters of it."""
+    than one is possible, or where it has others than the engine's letters."""
     key = next((key for key in ("target", "text")[: 1 + (rule in WORDS)] if key in metadata), "")
-    if not key:
-        _check_quotes(rule, prompt)
-    quoted = [] if key else [target_of(prompt), *prompt.split('"')[3:-1:2]]
+    before, *rest = prompt.split('"')
+    too_many = len(rest) > 2 and (rule not in WORDS or len(rest) % 2)
+    if not key and rest and (too_many or before.endswith((*string.digits, "\\"))):
+        raise ValueError(
+            f"prompt {prompt!r}: which text its {len(rest)} double quotes mean is not clear (inch "
+            "marks, escaped quotes?). Give `target` in the metadata."
+        )
+    quoted = [] if key else [target_of(prompt), *rest[2:-1:2]]
     found = metadata[key] if key else quoted if rule in WORDS else quoted[:1]
     texts = [found] if isinstance(found, str) else found
     is_list = isinstance(texts, list) and all(isinstance(text, str) for text in texts)
@@ -445,23 +431,10 @@ def _texts(
         where = f"in its metadata a `{key}`" if key else "between quotes"
         want = "words" if rule in WORDS else "one text"
         raise ValueError(f"prompt {prompt!r} has {where} {found!r}; rule {rule!r} wants {want}.")
-    letters = None if said.isascii() else alphabet()
-    if letters is not None and (missing := unwritable(said, letters)):
+    known = None if said.isascii() else letters()
+    if known and (missing := unwritable(said, known)):
         raise ValueError(
-            f"prompt {prompt!r} wants letters that this OCR engine never writes: "
-            f"{' '.join(missing)} ({len(missing)} of them). Leave the prompt out, or use an engine "
-            "that reads them: `engine: vlm`, or `paddleocr` with its `lang`."
+            f"prompt {prompt!r} wants letters that this engine never writes: {' '.join(missing)}. "
+            "Leave it out, or use `engine: vlm`, or `paddleocr` with a `lang` that has them."
         )
     return texts
-
-
-def _check_quotes(rule: str, prompt: str) -> None:
-    """Raise ValueError for quotes that do not say which text is meant: inch marks, escaped ones."""
-    before, *rest = prompt.split('"')
-    if rest and before.endswith((*string.digits, "\\")):
-        reason = f"begins its quotes after {before[-1:]!r}, as an inch mark or an escaped one"
-    elif len(rest) > 2 and (rule not in WORDS or len(rest) % 2):
-        reason = f"has {len(rest)} double quotes"
-    else:
-        return
-    raise ValueError(f"prompt {prompt!r} {reason}: give its text as `target` in the metadata.")

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from flowalign.rewards.base import RewardBase, as_reward
 from flowalign.system.devices import SideStream
-from flowalign.system.images import stacked, warn_once
+from flowalign.system.images import eight_bits, stacked, warn_once
 from flowalign.system.signals import Interrupted
 from flowalign.types import Metadata, PromptBatch, Reward, Scores
 
@@ -46,6 +46,7 @@ def score(
     metadata: Metadata | None = None,
 ) -> Scores:
     """Call a reward on images [B,3,H,W]; the images it failed on are invalid. Returns on the CPU.
+    It sees them at 8 bits a channel, as a file, a server and a user do; `with_gradient` does not.
     A list of PIL images or tensors [3,H,W] will do; metadata: None = the prompts have none.
 
     An image with pixels that are NaN or infinite is not shown to the reward: it is invalid.
@@ -59,7 +60,7 @@ def score(
     Raises ValueError if the inputs differ in length; Interrupted passes, and KeyboardInterrupt in
     the main thread, which alone is interrupted.
     """
-    reward, images = as_reward(reward), stacked(images)
+    reward, images = as_reward(reward), eight_bits(stacked(images).float())
     count = len(images)
     metadata = [{}] * count if metadata is None else metadata
     if not count == len(prompts) == len(metadata):

@@ -30,12 +30,11 @@ from flowalign.types import Metadata, Scores
 
 MAX_BYTES = 2**20  # of an answer
 CONTENT = "text choices[0].message.content"
-THINKING = re.compile(r"[<\[◁](/?)think(?:ing)?[>\]▷]", re.IGNORECASE)  # a tag of such a part
-CUT = {  # finish_reason of an answer that is not complete
-    "length": "was cut; raise `max_tokens`",
-    "content_filter": "was filtered by the endpoint",
-    "abort": "was broken off by the endpoint",
-}
+NO_TEXT = (  # what reading another answer raises
+    json.JSONDecodeError, UnicodeError, LookupError, TypeError, AttributeError, RecursionError
+)  # fmt: skip
+# the tags of a part that drafts scores and quotes them; the text after it is the answer
+THINKING = re.compile(r"[<\[◁](/?)think(?:ing)?[>\]▷]", re.IGNORECASE)
 
 
 def _check_pattern(pattern: str) -> str:
@@ -196,33 +195,18 @@ def complete(
     answer = client.request("POST", url, json=body)
     try:
         choice = json.loads(answer)["choices"][0]
-        end = CUT.get(choice.get("finish_reason"))
-        text = "" if end else _text(choice["message"]["content"])
-    except (json.JSONDecodeError, UnicodeError, LookupError, TypeError, AttributeError,
-            RecursionError):  # fmt: skip
+        if choice.get("finish_reason") == "length":
+            raise ValueError(f"the answer was cut after {most} tokens; raise `max_tokens`")
+        text = choice["message"]["content"]
+        if isinstance(text, list):
+            text = "".join(part["text"] for part in text if part["type"] == "text")
+        *_, closes, verdict = ["/", *THINKING.split(text)]
+        if not closes:
+            raise ValueError(f"the answer ends inside its thinking: {shown(text, 160)!r}")
+        return read(verdict)
+    except NO_TEXT:
         beginning = client.clean(answer.decode("utf-8", "replace"))
         raise ValueError(f"no {CONTENT} in the answer {beginning!r}") from None
-    if end:
-        raise ValueError(f"the answer, of at most {most} tokens, {end}")
-    return read(_verdict(text))
-
-
-def _text(content: str | list[dict[str, Any]]) -> str:
-    """The content of a message, or the texts of its parts."""
-    if isinstance(content, str):
-        return content
-    return "".join(part["text"] for part in content if part["type"] == "text")
-
-
-def _verdict(text: str) -> str:
-    """What follows the thinking, which drafts scores and quotes them. Raises ValueError for an
-    answer that ends inside its thinking."""
-    tags = list(THINKING.finditer(text))
-    if not tags:
-        return text
-    if not tags[-1][1]:
-        raise ValueError(f"the answer ends inside its thinking: {shown(text, 160)!r}")
-    return text[tags[-1].end() :]
 
 
 def image_url(image: Tensor, size: int | None) -> str:

@@ -130,8 +130,8 @@ def test_a_folder_is_a_prompt_a_file_named_by_it(tmp_path: Path) -> None:
     for name, text in {"7.txt": "seven\n", "10.txt": "\ufefften ", "x.csv": "no"}.items():
         (tmp_path / name).write_text(text, encoding="utf-8")
     batch = load_prompts(tmp_path, "dpg")
-    assert batch.prompts == ["ten", "seven"]
-    assert batch.metadata == [{"item_id": "10"}, {"item_id": "7"}]
+    assert batch.prompts == ["seven", "ten"]
+    assert batch.metadata == [{"item_id": "7"}, {"item_id": "10"}]
     (tmp_path / "color_val.txt").write_text("one\ntwo\n")  # a set of its own, not an item
     with pytest.raises(PromptError, match="color_val.txt has 2 lines.*Give the path of the file"):
         load_prompts(tmp_path, "dpg")

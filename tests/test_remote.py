@@ -77,6 +77,18 @@ def test_a_remote_reward_is_worth_what_it_is_worth_here():
             assert there.value.dtype == torch.float32
 
 
+def test_local_and_remote_rewards_see_the_same_8_bits():
+    def first_pixel(images, prompts, metadata):
+        return Scores.of(images[:, 0, 0, 0])
+
+    images = torch.tensor([0.5, 0.3, 0.77777])[:, None, None, None].expand(3, 3, 4, 4)
+    rows = ["a"] * 3, [{}] * 3
+    here = score(first_pixel, images, *rows).value
+    assert (here * 255 - (images[:, 0, 0, 0] * 255).round()).abs().max() < 1e-4
+    with served.serving(first_pixel) as url:
+        assert torch.equal(score(Remote(url), images, *rows).value, here)
+
+
 def test_results_record_what_the_server_says_of_its_reward_and_not_where_it_is():
     pickscore = build("pickscore", model="tiny")
     with served.serving(pickscore) as url:

@@ -163,7 +163,6 @@ def test_an_answer_without_a_score_is_invalid_and_its_beginning_the_reason(serve
     [
         ("<think>Final Score: 2, but", "length", None),
         ("Final Score: 4.", "length", None),
-        ("Final Score: 4", "content_filter", None),
         ("<think>Final Score: 2, but", "stop", None),
         ("<think>Final Score: 1?</think>\nfour of five", "stop", None),
         ("<think>Final Score: 1?</think>\nFinal Score: 4", "stop", 4),

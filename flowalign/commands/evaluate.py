@@ -54,7 +54,7 @@ def parser() -> argparse.ArgumentParser:
     add("--lora", metavar="NAME=ADAPTER", help="folders or Hub ids", **some)
     add("--images", metavar="NAME=SOURCE", **some,
         help="folders or files of images with their prompts, of --benchmarks of --model; no model "
-        "is loaded; without --model, images larger than tiny's have the judges of large models")  # fmt: skip
+        "is loaded. Images larger than tiny's have the judges of the large models")  # fmt: skip
     add("--benchmarks", metavar="NAME", help="default: those of the family's eval.yaml", **some)
     add("--limit", type=int, help="only the first so many prompts of each")
     add("overrides", nargs="*", metavar="key.path=value", help="change the config")
@@ -116,8 +116,6 @@ def settings(args: argparse.Namespace) -> dict[str, Any]:
             f"--images: name the benchmarks whose prompts they have: --benchmarks {' '.join(known)}"
         )
     chosen = [known[name] for name in args.benchmarks or shipped]
-    if args.images and not args.model and _larger(args.images, data["model"]):
-        chosen = [benchmark | _judges(SD35, benchmark["name"]) for benchmark in chosen]
     if args.images:
         named = [
             t if "=" in t else f"{re.sub('[^0-9A-Za-z_-]', '_', Path(t).stem)}={t}"
@@ -125,29 +123,25 @@ def settings(args: argparse.Namespace) -> dict[str, Any]:
         ]
         given = {name: {"images": source} for name, source in named_sources(named).items()}
         data["models"] = (data["models"] if args.lora else {}) | given
+        if not args.model and any(_is_larger(s["images"], data["model"]) for s in given.values()):
+            large = [*read(SD35 / "eval.yaml")["benchmarks"], *more_benchmarks("").values()]
+            judges = {b["name"]: {k: b[k] for k in b if k in ("reward", "rewards")} for b in large}
+            chosen = [benchmark | judges[benchmark["name"]] for benchmark in chosen]
     if args.limit is not None or args.images:
         data.pop("fidelity", None)  # a distance between sets, which needs all images
         chosen = [benchmark | {"limit": args.limit} for benchmark in chosen]
     return data | {"benchmarks": chosen}
 
 
-def _larger(images: Sequence[str], model: Mapping[str, Any]) -> bool:
-    """Whether the first image of the sources is larger than the model's; what cannot be read is
-    refused later."""
+def _is_larger(source: str, model: Mapping[str, Any]) -> bool:
+    """Whether a source's first image is larger than the model's. Bad ones are refused later."""
     from flowalign.eval.images import find_images
     from flowalign.system.images import read_image
 
     with suppress(ValueError, OSError):
-        files = next(iter(find_images(images[0].partition("=")[2] or images[0]).values()))
+        files = next(iter(find_images(source).values()))
         return max(read_image(files[0]).size) > max(model["height"], model["width"])
     return False
-
-
-def _judges(folder: Path, name: str) -> dict[str, Any]:
-    """`reward` or `rewards` of the benchmark of that name in a folder of configs."""
-    files = (folder / "eval.yaml", folder / "_benchmarks.yaml")
-    benchmark = next(b for file in files for b in read(file)["benchmarks"] if b["name"] == name)
-    return {key: benchmark[key] for key in {"reward", "rewards"} & benchmark.keys()}
 
 
 def more_benchmarks(model: str) -> dict[str, dict[str, Any]]:

@@ -137,8 +137,8 @@ def score(images: Any, prompts: Prompts, reward: Any, **options: Any) -> Scored:
     """Scores of images, as a run takes them: one that the reward fails on is NaN, with a reason.
 
     images: a list of PIL images or tensors [3,H,W] in [0,1], a batch [B,3,H,W], or a folder, whose
-    files are taken in the order of their numbers. prompts: one per image, in that order. reward: a name with its
-    options, or a callable (images, prompts, metadata) -> Scores.
+    files are taken in the order of their numbers. prompts: one per image, in that order. reward: a
+    name with its options, or a callable (images, prompts, metadata) -> Scores.
     """
     if isinstance(images, str | Path):
         images = list(map(read_image, in_order(image_files(expanded(Path(images))))))

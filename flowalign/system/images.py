@@ -10,7 +10,7 @@ import re
 import zlib
 from collections.abc import Sequence
 from functools import cache
-from itertools import pairwise, zip_longest
+from itertools import zip_longest
 from pathlib import Path
 
 import numpy as np
@@ -52,17 +52,18 @@ def warn_once(text: str) -> None:
 
 
 def in_order(files: Sequence[Path]) -> Sequence[Path]:
-    """Files of `image_files` that belong to a list by their order. Raises ValueError where names
-    with several numbers have another order as text, and where two names have the same number."""
+    """Files of `image_files` that belong to a list by their order. Raises ValueError where it is
+    not clear: names with several numbers that have another order as text, and 1.png beside 01.png.
+    """
     columns = zip_longest(*(re.findall("[0-9]+", file.stem) for file in files))
     several = sum(len(set(column)) > 1 for column in columns) > 1
-    same = any(by_number(a) == by_number(b) for a, b in pairwise(files))
     by_text = sorted(files)
-    if same or several and list(files) != by_text:
+    tied = len({str(by_number(file)) for file in files}) < len(files)
+    if tied or (several and list(files) != by_text):
         orders = [", ".join(file.name for file in order[:4]) for order in (files, by_text)]
         raise ValueError(
-            f"{files[0].parent}: two orders of the images are possible, by numbers ({orders[0]} "
-            f"...) and by names ({orders[1]} ...). Number the files 0001, 0002, ..., or give a list."
+            f"{files[0].parent}: two orders are possible, by numbers ({orders[0]} ...) and as text "
+            f"({orders[1]} ...). Name the files 0001, 0002, ..., or give a list."
         )
     return files
 
