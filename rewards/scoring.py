@@ -46,7 +46,6 @@ def score(
     metadata: Metadata | None = None,
 ) -> Scores:
     """Call a reward on images [B,3,H,W]; the images it failed on are invalid. Returns on the CPU.
-    It sees them at 8 bits a channel, as a file, a server and a user do; `with_gradient` does not.
     A list of PIL images or tensors [3,H,W] will do; metadata: None = the prompts have none.
 
     An image with pixels that are NaN or infinite is not shown to the reward: it is invalid.
@@ -60,7 +59,7 @@ def score(
     Raises ValueError if the inputs differ in length; Interrupted passes, and KeyboardInterrupt in
     the main thread, which alone is interrupted.
     """
-    reward, images = as_reward(reward), eight_bits(stacked(images).float())
+    reward, images = as_reward(reward), stacked(images)
     count = len(images)
     metadata = [{}] * count if metadata is None else metadata
     if not count == len(prompts) == len(metadata):
@@ -198,7 +197,8 @@ def assemble(count: int, pieces: Iterable[tuple[Sequence[int], Scores]]) -> Scor
 
 
 class TaskRewards:
-    """The rewards of a run by task name: every image is scored by the reward of its own task."""
+    """The rewards of a run by task name: every image is scored by the reward of its own task, at 8
+    bits a channel, as files, servers and people see it. (`with_gradient` is not called here.)"""
 
     def __init__(self, rewards: Mapping[str, Reward]) -> None:
         self.rewards = {task: as_reward(reward) for task, reward in rewards.items()}
@@ -210,7 +210,7 @@ class TaskRewards:
 
     def __call__(self, images: Tensor, batch: PromptBatch) -> Scores:
         """images [B,3,H,W] and their rows -> Scores of B; parts of other tasks are NaN."""
-        pieces = []
+        pieces, images = [], eight_bits(images.float())
         for task in dict.fromkeys(batch.tasks):
             rows = [i for i, name in enumerate(batch.tasks) if name == task]
             asked = batch.select(rows)

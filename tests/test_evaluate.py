@@ -43,7 +43,8 @@ def test_what_cannot_be_scored_is_refused_and_nothing_written(
 
 
 @pytest.mark.parametrize(
-    ("side", "model", "is_tiny"), [(96, [], True), (512, [], False), (512, ["--model", "tiny"], True)]
+    ("side", "model", "is_tiny"),
+    [(96, [], True), (512, [], False), (512, ["--model", "tiny"], True)],
 )
 def test_judges_follow_the_size_of_the_images(
     tmp_path: Path, side: int, model: list[str], is_tiny: bool

@@ -23,10 +23,11 @@ from flowalign.backbone import Backbone
 from flowalign.commands import cli
 from flowalign.config import to_yaml
 from flowalign.rewards import build, build_on, check, describe, score
+from flowalign.rewards.scoring import TaskRewards
 from flowalign.rewards.service.client import Remote
 from flowalign.system import http
 from flowalign.system.images import to_float
-from flowalign.types import Scores
+from flowalign.types import PromptBatch, Scores
 
 PIXELS = torch.arange(10 * 3 * 8 * 8).view(10, 3, 8, 8).mul(7).remainder(251).to(torch.uint8)
 IMAGES = to_float(PIXELS)
@@ -77,16 +78,16 @@ def test_a_remote_reward_is_worth_what_it_is_worth_here():
             assert there.value.dtype == torch.float32
 
 
-def test_local_and_remote_rewards_see_the_same_8_bits():
+def test_a_run_shows_a_reward_the_same_8_bits_here_and_on_a_server():
     def first_pixel(images, prompts, metadata):
         return Scores.of(images[:, 0, 0, 0])
 
     images = torch.tensor([0.5, 0.3, 0.77777])[:, None, None, None].expand(3, 3, 4, 4)
-    rows = ["a"] * 3, [{}] * 3
-    here = score(first_pixel, images, *rows).value
+    batch = PromptBatch(["a"] * 3, ["x"] * 3, [{}] * 3)
+    here = TaskRewards({"x": first_pixel})(images, batch).value
     assert (here * 255 - (images[:, 0, 0, 0] * 255).round()).abs().max() < 1e-4
     with served.serving(first_pixel) as url:
-        assert torch.equal(score(Remote(url), images, *rows).value, here)
+        assert torch.equal(TaskRewards({"x": Remote(url)})(images, batch).value, here)
 
 
 def test_results_record_what_the_server_says_of_its_reward_and_not_where_it_is():

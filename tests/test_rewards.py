@@ -30,7 +30,7 @@ from flowalign.rewards.options import located
 from flowalign.rewards.scoring import AsyncScorer
 from flowalign.types import Detections, PromptBatch, Scores
 
-IMAGES = torch.tensor([0.2, 0.4, 0.6, 0.8]).view(4, 1, 1, 1).expand(4, 3, 2, 2)
+IMAGES = torch.tensor([0.1, 0.2, 0.3, 0.4]).view(4, 1, 1, 1).expand(4, 3, 2, 2)
 PROMPTS, METADATA = ["a", "b", "c", "d"], [{}, {}, {}, {}]
 DOG = {"tag": "single_object", "include": [{"class": "dog", "count": 1}]}
 
@@ -165,8 +165,8 @@ def test_one_bad_image_masks_only_itself_and_is_logged(caplog):
         result = score(Brightness(poison="c"), IMAGES, PROMPTS, METADATA)
     assert result.valid.tolist() == [True, True, False, True]
     assert result.value[2].isnan()
-    assert torch.allclose(result.value[[0, 1, 3]], torch.tensor([0.2, 0.4, 0.8]))
-    assert torch.allclose(result.parts["half"][[0, 1, 3]], torch.tensor([0.1, 0.2, 0.4]))
+    assert torch.allclose(result.value[[0, 1, 3]], torch.tensor([0.1, 0.2, 0.4]))
+    assert torch.allclose(result.parts["half"][[0, 1, 3]], torch.tensor([0.05, 0.1, 0.2]))
     assert result.parts["half"][2].isnan()
     assert result.reasons == {2: "RuntimeError: cannot look at c"}
     assert len(caplog.records) == 1 and "cannot look at c" in caplog.text
