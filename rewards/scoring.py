@@ -23,7 +23,7 @@ from torch import Tensor
 
 from flowalign.rewards.base import RewardBase, as_reward
 from flowalign.system.devices import SideStream
-from flowalign.system.images import eight_bits, stacked, warn_once
+from flowalign.system.images import stacked, warn_once
 from flowalign.system.signals import Interrupted
 from flowalign.types import Metadata, PromptBatch, Reward, Scores
 
@@ -197,8 +197,7 @@ def assemble(count: int, pieces: Iterable[tuple[Sequence[int], Scores]]) -> Scor
 
 
 class TaskRewards:
-    """The rewards of a run by task name: every image is scored by the reward of its own task, at 8
-    bits a channel, as files, servers and people see it. (`with_gradient` is not called here.)"""
+    """The rewards of a run by task name: every image is scored by the reward of its own task."""
 
     def __init__(self, rewards: Mapping[str, Reward]) -> None:
         self.rewards = {task: as_reward(reward) for task, reward in rewards.items()}
@@ -210,7 +209,7 @@ class TaskRewards:
 
     def __call__(self, images: Tensor, batch: PromptBatch) -> Scores:
         """images [B,3,H,W] and their rows -> Scores of B; parts of other tasks are NaN."""
-        pieces, images = [], eight_bits(images.float())
+        pieces = []
         for task in dict.fromkeys(batch.tasks):
             rows = [i for i, name in enumerate(batch.tasks) if name == task]
             asked = batch.select(rows)

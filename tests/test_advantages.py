@@ -18,7 +18,6 @@ from flowalign.config import ConfigError, parse, to_yaml
 from flowalign.config.learning import ADVANTAGES
 from flowalign.credit import adora, gated, gdpo
 from flowalign.rewards.scoring import score
-from flowalign.system.images import eight_bits
 from flowalign.teachers.scored import RunningRewards
 from flowalign.training.algorithm import TrainingError, advantage_function
 from flowalign.training.preflight import Launch, check_world, own_code, world_problems
@@ -51,7 +50,7 @@ def test_gdpo_normalises_the_parts_of_a_weighted_reward(random_model: str, tmp_p
     loop = fakes.wired(given, moved=True)
     rollout = loop.rollout(0)
     assert rollout.images is not None
-    asked = eight_bits(rollout.images), rollout.batch.prompts, rollout.batch.metadata
+    asked = rollout.images, rollout.batch.prompts, rollout.batch.metadata
     parts = torch.stack([score(fakes.redness, *asked).value, score(fakes.vivid, *asked).value])
     scales = torch.tensor([[2.0], [-0.5]]).expand(2, len(rollout))
     expected = gdpo((scales * parts).sum(0), rollout.group, parts=parts, weights=scales)
@@ -116,7 +115,7 @@ def test_advantages_follow_what_was_seen_before(name: str, random_model: str, tm
     loop.update = 1
     second = loop.rollout(1)
     found: Any = loop.prepare(second)
-    scores = [fakes.redness(eight_bits(Tensor(r.images)), [], []).value for r in (first, second)]
+    scores = [fakes.redness(Tensor(r.images), [], []).value for r in (first, second)]
     if name == "adora":
         bar = scores[0].double().mean().expand(len(second))
         expected = adora(scores[1], second.group, bar=bar, amplify=3.0)
@@ -214,7 +213,7 @@ def test_one_may_be_an_entry_point_and_a_run_learns_by_it(
     loop = fakes.wired(given, moved=True)
     rollout = loop.rollout(0)
     found: Any = loop.prepare(rollout)
-    scores = fakes.redness(eight_bits(Tensor(rollout.images)), [], []).value
+    scores = fakes.redness(Tensor(rollout.images), [], []).value
     assert_close(found.advantage, centred(scores, rollout.group))
     assert "advantages by `centred`" in origins(tmp_path, given)
     assert found.metrics["clipped_advantages"] == 0 and not caplog.messages

@@ -75,9 +75,7 @@ def test_files_meet_prompts_in_the_order_of_their_numbers(tmp_path: Path) -> Non
         (["1", "01", "2"], False),
     ],
 )
-def test_two_orders_of_images_are_refused(
-    tmp_path: Path, names: list[str], is_clear: bool
-) -> None:
+def test_two_orders_of_images_are_refused(tmp_path: Path, names: list[str], is_clear: bool) -> None:
     for name in names:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         Image.new("RGB", (4, 4)).save(tmp_path / f"{name}.png")

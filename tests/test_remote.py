@@ -26,7 +26,7 @@ from flowalign.rewards import build, build_on, check, describe, score
 from flowalign.rewards.scoring import TaskRewards
 from flowalign.rewards.service.client import Remote
 from flowalign.system import http
-from flowalign.system.images import to_float
+from flowalign.system.images import eight_bits, to_float
 from flowalign.types import PromptBatch, Scores
 
 PIXELS = torch.arange(10 * 3 * 8 * 8).view(10, 3, 8, 8).mul(7).remainder(251).to(torch.uint8)
@@ -78,16 +78,23 @@ def test_a_remote_reward_is_worth_what_it_is_worth_here():
             assert there.value.dtype == torch.float32
 
 
-def test_a_run_shows_a_reward_the_same_8_bits_here_and_on_a_server():
-    def first_pixel(images, prompts, metadata):
+def test_a_server_gets_8_bits_and_a_training_run_floats():
+    """docs/rewards/remote.md, "What is scored": of one's own reward and of a built-in judge."""
+    images = torch.tensor([0.5, 0.3, 0.77777])[:, None, None, None].expand(3, 3, 96, 96)
+    batch = PromptBatch(["a"] * 3, ["x"] * 3, [{}] * 3)
+
+    def own(images, prompts, metadata):
         return Scores.of(images[:, 0, 0, 0])
 
-    images = torch.tensor([0.5, 0.3, 0.77777])[:, None, None, None].expand(3, 3, 4, 4)
-    batch = PromptBatch(["a"] * 3, ["x"] * 3, [{}] * 3)
-    here = TaskRewards({"x": first_pixel})(images, batch).value
-    assert (here * 255 - (images[:, 0, 0, 0] * 255).round()).abs().max() < 1e-4
-    with served.serving(first_pixel) as url:
-        assert torch.equal(TaskRewards({"x": Remote(url)})(images, batch).value, here)
+    def rounded(images, prompts, metadata):
+        return own(eight_bits(images.float()), prompts, metadata)
+
+    judge = build("pickscore", model="tiny")
+    for reward, is_same in ((own, False), (rounded, True), (judge, True)):
+        here = TaskRewards({"x": reward})(images, batch).value
+        with served.serving(reward) as url:
+            there = TaskRewards({"x": Remote(url)})(images, batch).value
+        assert torch.equal(here, there) == is_same
 
 
 def test_results_record_what_the_server_says_of_its_reward_and_not_where_it_is():
