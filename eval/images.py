@@ -47,6 +47,9 @@ def find_images(source: str) -> dict[str, list[Path]]:
             if not files or not isinstance(files, list) or not all(map(Path, files)):
                 raise ValueError(f"no image of {shown(repr(prompt))}, but {shown(repr(files))}")
             images.setdefault(prompt, []).extend(path.parent / file for file in files)
+        uses = Counter(image.resolve() for files in images.values() for image in files)
+        if twice := [image for image, count in uses.items() if count > 1]:
+            raise ImagesError(f"{path} gives {twice[0]} more than once. An image has one prompt.")
     except ImagesError:
         raise
     except (OSError, ValueError, TypeError) as error:

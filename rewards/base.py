@@ -129,6 +129,10 @@ class RewardBase:
         """Called before a run. Raises ConnectionError or TimeoutError if a service that it needs
         does not answer."""
 
+    def resize_factor(self, height: int, width: int) -> float:
+        """What images of this size are resized by before they are judged; 1 where not known."""
+        return 1.0
+
     def describe(self) -> dict[str, Any]:
         return {"name": self.name, **self.settings}
 

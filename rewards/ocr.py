@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
+import string
+import unicodedata
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from difflib import get_close_matches
+from functools import cache, partial
 from importlib.metadata import version
 from queue import SimpleQueue
 from statistics import fmean
@@ -22,10 +25,11 @@ from flowalign.rewards.base import Cost, RewardBase
 from flowalign.rewards.options import Count, check_call
 from flowalign.rewards.vlm import VLM
 from flowalign.system.images import to_uint8
-from flowalign.system.packages import require
+from flowalign.system.packages import installed, require
 from flowalign.types import Metadata, Scores
 
 Line = tuple[str, float]
+Letters = frozenset[str] | None  # what an engine can write; None = it has no list
 CONFIDENCE = 0.5  # lines of less are dropped, as PaddleOCR 2.x, the peers' engine, does
 QUESTION = "Which text does the image show? Reply with that text only, and do not repeat any of it."
 
@@ -50,9 +54,41 @@ def normalize(text: str) -> str:
     return text.replace(" ", "").lower()  # as the peers, who keep tabs and newlines
 
 
-def joined(lines: Sequence[Line] | None) -> str:
-    """The normalized text of the lines of confidence > 0."""
-    return normalize("".join(text for text, confidence in lines or () if confidence > 0))
+def compared(target: str, lines: Sequence[Line] | None) -> tuple[str, str]:
+    """The target, and the text of the lines of confidence > 0, normalized. Unless the target is
+    ASCII, which is compared as the peers do, both are `plain` first."""
+    read = "".join(text for text, confidence in lines or () if confidence > 0)
+    if not target.isascii():
+        target, read = map(plain, (target, read))
+    return normalize(target), normalize(read)
+
+
+# What fonts, keyboards and engines write in several ways: the plain form of each.
+PLAIN = {
+    **dict.fromkeys(map(ord, "‘’‚‛′´ʼ"), "'"),
+    **dict.fromkeys(map(ord, "“”„‟″"), '"'),
+    **dict.fromkeys(map(ord, "‐‑‒–—―−"), "-"),
+    ord("…"): "...",
+    **{0xFEE0 + code: chr(code) for code in range(0x21, 0x7F)},  # full width
+    **dict.fromkeys(range(0xFE00, 0xFE10), ""),  # say which variant of a glyph is meant
+}
+BY_CATEGORY = {"Zs": " ", "Cf": ""}  # spaces; characters of no width
+
+
+def plain(text: str) -> str:
+    """Text in NFC, with plain quotes, apostrophes, dashes, dots and spaces, without characters of
+    no width. Digits and letters of full width are ASCII."""
+    letters = (BY_CATEGORY.get(unicodedata.category(sign), sign) for sign in text.translate(PLAIN))
+    return unicodedata.normalize("NFC", "".join(letters))
+
+
+def unwritable(text: str, letters: frozenset[str]) -> list[str]:
+    """What a text has besides the letters that an engine can write."""
+    signs = [sign for sign in plain(text) if not (sign.isascii() or sign.isspace())]
+    missing = [sign for sign in signs if letters.isdisjoint((sign, sign.lower(), sign.upper()))]
+    if "ς" not in letters:  # it has Greek letters for formulas, and reads words as Latin
+        missing += "".join(re.findall(r"[\u0370-\u03ff\u1f00-\u1fff]{2,}", plain(text)))
+    return list(dict.fromkeys(missing))
 
 
 def text_reward(target: str, lines: Sequence[Line] | None) -> float:
@@ -60,10 +96,11 @@ def text_reward(target: str, lines: Sequence[Line] | None) -> float:
 
     lines: (text, confidence) in reading order, None or [] = no text. Lines of confidence > 0
     are joined; 1 if the target is in them, else 1 - min(Levenshtein, n) / n for a target of n
-    characters. So any surplus text around the target is free.
+    characters. So any surplus text around the target is free. Targets that are not ASCII, and
+    what is read for them, are compared as `plain` text.
     Source: Flow-OPD@434ab16 flow_grpo/ocr.py (OcrScorer). Raises ValueError for a blank target.
     """
-    wanted, read = normalize(target), joined(lines)
+    wanted, read = compared(target, lines)
     if not wanted:
         raise ValueError(f"the target text {target!r} is blank; nothing can be compared with it.")
     if wanted in read:  # Levenshtein would count the surplus text
@@ -91,8 +128,11 @@ def word_scores(
     regions or length. weight: the number of words, over which the benchmarks' means are.
     Sources: NJU-PCALab/TextCrafter, unified_metrics_eval.py; X-Omni, textbench/summary_scores.py.
     """
-    wanted = WORDS[rule](" ".join(texts))
-    read = WORDS[rule]("\n".join(text for text, confidence in lines or () if confidence > 0))
+    target = " ".join(texts)
+    page = "\n".join(text for text, confidence in lines or () if confidence > 0)
+    if not target.isascii():
+        target, page = map(plain, (target, page))
+    wanted, read = WORDS[rule](target), WORDS[rule](page)
     if rule != "cvtg2k":
         value = (Counter(wanted) & Counter(read)).total() / len(wanted)
         length = metadata.get("length")
@@ -137,6 +177,7 @@ class RapidOCREngine:
         rec_width: Count = 320,
     ) -> None:
         rapidocr = require("rapidocr", "this reward reads text with")
+        self.longest = limit_side_len if limit_type == "max" else None
         self._ocr: Any = rapidocr.RapidOCR(
             params={
                 "Global.log_level": "critical",
@@ -231,6 +272,20 @@ ENGINES: dict[str, Callable[..., Engine]] = {
 }
 
 
+@cache
+def alphabet(engine: str | Engine, lang: str) -> Letters:
+    """The letters of an engine. RapidOCR's are in its model, whose loading takes a second;
+    PaddleOCR's of other languages come with the download."""
+    if engine == "paddleocr" and lang == "en":
+        return frozenset(string.printable)
+    if engine != "rapidocr" or not installed("rapidocr"):
+        return None
+    params = {"Global.log_level": "critical", "Global.use_det": False, "Global.use_cls": False}
+    ocr: Any = require("rapidocr", "this reward reads text with").RapidOCR(params=params)
+    ocr(np.full((48, 48, 3), 255, np.uint8))  # the first image loads the model
+    return frozenset(ocr.text_rec.postprocess_op.character)
+
+
 def _bgr(image: np.ndarray) -> np.ndarray:
     """RGB -> BGR, as both engines take arrays; OpenCV takes no negative strides."""
     return np.ascontiguousarray(image[:, :, ::-1])
@@ -273,6 +328,7 @@ class OCR(RewardBase):
         **engine_options: Any,
     ) -> None:
         self.engines = [engine]
+        self.alphabet = partial(alphabet, engine, engine_options.get("lang", "en"))
         if isinstance(engine, str):
             self.engines = [ENGINES[engine](**engine_options) for _ in range(workers)]
         self.engine: Any = self.engines[0]
@@ -300,21 +356,25 @@ class OCR(RewardBase):
 
     @classmethod
     def check_prompts(cls, prompts: Sequence[str], metadata: Metadata, **options: Any) -> None:
-        """Raise ValueError for the first prompt that has no target text."""
+        """Raise ValueError for the first prompt that has no target text, or whose target has
+        letters that the engine cannot write."""
+        rule = options.get("rule", "published")
+        letters = partial(alphabet, options.get("engine", "rapidocr"), options.get("lang", "en"))
         for number, (prompt, meta) in enumerate(zip(prompts, metadata, strict=True), 1):
             try:
-                _texts(options.get("rule", "published"), prompt, meta)
+                _texts(rule, prompt, meta, letters)
             except ValueError as error:
                 raise ValueError(f"number {number} of {len(prompts)}: {error}") from None
 
     def __call__(self, images: Tensor, prompts: Sequence[str], metadata: Metadata) -> Scores:
         """images [B,3,H,W] in [0,1] -> Scores of B, on the CPU; reasons say what was read."""
-        targets = [_texts(self.rule, *each) for each in zip(prompts, metadata, strict=True)]
+        pairs = zip(prompts, metadata, strict=True)
+        targets = [_texts(self.rule, *pair, self.alphabet) for pair in pairs]
         pages = self._read([to_uint8(image) for image in images])
         rows, reasons = [], {}
         for row, (texts, lines, meta) in enumerate(zip(targets, pages, metadata, strict=True)):
             if self.rule == "published":
-                wanted, read = normalize(texts[0]), joined(lines)
+                wanted, read = compared(texts[0], lines)
                 value = text_reward(texts[0], lines)
                 longest = max(4, 1 << (len(wanted) - 1).bit_length())
                 length = f"letters_{longest // 2 + 1 if longest > 4 else 1:02}_to_{longest:02}"
@@ -324,6 +384,10 @@ class OCR(RewardBase):
                 rows.append(word_scores(self.rule, texts, lines, meta))
             reasons[row] = f"read {repr(read) if read else 'nothing'} for {wanted!r}"
         return Scores.of_rows(rows, reasons)
+
+    def resize_factor(self, height: int, width: int) -> float:
+        limit = getattr(self.engine, "longest", None)
+        return limit / max(height, width) if limit else 1.0
 
     def _read(self, pictures: Sequence[np.ndarray]) -> list[list[Line]]:
         """The lines of each picture; every worker has an engine of its own."""
@@ -342,16 +406,35 @@ class OCR(RewardBase):
             return list(pool.map(read, pictures))
 
 
-def _texts(rule: str, prompt: str, metadata: Mapping[str, Any]) -> list[str]:
-    """What an image of this prompt has to say; ValueError where there is no such text."""
+def _texts(
+    rule: str,
+    prompt: str,
+    metadata: Mapping[str, Any],
+    letters: Callable[[], frozenset[str] | None],
+) -> list[str]:
+    """What an image of this prompt has to say. ValueError where there is no such text, where more
+    than one is possible, or where it has others than the engine's letters."""
     key = next((key for key in ("target", "text")[: 1 + (rule in WORDS)] if key in metadata), "")
-    quoted = [] if key else [target_of(prompt), *prompt.split('"')[3:-1:2]]
+    before, *rest = prompt.split('"')
+    too_many = len(rest) > 2 and (rule not in WORDS or len(rest) % 2)
+    if not key and rest and (too_many or before.endswith((*string.digits, "\\"))):
+        raise ValueError(
+            f"prompt {prompt!r}: which text its {len(rest)} double quotes mean is not clear (inch "
+            "marks, escaped quotes?). Give `target` in the metadata."
+        )
+    quoted = [] if key else [target_of(prompt), *rest[2:-1:2]]
     found = metadata[key] if key else quoted if rule in WORDS else quoted[:1]
     texts = [found] if isinstance(found, str) else found
     is_list = isinstance(texts, list) and all(isinstance(text, str) for text in texts)
     said = " ".join(texts) if is_list else ""
-    if not (WORDS[rule](said) if rule in WORDS else normalize(said) and len(texts) == 1):
+    if not (WORDS[rule](said) if rule in WORDS else normalize(plain(said)) and len(texts) == 1):
         where = f"in its metadata a `{key}`" if key else "between quotes"
         want = "words" if rule in WORDS else "one text"
         raise ValueError(f"prompt {prompt!r} has {where} {found!r}; rule {rule!r} wants {want}.")
+    known = None if said.isascii() else letters()
+    if known and (missing := unwritable(said, known)):
+        raise ValueError(
+            f"prompt {prompt!r} wants letters that this engine never writes: {' '.join(missing)}. "
+            "Leave it out, or use `engine: vlm`, or `paddleocr` with a `lang` that has them."
+        )
     return texts

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from flowalign.rewards.base import RewardBase, as_reward
 from flowalign.system.devices import SideStream
-from flowalign.system.images import stacked
+from flowalign.system.images import stacked, warn_once
 from flowalign.system.signals import Interrupted
 from flowalign.types import Metadata, PromptBatch, Reward, Scores
 
@@ -32,6 +32,7 @@ log = logging.getLogger(__name__)
 Score = Callable[[Tensor, PromptBatch], Scores]
 # while a reward is called: why the rewards failed that it calls by `score`
 NESTED: ContextVar[list[str] | None] = ContextVar("nested", default=None)
+SMALL = 0.5  # of an image's sides: a reward that sees less says so
 OUTSIDE = (ConnectionError, TimeoutError, ImportError)  # no image's fault: the next would fail too
 
 
@@ -67,6 +68,11 @@ def score(
             "they must be one row an image."
         )
 
+    factor = reward.resize_factor(*images.shape[-2:])
+    if factor < SMALL:
+        size = "x".join(map(str, images.shape[-2:]))
+        text = f"reward {reward.name} sees images of {size} pixels at {factor:.0%} of that"
+        warn_once(f"{text}: small text and details are lost.")
     finite = torch.isfinite(images).flatten(1).all(1) if count else torch.ones(0, dtype=torch.bool)
     broken = (~finite).nonzero().flatten().tolist()
     groups: dict[Any, list[int]] = {}

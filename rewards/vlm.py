@@ -30,6 +30,11 @@ from flowalign.types import Metadata, Scores
 
 MAX_BYTES = 2**20  # of an answer
 CONTENT = "text choices[0].message.content"
+NO_TEXT = (  # what reading another answer raises
+    json.JSONDecodeError, UnicodeError, LookupError, TypeError, AttributeError, RecursionError
+)  # fmt: skip
+# the tags of a part that drafts scores and quotes them; the text after it is the answer
+THINKING = re.compile(r"[<\[◁](/?)think(?:ing)?[>\]▷]", re.IGNORECASE)
 
 
 def _check_pattern(pattern: str) -> str:
@@ -67,7 +72,8 @@ class Template:
         take the first; answers with one match are the same to both.)
         """
         scores = re.findall(self.pattern, answer)  # one group: the texts that it matched
-        score = float(scores[-1]) if scores else math.nan  # ValueError for what is no number
+        # ValueError for what is no number; some languages write 4,5
+        score = float(scores[-1].replace(",", ".")) if scores else math.nan
         if not self.lowest <= score <= self.scale:
             said = repr(shown(answer, 160))
             raise ValueError(f"no score of {self.lowest:g} to {self.scale:g} in the answer {said}")
@@ -144,6 +150,9 @@ class VLM(RewardBase):
         raw = torch.tensor([math.nan if row in errors else s for row, s in enumerate(scores)])
         return Scores(raw / self.template.scale, torch.isfinite(raw), {"raw": raw}, reasons)
 
+    def resize_factor(self, height: int, width: int) -> float:
+        return self.image_size / max(height, width) if self.image_size else 1.0
+
     def say(self, images: Tensor, asked: Sequence[tuple[int, str]], max_tokens: int) -> list[Any]:
         """The texts of the answers, or why not. asked: a row of images [B,3,H,W], a question.
         Raises ConnectionError or TimeoutError if the endpoint answers nothing at all."""
@@ -176,7 +185,7 @@ def complete(
     client: Client, url: str, model: str, content: Any, most: int, read: Callable[[str], Any]
 ) -> Any:
     """What is read of the text of a chat completion of at most so many tokens. content: of the
-    user's message. Raises ValueError for an answer without a text."""
+    user's message. Raises ValueError for an answer without a text, and for one that was cut."""
     body = {
         "model": model,
         "messages": [{"role": "user", "content": content}],
@@ -185,8 +194,17 @@ def complete(
     }
     answer = client.request("POST", url, json=body)
     try:
-        return read(json.loads(answer)["choices"][0]["message"]["content"])
-    except (json.JSONDecodeError, UnicodeError, LookupError, TypeError, RecursionError):
+        choice = json.loads(answer)["choices"][0]
+        if choice.get("finish_reason") == "length":
+            raise ValueError(f"the answer was cut after {most} tokens; raise `max_tokens`")
+        text = choice["message"]["content"]
+        if isinstance(text, list):
+            text = "".join(part["text"] for part in text if part["type"] == "text")
+        *_, closes, verdict = ["/", *THINKING.split(text)]
+        if not closes:
+            raise ValueError(f"the answer ends inside its thinking: {shown(text, 160)!r}")
+        return read(verdict)
+    except NO_TEXT:
         beginning = client.clean(answer.decode("utf-8", "replace"))
         raise ValueError(f"no {CONTENT} in the answer {beginning!r}") from None
 

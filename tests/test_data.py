@@ -52,6 +52,12 @@ def test_a_json_list_holds_prompts_or_objects_and_a_suffix_has_any_case(tmp_path
 def test_a_malformed_set_is_refused(tmp_path: Path) -> None:
     cases = [
         ("a.txt", "\n \n", "holds no prompts"),
+        ("a.txt", '{"prompt": "a dog"}\n', "line 1.*jsonl"),
+        ("a.txt", 'a cat\n{"prompt": "a dog"},\n', "line 2.*jsonl"),
+        ("a.txt", '[\n"a dog"\n]', "line 1.*json"),
+        ("a.txt", '["a dog", "a cat"]', "line 1.*json"),
+        ("a.txt", "0001\ta dog\n0002\ta cat\n", "columns"),
+        ("a.txt", "a dog\t0001\n", "columns"),
         ("a.jsonl", '{"prompt": "x"}\n\n{"prompt": }\n', "line 3.*column"),
         ("a.jsonl", '["x"]', "line 1"),
         ("a.jsonl", '{"prompt": "x"}\n{"text": "y"}', "line 2.*prompt"),
@@ -77,6 +83,18 @@ def test_a_malformed_set_is_refused(tmp_path: Path) -> None:
         with pytest.raises(PromptError, match=seen) as caught:
             load_prompts(tmp_path / name, "t")
         assert len(str(caught.value)) < 2000
+
+
+def test_lines_that_only_look_like_tables_or_json_are_prompts(tmp_path: Path) -> None:
+    prompts = ["{red|blue} dog", "[x:0.8] (a:1.2)", "a stray\ttab", "1. a list"]
+    (tmp_path / "a.txt").write_text("\n".join(prompts))
+    assert load_prompts(tmp_path / "a.txt", "t").prompts == prompts
+
+
+def test_files_of_prompts_are_in_the_order_of_their_numbers(tmp_path: Path) -> None:
+    for name in ("10", "2", "1", "12", "dog"):
+        (tmp_path / f"{name}.txt").write_text(name)
+    assert load_prompts(tmp_path, "t").prompts == ["1", "2", "10", "12", "dog"]
 
 
 def test_a_pipe_is_no_prompt_set(tmp_path: Path) -> None:
@@ -112,8 +130,8 @@ def test_a_folder_is_a_prompt_a_file_named_by_it(tmp_path: Path) -> None:
     for name, text in {"7.txt": "seven\n", "10.txt": "\ufefften ", "x.csv": "no"}.items():
         (tmp_path / name).write_text(text, encoding="utf-8")
     batch = load_prompts(tmp_path, "dpg")
-    assert batch.prompts == ["ten", "seven"]
-    assert batch.metadata == [{"item_id": "10"}, {"item_id": "7"}]
+    assert batch.prompts == ["seven", "ten"]
+    assert batch.metadata == [{"item_id": "7"}, {"item_id": "10"}]
     (tmp_path / "color_val.txt").write_text("one\ntwo\n")  # a set of its own, not an item
     with pytest.raises(PromptError, match="color_val.txt has 2 lines.*Give the path of the file"):
         load_prompts(tmp_path, "dpg")

@@ -4,9 +4,11 @@ from pathlib import Path
 
 import fakes
 import pytest
+import torch
+from PIL import Image
 
 from flowalign import rewards
-from flowalign.commands.evaluate import main, more_benchmarks
+from flowalign.commands.evaluate import main, more_benchmarks, parser, settings
 from flowalign.config import BenchmarkConfig
 
 
@@ -38,6 +40,35 @@ def test_what_cannot_be_scored_is_refused_and_nothing_written(
     assert main(["--out", str(out), *given]) == 2
     assert key in capsys.readouterr().err
     assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("side", "model", "is_tiny"),
+    [(96, [], True), (512, [], False), (512, ["--model", "tiny"], True)],
+)
+def test_judges_follow_the_size_of_the_images(
+    tmp_path: Path, side: int, model: list[str], is_tiny: bool
+) -> None:
+    Image.new("RGB", (side, side)).save(tmp_path / "0.png")
+    (tmp_path / "0.txt").write_text("a sign")
+    names = ["geneval", "ocr", "preference", "cvtg2k", "longtext", "longtext_zh", "panel"]
+    given = ["--out", "out", "--images", f"x={tmp_path}", "--benchmarks", *names, *model]
+    for benchmark in settings(parser().parse_args(given))["benchmarks"]:
+        assert benchmark["prompts"].startswith("tiny/")
+        judges = BenchmarkConfig(**benchmark).judges
+        text = str([judge.options for judge in judges.values()])
+        assert ("tiny" in text or "96" in text) == is_tiny, benchmark
+
+
+def test_a_judge_that_shrinks_images_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+    shrinks = rewards.build("ocr", limit_side_len=96, limit_type="max")
+    tiny = rewards.build("pickscore", model="tiny")
+    for side, reward, times in ((96, shrinks, 0), (200, shrinks, 1), (200, tiny, 1)):
+        caplog.clear()
+        for _ in range(2):
+            rewards.score(reward, torch.ones(1, 3, side, side), ["a"], [{"target": "OK"}])
+        assert caplog.text.count(f"{side}x{side}") == times
+        assert not times or rewards.as_reward(reward).name in caplog.text
 
 
 @pytest.mark.parametrize("model", ["stabilityai/stable-diffusion-3.5-medium", "tiny"])

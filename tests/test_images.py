@@ -357,3 +357,33 @@ def test_hidden_files_and_folders_are_no_images_and_links_are_followed(tmp_path:
     assert load_prompts(theirs / "0", "").prompts == [WORDS[0]] * 2
     hidden = tmp_path / ".cache"
     assert image_files(picture(hidden / "a.png", 0).parent) == [hidden / "a.png"]
+
+
+@pytest.mark.parametrize("suffix", ["avif", "tif", "tiff", "jfif", "gif", "JPG", "webp"])
+def test_formats_that_pillow_reads_are_read(tmp_path: Path, suffix: str) -> None:
+    form = {"jfif": "JPEG", "JPG": "JPEG"}.get(suffix)
+    Image.new("RGB", SIZE, (90, 9, 9)).save(tmp_path / f"a.{suffix}", format=form)
+    (tmp_path / "a.txt").write_text("a dog")
+    assert [file.name for file in find_images(str(tmp_path))["a dog"]] == [f"a.{suffix}"]
+    assert read_image(image_files(tmp_path)[0]).size == SIZE
+
+
+def test_formats_that_are_not_read_are_named_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    picture(tmp_path / "a.png", 0)
+    (tmp_path / "phone.HEIC").write_bytes(b"x")
+    assert [file.name for file in image_files(tmp_path)] == ["a.png"]
+    assert len(image_files(tmp_path)) == caplog.text.count("phone.HEIC") == 1
+
+
+def test_one_image_is_not_given_twice(tmp_path: Path) -> None:
+    picture(tmp_path / "0.png", 0)
+    (tmp_path / "link.png").symlink_to("0.png")
+    (tmp_path / "inner").mkdir()
+    for second in ("0.png", "./inner/../0.png", str(tmp_path / "0.png"), "link.png"):
+        rows = [{"prompt": "a", "images": "0.png"}, {"prompt": "b", "images": second}]
+        for lines in (rows, [{"prompt": "a", "images": ["0.png", second]}]):
+            (tmp_path / "images.jsonl").write_text("\n".join(map(json.dumps, lines)))
+            with pytest.raises(ImagesError, match="more than once"):
+                find_images(str(tmp_path / "images.jsonl"))

@@ -75,6 +75,63 @@ def test_a_failed_engine_and_a_missing_target_are_invalid_but_no_text_is_zero():
     assert nothing.valid.tolist() == [True] and nothing.value.tolist() == [0]
 
 
+@pytest.mark.parametrize(
+    ("target", "read"),
+    [
+        ("CAFE\u0301", "CAFÉ"),
+        ("CAFÉ", "CAFE\u0301"),
+        ("OPEN\u00a0NOW", "OPEN NOW"),
+        ("OP\u200bEN\u200f", "OPEN"),
+        ("don’t", "don't"),
+        ("“Hi” – wait…", '"Hi"- wait...'),
+        ("１２３ ＳＡＬＥ", "123 SALE"),
+        ("＂ＡＢ＂", '"ab"'),
+    ],
+)
+def test_what_is_written_in_several_ways_is_compared_in_one(target, read):
+    assert text_reward(target, [(read, 0.9)]) == 1
+    parts = OCR(FakeEngine(read))(torch.ones(1, 3, 8, 8), ["a"], [{"target": target}]).parts
+    assert parts["exact"].tolist() == [1]
+    assert text_reward("don't", [("don’t", 0.9)]) == pytest.approx(0.8)  # ASCII: as published
+
+
+@pytest.mark.parametrize(
+    ("target", "letters"),
+    [("ОТКРЫТО", "О Т К Р Ы"), ("한국", "한 국"), ("قهوة", "ق ه و ة"), ("ΚΑΦΕΝΕΙΟ", "Κ Α Φ Ε"),
+     ("καφές", "έ"), ("שלום", "ש ל ו ם"), ("Đẹp", "ẹ"), ("กาแฟ", "ก า แ ฟ")],
+)  # fmt: skip
+def test_letters_that_the_engine_never_writes_are_refused_by_the_prompts_number(target, letters):
+    prompts = ['a sign "OK"', "a sign"]
+    with pytest.raises(ValueError, match=f"number 2 of 2: .*{letters}"):
+        check_prompts("ocr", {}, prompts, [{}, {"target": target}])
+    with pytest.raises(ValueError, match="number 2 of 2: "):
+        check_prompts("ocr", {"engine": "paddleocr"}, prompts, [{}, {"target": target}])
+    vlm = {"engine": "vlm", "endpoint": {"url": "http://127.0.0.1:9/v1", "model": "m"}}
+    check_prompts("ocr", vlm, prompts, [{}, {"target": target}])  # which has no list
+
+
+def test_letters_that_the_engine_writes_are_not_refused():
+    targets = ["CAFE\u0301", "Łódź", "Straße", "α+β", "ΔT", "营业中", "１２", "20 €", "“wait…”"]
+    check_prompts("ocr", {}, ["a sign"] * len(targets), [{"target": text} for text in targets])
+
+
+def test_a_call_refuses_letters_that_its_engine_lacks():
+    metadata = [{"target": "OK"}, {"target": "ОК"}]  # the second is Cyrillic
+    scores = score(build("ocr", **TINY), torch.ones(2, 3, 64, 64), ["a", "b"], metadata)
+    assert scores.valid.tolist() == [True, False] and "О К" in scores.reasons[1]
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    ['a 12" poster that says "SALE"', 'a 12" by 8" sign', 'signs "Left" and "Right"',
+     'a sign "A" of 5"', '\\"OPEN\\"'],
+)  # fmt: skip
+def test_quotes_that_do_not_say_which_text_is_meant_are_refused(prompt):
+    with pytest.raises(ValueError, match="number 1 of 1: .*`target`"):
+        check_prompts("ocr", {}, [prompt], [{}])
+    check_prompts("ocr", {}, [prompt], [{"target": "SALE"}])
+
+
 def test_metadata_target_wins_and_exact_is_reported():
     images = torch.ones(2, 3, 8, 8)
     reward = OCR(FakeEngine("bus stop"))

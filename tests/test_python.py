@@ -1,5 +1,6 @@
 """`flowalign.score`, `evaluate` and `train`: what the commands do, from Python."""
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,36 @@ def test_images_of_any_kind_are_scored_alike(tmp_path: Path, drawn: None) -> Non
         flowalign.score([*pictures(), Image.new("RGB", (4, 4))], [*PROMPTS, "d"], "fakes:redness")
     with pytest.raises(ValueError, match="2 prompts"):
         flowalign.score(pictures(), PROMPTS[:2], "fakes:redness")
+
+
+def test_files_meet_prompts_in_the_order_of_their_numbers(tmp_path: Path) -> None:
+    shades = [number / 20 for number in range(1, 13)]
+    for number, shade in enumerate(shades, 1):
+        Image.new("RGB", (4, 4), (round(255 * shade), 0, 0)).save(tmp_path / f"img {number}.png")
+    scores = flowalign.score(tmp_path, [str(shade) for shade in shades], "fakes:redness").scores
+    assert scores.value.argsort().tolist() == [*range(12)]
+
+
+@pytest.mark.parametrize(
+    ("names", "is_clear"),
+    [
+        (["1", "2", "10"], True),
+        (["7_1", "7_2", "7_10"], True),  # one number differs
+        (["0001-983", "0002-12", "0010-555"], True),  # both orders are the same
+        (["run2/1", "run2/10", "run10/2"], True),
+        (["cat", "dog1", "dog2", "dog10"], True),
+        (["seed2_1", "seed2_10", "seed10_2"], False),
+        (["1-983", "2-12", "10-555"], False),
+        (["0a1b", "00c12", "9f3"], False),
+        (["1", "01", "2"], False),
+    ],
+)
+def test_two_orders_of_images_are_refused(tmp_path: Path, names: list[str], is_clear: bool) -> None:
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        Image.new("RGB", (4, 4)).save(tmp_path / f"{name}.png")
+    with nullcontext() if is_clear else pytest.raises(ValueError, match="two orders"):
+        assert len(flowalign.score(tmp_path, names, "fakes:redness").prompts) == len(names)
 
 
 def test_a_reward_is_called_with_pil_images_and_without_metadata() -> None:

@@ -23,10 +23,11 @@ from flowalign.backbone import Backbone
 from flowalign.commands import cli
 from flowalign.config import to_yaml
 from flowalign.rewards import build, build_on, check, describe, score
+from flowalign.rewards.scoring import TaskRewards
 from flowalign.rewards.service.client import Remote
 from flowalign.system import http
-from flowalign.system.images import to_float
-from flowalign.types import Scores
+from flowalign.system.images import eight_bits, to_float
+from flowalign.types import PromptBatch, Scores
 
 PIXELS = torch.arange(10 * 3 * 8 * 8).view(10, 3, 8, 8).mul(7).remainder(251).to(torch.uint8)
 IMAGES = to_float(PIXELS)
@@ -75,6 +76,25 @@ def test_a_remote_reward_is_worth_what_it_is_worth_here():
             assert there.parts.keys() == here.parts.keys()
             assert torch.equal(there.parts["red"], here.parts["red"]), size
             assert there.value.dtype == torch.float32
+
+
+def test_a_server_gets_8_bits_and_a_training_run_floats():
+    """docs/rewards/remote.md, "What is scored": of one's own reward and of a built-in judge."""
+    images = torch.tensor([0.5, 0.3, 0.77777])[:, None, None, None].expand(3, 3, 96, 96)
+    batch = PromptBatch(["a"] * 3, ["x"] * 3, [{}] * 3)
+
+    def own(images, prompts, metadata):
+        return Scores.of(images[:, 0, 0, 0])
+
+    def rounded(images, prompts, metadata):
+        return own(eight_bits(images.float()), prompts, metadata)
+
+    judge = build("pickscore", model="tiny")
+    for reward, is_same in ((own, False), (rounded, True), (judge, True)):
+        here = TaskRewards({"x": reward})(images, batch).value
+        with served.serving(reward) as url:
+            there = TaskRewards({"x": Remote(url)})(images, batch).value
+        assert torch.equal(here, there) == is_same
 
 
 def test_results_record_what_the_server_says_of_its_reward_and_not_where_it_is():

@@ -44,8 +44,10 @@ class Judge:
         return httpx.Response(status, stream=httpx.ByteStream(body))  # not read yet
 
 
-def answer(text: Any) -> bytes:
-    return json.dumps({"choices": [{"message": {"role": "assistant", "content": text}}]}).encode()
+def answer(text: Any, finish_reason: str = "stop") -> bytes:
+    message = {"role": "assistant", "content": text}
+    choice = {"message": message, "finish_reason": finish_reason}
+    return json.dumps({"choices": [choice]}).encode()
 
 
 def asked(request: dict[str, Any]) -> tuple[str, np.ndarray]:
@@ -117,6 +119,19 @@ def test_scores_are_read_off_answers_and_no_score_is_no_answer():
         ("unifiedreward", "Final Score: 0", None),
         ("unifiedreward", "I would say 4 out of 5", None),
         ("unifiedreward", "", None),
+        ("unifiedreward", "Final Score: 3/10", None),
+        ("unifiedreward", "Final Score: 4.5 / 10", None),
+        ("unifiedreward", "Final Score: **3** out of 10", None),
+        ("unifiedreward", "Final Score: 4/5", 4),
+        ("unifiedreward", "Final Score: 4 out of 5.", 4),
+        ("unifiedreward", "Final Score: 4,5", 4.5),
+        ("unifiedreward", "Final Score: 4,500", None),
+        ("unifiedreward", "Final Score: 80%", None),
+        ("unifiedreward", "Final Score: 3\n(a Final Score: 1-5, or Final Score: 1 to 5)", 3),
+        ("unifiedreward", '```json\n{"Final Score": 4}\n```', 4),
+        ("unifiedreward", "**Final Score**: **[4]**", 4),
+        ("unifiedreward", "Final Score: 4.", 4),
+        ("unifiedreward", "Final Score: 4, since the colours are right", 4),
         ("qwenvl", "<QualityScore>5</QualityScore><OverallScore>2</OverallScore>", 2),
         ("qwenvl_strict", "<Thought>so</Thought>\n<OverallScore> 3 </OverallScore>", 3),
         ("qwenvl_quality", "<Score>5</Score>", 5),
@@ -141,6 +156,32 @@ def test_an_answer_without_a_score_is_invalid_and_its_beginning_the_reason(serve
     assert scores.parts["raw"][1:].isnan().all()
     assert "'I cannot judge this xxx" in scores.reasons[1] and len(scores.reasons[1]) < 250
     assert "choices[0].message.content" in scores.reasons[2]
+
+
+@pytest.mark.parametrize(
+    ("content", "finish_reason", "raw"),
+    [
+        ("<think>Final Score: 2, but", "length", None),
+        ("Final Score: 4.", "length", None),
+        ("<think>Final Score: 2, but", "stop", None),
+        ("<think>Final Score: 1?</think>\nfour of five", "stop", None),
+        ("<think>Final Score: 1?</think>\nFinal Score: 4", "stop", 4),
+        ("Final Score: 1?</think>Final Score: 4", "stop", 4),  # the chat template opened it
+        ("<think>a</think>Final Score: 4<think>Final Score: 2", "stop", None),
+        ("[THINK]Final Score: 1[/THINK]Final Score: 3", "stop", 3),
+        ("◁think▷Final Score: 1◁/think▷Final Score: 3", "stop", 3),
+        ([{"type": "text", "text": "Final "}, {"type": "text", "text": "Score: 4"}], "stop", 4),
+        ([{"type": "thinking"}, {"type": "text", "text": "Final Score: 4"}], "stop", 4),
+        ([{"type": "text"}], "stop", None),
+    ],
+)  # fmt: skip
+def test_only_the_verdict_of_a_complete_answer_counts(serve, content, finish_reason, raw):
+    judge = serve(lambda request: (200, answer(content, finish_reason)))
+    scores = VLM(judge.url, "m", image_size=None)(images(1), ["a dog"], [{}])
+    assert scores.valid.tolist() == [raw is not None], scores.reasons
+    if raw is not None:
+        assert scores.parts["raw"].tolist() == [raw]
+    assert (finish_reason != "length") or "max_tokens" in scores.reasons[0]
 
 
 def test_an_own_text_is_asked_and_read_by_its_pattern(serve):

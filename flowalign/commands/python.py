@@ -24,7 +24,7 @@ from flowalign.config.loading import run_config
 from flowalign.eval.compare import load_results
 from flowalign.eval.evaluation import evaluate as run_evaluation
 from flowalign.system.files import expanded, read_lines, replacing
-from flowalign.system.images import image_files, read_image, stacked
+from flowalign.system.images import image_files, in_order, read_image, stacked
 from flowalign.system.packages import require
 from flowalign.training import metrics
 from flowalign.training.data import load_prompts
@@ -137,11 +137,11 @@ def score(images: Any, prompts: Prompts, reward: Any, **options: Any) -> Scored:
     """Scores of images, as a run takes them: one that the reward fails on is NaN, with a reason.
 
     images: a list of PIL images or tensors [3,H,W] in [0,1], a batch [B,3,H,W], or a folder, whose
-    files are taken in order. prompts: one per image, in that order. reward: a name with its
-    options, or a callable (images, prompts, metadata) -> Scores.
+    files are taken in the order of their numbers. prompts: one per image, in that order. reward: a
+    name with its options, or a callable (images, prompts, metadata) -> Scores.
     """
     if isinstance(images, str | Path):
-        images = list(map(read_image, image_files(expanded(Path(images)))))
+        images = list(map(read_image, in_order(image_files(expanded(Path(images))))))
     rows, pixels = _rows(prompts), stacked(images)
     if isinstance(reward, str):
         registry.check(reward, options)

@@ -28,6 +28,13 @@ def expanded(path: P) -> P:
     return type(path)(text)
 
 
+def by_number(path: Path) -> list[str | int]:
+    """The sort key of a path whose numbers are numbers: 2 is before 10."""
+    parts: list[str | int] = [*re.split("([0-9]+)", str(path))]
+    parts[1::2] = map(int, parts[1::2])  # so text is compared with text
+    return parts
+
+
 @contextmanager
 def replacing(path: str | Path, *, durable: bool = False, swap: bool = False) -> Iterator[Path]:
     """A path to write a file or a folder to. When the block ends, it becomes `path` by one rename.

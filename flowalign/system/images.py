@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import base64
 import io
+import logging
 import os
+import re
 import zlib
 from collections.abc import Sequence
+from functools import cache
+from itertools import zip_longest
 from pathlib import Path
 
 import numpy as np
@@ -14,19 +18,54 @@ import torch
 from PIL import Image, ImageOps
 from torch import Tensor
 
-IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
+from flowalign.system.files import by_number
+
+log = logging.getLogger(__name__)
+
+IMAGES = (
+    ".png", ".jpg", ".jpeg", ".jpe", ".jfif", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".avif",
+    ".jp2", ".ppm", ".tga",
+)  # fmt: skip
+OTHERS = (".heic", ".heif", ".jxl", ".svg", ".psd", ".exr", ".dng", ".cr2", ".nef", ".arw", ".raw")
 HIDDEN = (".", "__MACOSX")  # how names begin that a system, an archive or a notebook adds
 
 
 def image_files(folder: Path) -> list[Path]:
-    """The images in a folder and its subfolders, also those that are links, sorted; none that is
-    HIDDEN. Empty if there is no such folder."""
+    """The images in a folder and its subfolders, also those that are links, in the order of their
+    numbers; none that is HIDDEN. Empty if there is no such folder. Images of formats that are not
+    read are named in the log."""
     files, seen = [], {}
     for parent, folders, names in os.walk(folder, followlinks=True):
         new = seen.setdefault(os.path.realpath(parent), parent) == parent  # no link back
         folders[:] = sorted(name for name in folders if new and not name.startswith(HIDDEN))
         files += [Path(parent, n) for n in names if new and not n.startswith(HIDDEN)]
-    return sorted(path for path in files if path.suffix.lower() in IMAGES)
+    files.sort()
+    if skipped := [path.name for path in files if path.suffix.lower() in OTHERS]:
+        warn_once(f"{folder}: images of these formats are not read: {', '.join(skipped[:12])}.")
+    return sorted((path for path in files if path.suffix.lower() in IMAGES), key=by_number)
+
+
+@cache
+def warn_once(text: str) -> None:
+    """Log a warning, if this process has not logged it before."""
+    log.warning(text)
+
+
+def in_order(files: Sequence[Path]) -> Sequence[Path]:
+    """Files of `image_files` that belong to a list by their order. Raises ValueError where it is
+    not clear: names with several numbers that have another order as text, and 1.png beside 01.png.
+    """
+    columns = zip_longest(*(re.findall("[0-9]+", file.stem) for file in files))
+    several = sum(len(set(column)) > 1 for column in columns) > 1
+    by_text = sorted(files)
+    tied = len({str(by_number(file)) for file in files}) < len(files)
+    if tied or (several and list(files) != by_text):
+        orders = [", ".join(file.name for file in order[:4]) for order in (files, by_text)]
+        raise ValueError(
+            f"{files[0].parent}: two orders are possible, by numbers ({orders[0]} ...) and as text "
+            f"({orders[1]} ...). Name the files 0001, 0002, ..., or give a list."
+        )
+    return files
 
 
 def read_image(path: Path) -> Image.Image:

@@ -18,6 +18,7 @@ from typing import Any
 
 from flowalign.backbone.tiny import PROMPTS
 from flowalign.config import TrainingStage
+from flowalign.system.files import by_number
 from flowalign.training import sources
 from flowalign.types import PromptBatch
 
@@ -235,10 +236,11 @@ def _read_folder(path: Path) -> list[Row]:
     if numbered := [file for file in path.glob("*/metadata.jsonl") if file.parent.name.isdecimal()]:
         numbered.sort(key=lambda file: int(file.parent.name))
         return [row for file in numbered for row in _read_jsonl(file, _text(file))]
-    if regions := sorted(path.glob("[!.]*/[0-9].json")):
+    if regions := sorted(path.glob("[!.]*/[0-9].json"), key=by_number):
         return [row for file in regions for row in _read_json(file, _text(file))]
     rows: list[Row] = []
-    for file in sorted(file for file in path.glob("[!.]*.[tT][xX][tT]") if file.is_file()):
+    files = [file for file in path.glob("[!.]*.[tT][xX][tT]") if file.is_file()]
+    for file in sorted(files, key=by_number):
         lines = _lines(_text(file))
         if len(lines) != 1:
             raise PromptError(
@@ -249,8 +251,21 @@ def _read_folder(path: Path) -> list[Row]:
     return rows
 
 
+def _read_txt(path: Path, text: str) -> list[Row]:
+    """A prompt a line. Tables and JSON, whose lines would be prompts as they stand, are refused."""
+    lines = _lines(text)
+    for number, line in lines:
+        if re.match(r'[\[{]\s*($|["\[{])', line):
+            form = "JSON; name the file .jsonl (an object a line) or .json"
+            raise PromptError(f"{path}, line {number} is {form}: {line[:80]!r}.")
+    if lines and all("\t" in line for _, line in lines):
+        form = "columns: a tab in each line; keep the prompts alone, or write a .csv with a header"
+        raise PromptError(f"{path} has {form}: {lines[0][1][:80]!r}.")
+    return [(line, {}) for _, line in lines]
+
+
 READERS: Mapping[str, Callable[[Path, str], list[Row]]] = {
-    ".txt": lambda path, text: [(line, {}) for _, line in _lines(text)],
+    ".txt": _read_txt,
     ".jsonl": _read_jsonl,
     ".csv": _read_csv,
     ".json": _read_json,
