@@ -273,7 +273,7 @@ ENGINES: dict[str, Callable[..., Engine]] = {
 
 
 @cache
-def alphabet(engine: str | Engine, lang: str) -> Letters:
+def alphabet(engine: str, lang: str) -> Letters:
     """The letters of an engine. RapidOCR's are in its model, whose loading takes a second;
     PaddleOCR's of other languages come with the download."""
     if engine == "paddleocr" and lang == "en":
@@ -328,7 +328,7 @@ class OCR(RewardBase):
         **engine_options: Any,
     ) -> None:
         self.engines = [engine]
-        self.alphabet = partial(alphabet, engine, engine_options.get("lang", "en"))
+        self.alphabet = partial(alphabet, str(engine), engine_options.get("lang", "en"))
         if isinstance(engine, str):
             self.engines = [ENGINES[engine](**engine_options) for _ in range(workers)]
         self.engine: Any = self.engines[0]
@@ -359,7 +359,8 @@ class OCR(RewardBase):
         """Raise ValueError for the first prompt that has no target text, or whose target has
         letters that the engine cannot write."""
         rule = options.get("rule", "published")
-        letters = partial(alphabet, options.get("engine", "rapidocr"), options.get("lang", "en"))
+        engine = str(options.get("engine", "rapidocr"))
+        letters = partial(alphabet, engine, options.get("lang", "en"))
         for number, (prompt, meta) in enumerate(zip(prompts, metadata, strict=True), 1):
             try:
                 _texts(rule, prompt, meta, letters)
