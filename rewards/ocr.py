@@ -68,18 +68,16 @@ PLAIN = {
     **dict.fromkeys(map(ord, "‘’‚‛′´ʼ"), "'"),
     **dict.fromkeys(map(ord, "“”„‟″"), '"'),
     **dict.fromkeys(map(ord, "‐‑‒–—―−"), "-"),
-    ord("…"): "...",
-    **{0xFEE0 + code: chr(code) for code in range(0x21, 0x7F)},  # full width
     **dict.fromkeys(range(0xFE00, 0xFE10), ""),  # say which variant of a glyph is meant
 }
 BY_CATEGORY = {"Zs": " ", "Cf": ""}  # spaces; characters of no width
 
 
 def plain(text: str) -> str:
-    """Text in NFC, with plain quotes, apostrophes, dashes, dots and spaces, without characters of
-    no width. Digits and letters of full width are ASCII."""
-    letters = (BY_CATEGORY.get(unicodedata.category(sign), sign) for sign in text.translate(PLAIN))
-    return unicodedata.normalize("NFC", "".join(letters))
+    """Text in NFKC, with plain quotes, apostrophes, dashes and spaces, without characters of no
+    width. So digits of full width are ASCII, … is three dots, and ⅓ is 1/3."""
+    text = unicodedata.normalize("NFKC", text.translate(PLAIN)).replace("\u2044", "/")
+    return "".join(BY_CATEGORY.get(unicodedata.category(sign), sign) for sign in text)
 
 
 def unwritable(text: str, letters: frozenset[str]) -> list[str]:

@@ -86,6 +86,7 @@ def test_a_failed_engine_and_a_missing_target_are_invalid_but_no_text_is_zero():
         ("“Hi” – wait…", '"Hi"- wait...'),
         ("１２３ ＳＡＬＥ", "123 SALE"),
         ("＂ＡＢ＂", '"ab"'),
+        ("Room 13⅓", "ROOM 131/3"),  # a prompt of the published test set
     ],
 )
 def test_what_is_written_in_several_ways_is_compared_in_one(target, read):
