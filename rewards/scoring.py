@@ -68,11 +68,7 @@ def score(
             "they must be one row an image."
         )
 
-    factor = reward.resize_factor(*images.shape[-2:])
-    if factor < SMALL:
-        size = "x".join(map(str, images.shape[-2:]))
-        text = f"reward {reward.name} sees images of {size} pixels at {factor:.0%} of that"
-        warn_once(f"{text}: small text and details are lost.")
+    _warn_of_shrinking(reward, *images.shape[-2:])
     finite = torch.isfinite(images).flatten(1).all(1) if count else torch.ones(0, dtype=torch.bool)
     broken = (~finite).nonzero().flatten().tolist()
     groups: dict[Any, list[int]] = {}
@@ -104,6 +100,13 @@ def score(
         rows = [row for row, text in result.failures.items() if text == reason]
         log.warning(line, reward.name, len(rows), count, rows[:8], reason)
     return result
+
+
+def _warn_of_shrinking(reward: RewardBase, height: int, width: int) -> None:
+    factor = reward.resize_factor(height, width)
+    if factor < SMALL:
+        text = f"reward {reward.name} sees images of {height}x{width} pixels at {factor:.0%} of"
+        warn_once(f"{text} that: small text and details are lost.")
 
 
 @torch.no_grad()

@@ -24,17 +24,17 @@ from pathlib import Path
 LINKED = ("rewards", "teachers", "eval")
 # Lines a room may have. A change that needs more says so here.
 BUDGET = {
-    "backbone": 3278,
-    "commands": 4682,
-    "config": 2313,
+    "backbone": 3366,
+    "commands": 4827,
+    "config": 2356,
     "credit": 244,
-    "eval": 2538,
-    "flowalign": 64,
-    "rewards": 4291,
+    "eval": 2583,
+    "flowalign": 66,
+    "rewards": 4487,
     "sde": 185,
-    "system": 1193,
-    "teachers": 1416,
-    "training": 5127,
+    "system": 1256,
+    "teachers": 1521,
+    "training": 5250,
     "types": 267,
 }
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)

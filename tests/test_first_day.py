@@ -79,7 +79,7 @@ def test_init_says_which_prompt_files_are_not_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("mine.txt").write_text("a cat")
+    Path("mine.txt").write_text('a sign that says "CAT"')
     given = ["init", "--stage", "nft", "--reward", "ocr", "--out", "x.yaml", "--prompts"]
     assert main([*given, "yours.txt"]) == 0
     assert "yours.txt" in capsys.readouterr().out and "yours.txt" in Path("x.yaml").read_text()
