@@ -68,7 +68,6 @@ def score(
             "they must be one row an image."
         )
 
-    _warn_of_shrinking(reward, *images.shape[-2:])
     finite = torch.isfinite(images).flatten(1).all(1) if count else torch.ones(0, dtype=torch.bool)
     broken = (~finite).nonzero().flatten().tolist()
     groups: dict[Any, list[int]] = {}
@@ -114,6 +113,7 @@ def _checked(
     reward: RewardBase, images: Tensor, prompts: Sequence[str], metadata: Metadata
 ) -> Scores:
     """One call with its answer checked: float32, on the CPU, NaN where invalid, with a reason."""
+    _warn_of_shrinking(reward, *images.shape[-2:])
     token = NESTED.set(nested := [])
     try:
         with settings_kept(reward.name):
