@@ -47,7 +47,8 @@ def gradient_problems(
     along the gradient does not raise that value."""
     # with less contrast: a step must be possible from every pixel
     images = (0.1 + 0.8 * images[:CHECKED].detach()).requires_grad_()
-    prompts, metadata = prompts[:CHECKED], metadata[:CHECKED]
+    prompts = prompts[:CHECKED]
+    metadata = metadata[:CHECKED]
     try:
         with torch.enable_grad():
             value = value_with_gradient(reward, images, prompts, metadata)

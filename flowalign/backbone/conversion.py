@@ -67,7 +67,8 @@ Update = tuple[Tensor, Tensor, float | None]  # A [r,in], B [out,r], alpha where
 def layers_of(stored: Mapping[str, Tensor]) -> dict[str, Update]:
     """{layer: its update} of a file, under the names that it has. Raises ValueError for what is no
     plain LoRA, and for two weights that are one part of a layer."""
-    names, updates = defaultdict[str, dict[str, str]](dict), dict[str, Update]()
+    names = defaultdict[str, dict[str, str]](dict)
+    updates = dict[str, Update]()
     for name, value in stored.items():
         part = PART.fullmatch(unwrapped(name))
         kind = next((kind for known, kind in KINDS.items() if re.search(known, name)), None)
