@@ -24,13 +24,13 @@ from pathlib import Path
 LINKED = ("rewards", "teachers", "eval")
 # Lines a room may have. A change that needs more says so here.
 BUDGET = {
-    "backbone": 3366,
+    "backbone": 3367,
     "commands": 4827,
     "config": 2356,
     "credit": 244,
     "eval": 2583,
     "flowalign": 66,
-    "rewards": 4487,
+    "rewards": 4488,
     "sde": 185,
     "system": 1256,
     "teachers": 1521,
