@@ -74,7 +74,8 @@ def test_the_floor_follows_the_mean_quartile_and_not_itself() -> None:
     """400 rollouts of a model that does not change: 48 prompts x 24 images, rewards of mean .2."""
     generator = torch.Generator().manual_seed(0)
     group = torch.arange(48).repeat_interleave(24)
-    floor, quartiles = -math.inf, []
+    floor = -math.inf
+    quartiles = []
     for _ in range(400):
         of_prompt = 0.2 + 0.2 * torch.randn(48, generator=generator, dtype=torch.float64)
         noise = 0.15 * torch.randn(48 * 24, generator=generator, dtype=torch.float64)
