@@ -12,6 +12,7 @@ from yaml import YAMLError
 
 from flowalign import rewards
 from flowalign.commands import cli, recipe
+from flowalign.commands.recipe import read_stages
 from flowalign.config import (
     ADAPTER,
     LABELS,
@@ -394,8 +395,20 @@ def test_a_shipped_config_says_what_is_known_of_it() -> None:
     for path in CONFIGS.glob("*/[!_]*.yaml"):
         if path.parent.name in ("accelerate", "variants"):  # no configs of a stage
             continue
-        words = {"measured", "tested"} if path.parent.name == "tiny" else {"predicted", "untested"}
+        words = {"published", "predicted", "untested"}
+        if path.parent.name == "tiny":
+            words = {"measured", "tested"}
         assert label_of(path) in words & LABELS.keys(), path
+
+
+def test_a_shipped_config_says_how_many_images_it_draws() -> None:
+    for path in CONFIGS.glob("*/[!_]*.yaml"):
+        if path.parent.name in ("accelerate", "variants"):
+            continue
+        stages, problems = read_stages(load(path, stage=Stage), path.parent)
+        images = sum(stage.images for stage in stages.values())
+        said = f"# Images: {images:,} in all\n" in path.read_text()
+        assert not problems and said == (images > 0), (path, f"{images:,}")
 
 
 @pytest.mark.parametrize("root", STAGES.values())

@@ -13,6 +13,7 @@ import pytest
 
 from flowalign.commands.doctor.advise import usable
 from flowalign.commands.doctor.count import predict
+from flowalign.commands.doctor.plan import examine
 from flowalign.config import (
     ConfigError,
     GrpoStage,
@@ -112,6 +113,20 @@ def test_a_variant_runs_the_same_images_and_updates(path: Path) -> None:
                 pathwise = isinstance(run, OpdStage) and run.student.gradient == "pathwise"
                 if isinstance(run, TrainingStage) and not pathwise:
                     assert run.rollout.batch_size == run.optimizer.micro_batch
+
+
+@pytest.mark.usefixtures("data")
+def test_few_images_of_a_large_model_are_noted() -> None:
+    path = ROOT / "configs/sd35_medium/teacher_ocr_nft.yaml"
+
+    def notes(*changes: str) -> list[str]:
+        found = examine(load(path, changes))
+        return [f.text for f in found if f.level == "note" and f.text.startswith("images:")]
+
+    assert notes() == []
+    (text,) = notes("train.updates=10")
+    assert "11,520" in text
+    assert notes("train.updates=20") == []
 
 
 OPD = {  # FACTS, section 9: Flow-OPD on eight GPUs

@@ -76,6 +76,7 @@ RENAMED = {  # keys of earlier checkouts
 LABELS = {
     "measured": "docs/results.md has the scores of such runs",
     "tested": "CI runs them at a small size",
+    "published": "those of an author's run; nobody ran them here",
     "predicted": "memory and hours only; nobody ran them",
     "untested": "nobody ran them",
 }

@@ -299,24 +299,27 @@ def show_total(listed: Sequence[Forecast]) -> None:
     """Print a row for each stage, as it fits in the memory: with the changes that `fits` names."""
     changed = [f.name for f in listed if f.fitting is not f]
     listed = [f.fitting for f in listed]
-    table = Table("stage", "peak GiB", "updates", "s/update", "held-out", "hours", "GPU-hours")
+    numbers = ("updates", "images", "s/update", "held-out")
+    table = Table("stage", "peak GiB", *numbers, "hours", "GPU-hours")
     gpus = listed[0].device.gpus
     for f in listed:
         peak = f"{f.estimate.peak / GIB:.1f}" if f.estimate else "-"
         if f.too_large:
-            table.add_row(f.name, peak, "-", "-", "-", "does not fit", "-")
+            table.add_row(f.name, peak, "-", "-", "-", "-", "does not fit", "-")
         elif t := f.times:
-            numbers = [str(f.stage.updates), f"{t.update:.3g}", str(f.stage.evaluations)]
+            drawn = [str(f.stage.updates), f"{f.stage.images:,}"]
+            numbers = [*drawn, f"{t.update:.3g}", str(f.stage.evaluations)]
             table.add_row(f.name, peak, *numbers, *map(shown_hours, (t.hours, t.hours * gpus)))
         else:
             why = "not predicted" if f.stage.samples else "minutes, no GPU"
-            table.add_row(f.name, peak, "-", "-", "-", why, "-")
+            table.add_row(f.name, peak, "-", "-", "-", "-", why, "-")
     if len(listed) > 1:
         table.add_section()
         hours = 0.0 if any(f.too_large for f in listed) else sum(f.hours for f in listed)
         total = [*map(shown_hours, (hours, hours * gpus))] if hours else ["not predicted", "-"]
-        table.add_row("sum", "", "", "", "", *total)
-    console = Console(highlight=False, width=max(100, Console().width))
+        images = sum(f.stage.images for f in listed)
+        table.add_row("sum", "", "", f"{images:,}", "", "", *total)
+    console = Console(highlight=False, width=max(110, Console().width))
     console.print(table)
     if changed:
         text = f"with the changes for memory: {', '.join(changed)}"

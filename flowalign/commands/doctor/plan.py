@@ -23,13 +23,15 @@ from flowalign.training.step import decay_at
 from flowalign.types import Schedule
 
 SAMPLE = 500  # prompts of a set, about, whose length is checked
+LARGE = 10**8  # parameters; no published run of such a model learnt a reward from FEWEST images
+FEWEST = 20_000
 
 
 def examine(config: TrainingStage) -> list[Finding]:
     findings, backbone = [*_numbers(config)], None
     with suppress(LookupError):  # its shapes are not known
         backbone = without_data(config.model)
-        findings += _noise(config, backbone)
+        findings += [*_noise(config, backbone), *_volume(config, backbone)]
     findings += [*_average(config), *_prompts(config)]
     if backbone:
         findings += _lengths(config, backbone)
@@ -94,6 +96,16 @@ def _noise(config: TrainingStage, backbone: Backbone) -> Iterator[Finding]:
             f"noise: steps {quiet} of the trained window have a standard deviation of "
             f"{float(std.min()):.2g}, so that log-probs and KL explode. "
             "Let rollout.window stop before them, or raise rollout.noise_level."
+        )
+
+
+def _volume(config: TrainingStage, backbone: Backbone) -> Iterator[Finding]:
+    """Fewer images than a reward was ever seen to be learnt from."""
+    size = sum(parameter.numel() for parameter in backbone.transformer.parameters())
+    if config.credited and size >= LARGE and config.images < FEWEST:
+        yield note(
+            f"images: {config.images:,} in all. Published runs of such models draw 100,000 to "
+            f"1,000,000, and none is known that learnt a reward from fewer than {FEWEST:,}."
         )
 
 

@@ -96,6 +96,11 @@ class Stage(Section):
         return 0
 
     @property
+    def images(self) -> int:
+        """Images that the rollouts of a training run draw in all."""
+        return 0
+
+    @property
     def evaluations(self) -> int:
         """How often held-out images are sampled and scored."""
         return 0

@@ -316,6 +316,10 @@ class DpoStage(TrainingStage):
     dpo: DpoConfig = DpoConfig()
 
     @property
+    def images(self) -> int:
+        return 0  # they are given
+
+    @property
     def loss_guidance(self) -> float:
         return 1.0  # the loss is that of one velocity field, also where it is used with CFG
 

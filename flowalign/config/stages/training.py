@@ -63,6 +63,10 @@ class TrainingStage(Job):
         return self.train.updates
 
     @property
+    def images(self) -> int:
+        return self.train.updates * self.rollout.images
+
+    @property
     def optimizer_steps(self) -> int:
         return self.train.updates * self.optimizer.updates_per_rollout
 
