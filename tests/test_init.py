@@ -187,7 +187,7 @@ def test_the_doctor_runs_a_config_as_it_is_written(stage: str, capsys: Any) -> N
     "model, folder, guidance",
     [("black-forest-labs/FLUX.1-dev", "flux", 3.5), ("Qwen/Qwen-Image", "qwen_image", 4.0),
      ("black-forest-labs/FLUX.2-dev", "flux2", 4.0), ("Tongyi-MAI/Z-Image", "z_image", 5.0),
-     (MODELS[-1], "sana", 4.5), ("me/unknown", None, 4.5)],
+     (MODELS[-1], "sana", 4.5), ("me/unknown", None, 1.0)],
 )  # fmt: skip
 def test_values_are_those_of_the_model_s_family(
     model: str, folder: str | None, guidance: float, monkeypatch: pytest.MonkeyPatch, capsys: Any
@@ -195,7 +195,7 @@ def test_values_are_those_of_the_model_s_family(
     """Where the family ships no config for a stage: the method of SD3.5, its own guidance."""
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     config = written("--stage", "grpo", "--model", model)
-    assert config.rollout.guidance == guidance and config.grpo.kl == "published"
+    assert config.rollout.guidance == guidance and config.grpo.clip_range == 1e-5
     assert ("is not known" in capsys.readouterr().out) == (folder is None)
     if folder is None:
         return
@@ -298,6 +298,14 @@ def test_a_teacher_is_paid_as_the_shipped_one(stage: str) -> None:
     else:
         (task,) = config.tasks
     assert task.reward.options["reward"] == "published" and task.weight == 1
+
+
+def test_of_two_shipped_teachers_of_a_reward_the_usual_one_is_taken() -> None:
+    config = written("--stage", "nft", "--model", MEDIUM, "--reward", "geneval")
+    usual, published = (
+        load_shipped("sd35_medium", f"teacher_geneval_nft{end}") for end in ("", "_published")
+    )
+    assert config.nft == usual.nft != published.nft
 
 
 def test_own_teachers() -> None:

@@ -247,14 +247,15 @@ class Draft:
         with the family's guidance."""
         for folder in (self.folder, SD35):
             files = [file for name in ("teacher_*", "dpo") for file in folder.glob(f"{name}.yaml")]
-            configs = [c for c in map(read, sorted(files)) if c["stage"] == stage]
+            # of two for a reward the shorter name is the usual one: x.yaml, x_published.yaml
+            configs = [c for c in map(read, sorted(files, reverse=True)) if c["stage"] == stage]
             found = {c["tasks"][0].get("reward", {}).get("name"): c for c in configs}
             if found:
                 break
         data = found.get(reward) or found.get("ocr") or next(iter(found.values()))
         if folder != self.folder:
-            of = self.eval["sampling"] if stage == "grpo" else self.student["rollout"]
-            data |= {"model": {}, "rollout": data["rollout"] | {"guidance": of["guidance"]}}
+            own = {"guidance": self.student["rollout"]["guidance"]}
+            data |= {"model": {}, "rollout": data["rollout"] | own}
         return data
 
     def _paid(self, tasks: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
