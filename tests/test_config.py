@@ -12,7 +12,6 @@ from yaml import YAMLError
 
 from flowalign import rewards
 from flowalign.commands import cli, recipe
-from flowalign.commands.recipe import read_stages
 from flowalign.config import (
     ADAPTER,
     LABELS,
@@ -390,11 +389,15 @@ def test_a_wrong_evaluation_is_explained(start: str, sections: dict[str, Any]) -
     assert problem.startswith(start)
 
 
+def shipped() -> list[Path]:
+    """The configs that a user runs."""
+    found = CONFIGS.glob("*/[!_]*.yaml")
+    return [path for path in found if path.parent.name not in ("accelerate", "variants")]
+
+
 def test_a_shipped_config_says_what_is_known_of_it() -> None:
     """The tiny world alone has figures and runs in CI."""
-    for path in CONFIGS.glob("*/[!_]*.yaml"):
-        if path.parent.name in ("accelerate", "variants"):  # no configs of a stage
-            continue
+    for path in shipped():
         words = {"published", "predicted", "untested"}
         if path.parent.name == "tiny":
             words = {"measured", "tested"}
@@ -402,10 +405,8 @@ def test_a_shipped_config_says_what_is_known_of_it() -> None:
 
 
 def test_a_shipped_config_says_how_many_images_it_draws() -> None:
-    for path in CONFIGS.glob("*/[!_]*.yaml"):
-        if path.parent.name in ("accelerate", "variants"):
-            continue
-        stages, problems = read_stages(load(path, stage=Stage), path.parent)
+    for path in shipped():
+        stages, problems = recipe.read_stages(load(path, stage=Stage), path.parent)
         images = sum(stage.images for stage in stages.values())
         said = f"# Images: {images:,} in all\n" in path.read_text()
         assert not problems and said == (images > 0), (path, f"{images:,}")

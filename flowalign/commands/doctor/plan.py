@@ -23,8 +23,8 @@ from flowalign.training.step import decay_at
 from flowalign.types import Schedule
 
 SAMPLE = 500  # prompts of a set, about, whose length is checked
-LARGE = 10**8  # parameters; no published run of such a model learnt a reward from FEWEST images
-FEWEST = 20_000
+LARGE = 10**8  # parameters of a large model
+FEWEST = 20_000  # images; no published run of a large model learnt a reward from fewer
 
 
 def examine(config: TrainingStage) -> list[Finding]:
