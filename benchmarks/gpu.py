@@ -217,7 +217,8 @@ def tests(setup: Setup, case: Case) -> Mapping[str, Any]:
 
 def rate(setup: Setup, case: Case) -> Mapping[str, Any]:
     """FLOP/s of large matrix products in bf16."""
-    cuda, repeats = setup.device == "cuda", 8
+    cuda = setup.device == "cuda"
+    repeats = 8
     size = 8192 if cuda else 1024
     a = torch.randn(size, size, device=setup.device, dtype=torch.bfloat16)
 
@@ -413,7 +414,9 @@ def traced(loop: Any, device: str) -> dict[str, dict[str, float]]:
     CPU operators stand for kernels."""
     from torch.profiler import ProfilerActivity, profile
 
-    cuda, made, found = device == "cuda", None, {}
+    cuda = device == "cuda"
+    made = None
+    found = {}
     loop.update += 1
     for name, call in PARTS.items():
         began = time.perf_counter()
@@ -521,13 +524,15 @@ class Worker:
     """A process that runs cases, and is replaced by another after one that failed."""
 
     def __init__(self, setup: Setup) -> None:
-        self.setup, self.pool = setup, None
+        self.setup = setup
+        self.pool = None
 
     def run(self, case: Case, seconds: float) -> tuple[str, dict[str, Any]]:
         """The state of a case, and what it measured or why it did not."""
         if case.alone:
             self.stop()
-        began, limit = time.monotonic(), STARTING
+        began = time.monotonic()
+        limit = STARTING
         try:
             pool = self.pool or self._start(case, min(STARTING, seconds + 30))
             limit = max(1.0, min(case.limit, seconds - (time.monotonic() - began)))
@@ -564,7 +569,9 @@ def run_all(
 ) -> list[dict[str, Any]]:
     """A row for each case; those for which there is no time left are "not run". see: told of all
     rows after each case."""
-    end, rows, worker = time.monotonic() + minutes * 60, [], Worker(setup)
+    end = time.monotonic() + minutes * 60
+    rows = []
+    worker = Worker(setup)
     try:
         for case in cases:
             began = time.monotonic()

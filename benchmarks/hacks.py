@@ -101,7 +101,8 @@ def main() -> int:
     args = parser.parse_args()
     quiet()
     rewards.add_config_folder(__file__)
-    warn, good = TrainingAlarmConfig().warn, True
+    warn = TrainingAlarmConfig().warn
+    good = True
     print(
         "| run | alarm at rollout | by statistic | most certain drift, sigma |\n|---|---|---|---|"
     )

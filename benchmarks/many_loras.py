@@ -96,7 +96,8 @@ def train_lora(texts: Sequence[str], pictures: Tensor, folder: Path, steps: int,
     optimizer = torch.optim.AdamW(backbone.adapter_parameters(name), LR, weight_decay=0)
     for step in range(steps):
         chosen = torch.randperm(len(texts))[:BATCH]
-        sigma, noise = torch.rand(BATCH), torch.randn(BATCH, *clean.shape[1:])
+        sigma = torch.rand(BATCH)
+        noise = torch.randn(BATCH, *clean.shape[1:])
         s = sigma.view(-1, 1, 1, 1)
         x = (1 - s) * clean[chosen] + s * noise
         velocity = backbone.velocity(x, sigma, text.select(chosen), guidance=1.0)
@@ -120,7 +121,8 @@ def in_child(words: Sequence[str]) -> tuple[float, float]:
 def make_student(names: Sequence[str], out: Path, updates: int) -> None:
     """The student of these LoRAs, by the config that `flowalign init` writes, but for a short run;
     with its cost."""
-    config, run = out / f"student_{len(names)}.yaml", out / f"run_{len(names)}"
+    config = out / f"student_{len(names)}.yaml"
+    run = out / f"run_{len(names)}"
     if (run / "cost.json").exists():
         return
     words = ["--stage", "opd", "--force", "--loras", *(str(out / "loras" / n) for n in names)]
@@ -157,7 +159,8 @@ class Judge:
 
     def sample(self, style: str) -> Rollout:
         """Images of a style's held-out prompts, by the adapters that are active."""
-        batch, noise = self.batches[style], Noise((0,))
+        batch = self.batches[style]
+        noise = Noise((0,))
         where = places(len(batch), 1)
         with torch.no_grad():
             return sample(
@@ -182,14 +185,16 @@ class Judge:
         images = self.sample(style).images
         spent = time.process_time() - began
         base, velocity = self.base[style]
-        target, shown = self.velocities[style], self.paths[style].images
+        target = self.velocities[style]
+        shown = self.paths[style].images
         far = mse_loss(self.velocity(style), target) / mse_loss(velocity, target)
         seen = mse_loss(images, shown) / mse_loss(base.images, shown)
         return float(far), float(seen), images, spent
 
     def labels_a_second(self, names: Sequence[str]) -> float:
         """Of the bank, on a rollout in which the tasks take turns: the best of three."""
-        path, times = self.paths[names[0]], []
+        path = self.paths[names[0]]
+        times = []
         tasks = [names[row % len(names)] for row in range(len(path))]
         mixed = replace(path, batch=replace(path.batch, tasks=tasks))
         for _ in range(3):
@@ -201,7 +206,8 @@ class Judge:
 
 def compare(judge: Judge, names: Sequence[str], out: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """The distances of each model, and the images of each."""
-    backbone, count = judge.backbone, len(names)
+    backbone = judge.backbone
+    count = len(names)
     loras = [f"teacher_{name}" for name in names]
     trained = {"student": out / f"run_{count}" / "adapter"}
     for how, power in MERGES:
@@ -240,7 +246,8 @@ def leaks(judge: Judge, images: dict[str, Any]) -> dict[str, dict[str, float]]:
     """{model: shares of its pictures that are nearest (mean square distance, equal noise) to what
     the LoRA of the prompt draws there, to the base's, to another LoRA's}. images: of the models, by
     style."""
-    names, shown = list(judge.paths), {}
+    names = list(judge.paths)
+    shown = {}
     for lora in names:
         with judge.backbone.adapter(f"teacher_{lora}"):
             shown[lora] = {style: judge.sample(style).images for style in names}
@@ -285,14 +292,17 @@ def main() -> None:
     add("--only", nargs="+", help="make these LoRAs and nothing else")
     args = parser.parse_args()
     quiet()
-    out, every, counts = args.out, list(styles.STYLES), sorted(args.counts)
+    out = args.out
+    every = list(styles.STYLES)
+    counts = sorted(args.counts)
     if args.only:
         for name in args.only:
             write_prompts(name, out / "prompts", every.index(name))
             seed = every.index(name)
             train_lora(*drawn(styles.STYLES[name], seed), out / "loras" / name, args.steps, seed)
         return
-    began, names = time.time(), every[: counts[-1]]
+    began = time.time()
+    names = every[: counts[-1]]
     missing = [name for name in names if not (out / "loras" / name).exists()]
     shares = [share for i in range(args.workers) if (share := missing[i :: args.workers])]
     again = [__file__, "--out", str(out), "--steps", str(args.steps), "--only"]
@@ -300,7 +310,8 @@ def main() -> None:
         costs = list(pool.map(in_child, [[*again, *share] for share in shares]))
         list(pool.map(lambda n: make_student(names[:n], out, n * args.updates), counts))
     spent = sum(cpu for cpu, _ in costs)
-    judge, found = Judge(names, out), {}
+    judge = Judge(names, out)
+    found = {}
     for count in counts:
         models, images = compare(judge, names[:count], out)
         found[count] = {

@@ -34,7 +34,9 @@ DISTILLED = 8  # updates of a student for each of its tasks: 128 images, 10 step
 # what holds NFT on all rewards of the tiny world (docs/results.md); it costs a pass of its own
 LAGGING = {"old": {"decay": 0.9, "rise": 0.03}}
 # function evaluations of an update, by 64 images: NFT, NFT that lags, a student (at most)
-ALONE, JOINT, STUDENT = 10 + 4 * 3, 10 + 4 * 4, 2 * (10 + 1 + 1 + 2)
+ALONE = 10 + 4 * 3
+JOINT = 10 + 4 * 4
+STUDENT = 2 * (10 + 1 + 1 + 2)
 LETTERS = "ACDEILOPRSTN"
 # the first three differ in style, the first six in style and layout
 WANTED = {
@@ -92,7 +94,8 @@ def text(name: str) -> str:
 
 def recipe(run: Path, seed: int, counts: Sequence[int], updates: int, limit: int) -> dict[str, Any]:
     """The config of a seed. counts: numbers of tasks. updates: of a teacher."""
-    out, every = run / "many_tasks", LETTERS[: max(counts)]
+    out = run / "many_tasks"
+    every = LETTERS[: max(counts)]
     write_prompts(out / "prompts")
     reward = {"name": "many_tasks:wanted"}
 

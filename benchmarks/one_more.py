@@ -54,7 +54,8 @@ def write_prompts(folder: Path) -> dict[str, str]:
 
 def recipe(run: Path, seed: int, updates: int | None, limit: int) -> dict[str, Any]:
     """The config of all three ways, from the models of a seed. updates: None = those above."""
-    reward, files = {"name": "one_more:noto"}, write_prompts(run / "one_more" / "prompts")
+    reward = {"name": "one_more:noto"}
+    files = write_prompts(run / "one_more" / "prompts")
     task = {"name": "noto", "prompts": files["train"], "reward": reward}
     old, judges = read(CONFIGS / "nft_mix.yaml")["tasks"], read(CONFIGS / "eval.yaml")["benchmarks"]
     teachers = {name: str(run / f"teacher_{name}" / "adapter") for name in TASKS}

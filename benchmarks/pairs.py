@@ -35,7 +35,8 @@ def main(folder: Path, words: str) -> None:
         batch = PromptBatch(asked, ["preference"] * len(asked), [{}] * len(asked))
         images = generate(backbone, batch, SAMPLING)
     write_images(folder, images, [p for p in prompts for _ in range(2)], SAMPLING.seed)
-    reward, ballot = rewards.build("pickscore", model="tiny", normalizer=28), Ballot(folder)
+    reward = rewards.build("pickscore", model="tiny", normalizer=28)
+    ballot = Ballot(folder)
     better, worse = 0.0, 0.0
     for number, pair in enumerate(ballot.pairs):
         seen = stacked([read_image(folder / image["file"]) for image in pair])

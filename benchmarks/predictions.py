@@ -115,7 +115,8 @@ def footprint(found: config.TrainingStage) -> dict[str, int]:
 
 def compared(found: config.TrainingStage, device_type: str) -> dict[str, tuple[int, int]]:
     """(measured, predicted) bytes: what lies there, the phases' own, and the peak of all."""
-    seen, expected = footprint(found), predict(found, device_type=device_type)
+    seen = footprint(found)
+    expected = predict(found, device_type=device_type)
     each = {phase.name: phase.bytes for phase in expected.phases}
     sampling = max(each.pop(n, 0) for n in ("text", "rollout", "VAE decode"))
     each["labels"] = max(each.pop(name, 0) for name in ("labels", "noising", "reward gradient"))
@@ -234,7 +235,8 @@ def show_pace(args: argparse.Namespace) -> None:
         for name, stage in stages(args.names, Path(folder)):
             updates = min(3, args.updates) if name == RANDOM else args.updates
             for _ in range(args.rounds):
-                expected, seen = predicted(stage), measured(stage, updates)
+                expected = predicted(stage)
+                seen = measured(stage, updates)
                 print(f"{name:24} {expected:11.2f} {seen:11.2f} {expected / seen - 1:+7.0%}",
                       flush=True)  # fmt: skip
 

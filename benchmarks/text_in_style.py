@@ -89,7 +89,8 @@ def main() -> None:
         train_lora(texts, pictures, style, args.steps, seed=0)
     backbone = Backbone.load(MODEL)
     prompts = load_prompts("tiny/ocr_test", "ocr").select(range(args.prompts))
-    reward, settings = rewards.build("ocr", **OCR), SamplingConfig(steps=10, guidance=1.0)
+    reward = rewards.build("ocr", **OCR)
+    settings = SamplingConfig(steps=10, guidance=1.0)
     models: dict[str, Path | None] = {"base model": None}
     for pair in WEIGHTS:
         models[f"style {pair[0]:g}, lettering {pair[1]:g}"] = merged = args.out / f"merge_{pair}"
@@ -99,7 +100,9 @@ def main() -> None:
     for name, term in (("frame", {"name": "text_in_style:frame"}), ("similarity", likeness)):
         adapter = trained(merged, term, args.out / f"run_{name}", args.updates)
         models[f"trained, OCR x {name}"] = adapter
-    rows, shown, chosen = [], {}, list(range(0, args.prompts, max(1, args.prompts // 8)))[:6]
+    rows = []
+    shown = {}
+    chosen = list(range(0, args.prompts, max(1, args.prompts // 8)))[:6]
     for number, (name, adapter) in enumerate(models.items()):
         if adapter:
             backbone.load_adapter(f"model_{number}", adapter, frozen=True)

@@ -123,7 +123,8 @@ def compare(
     if problems := differences(first, second, names):
         listed = "\n  - ".join(["these results do not compare:", *problems])
         raise Incomparable(f"{listed}\nEvaluate both with one config.")
-    models, result = (first["models"][names[0]], second["models"][names[1]]), {}
+    models = (first["models"][names[0]], second["models"][names[1]])
+    result = {}
     for name, about in first["benchmarks"].items():
         if name in second["benchmarks"]:
             a, b = (list(map(stats.from_json, model["images"][name])) for model in models)

@@ -46,7 +46,8 @@ def named_logs(texts: Sequence[str]) -> dict[str, list[Path]]:
     """{name: metrics.jsonl of the runs} of NAME=RUN+RUN, or of folders, whose names are the last
     parts of the last run if these differ. Raises ValueError for a folder without the log of a
     run."""
-    logs, last = {}, [Path(text).name for text in texts]
+    logs = {}
+    last = [Path(text).name for text in texts]
     for text in texts:
         name, _, runs = text.rpartition("=")
         folders = [Path(expanded(run)) for run in runs.split("+")]

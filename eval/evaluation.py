@@ -72,11 +72,14 @@ def _evaluate(config: EvalStage, accelerator: Accelerator) -> None:
     if accelerator.is_main_process:
         files.remove_leftovers(config.output)
     accelerator.wait_for_everyone()
-    backbone, weights, digests = None, "", {}
+    backbone = None
+    weights = ""
+    digests = {}
     own = [name for benchmark in config.benchmarks for name in benchmark.judges]
     if config.matrix:
         config = config.model_copy(update={"benchmarks": crossed(config.benchmarks)})
-    model, device = config.model if config.adapters else None, accelerator.device
+    model = config.model if config.adapters else None
+    device = accelerator.device
     sets = build_sets(config.benchmarks, "benchmarks", device, model, config.given)
     if not model and (size := sets[0].size):  # no model says the size of the images
         update = {"height": size[0], "width": size[1]}
@@ -173,7 +176,8 @@ def score_models(
             problems = []
             for benchmark, result in zip(images.judges, scored, strict=True):
                 judged[name][benchmark.name] = result
-                number, old = headline_rows(benchmark, result.rows)[0].mean, result.taken_over
+                number = headline_rows(benchmark, result.rows)[0].mean
+                old = result.taken_over
                 said = f"{old} scores taken over, {len(result.rows) - old} made"
                 line = f"{name}: {benchmark.name} {number:.3f} ({said})"
                 console.print(harmless(line), markup=False)

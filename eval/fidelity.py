@@ -89,9 +89,11 @@ def distance(
     the error alone is NaN if too few remain without a group, or if there is one prompt.
     """
     group = _groups(prompts)
-    valid, total = features.isfinite().all(1), len(features)
+    valid = features.isfinite().all(1)
+    total = len(features)
     features, group, count = features[valid], group[valid], int(group.max()) + 1
-    unknown, width = torch.full((count,), math.nan), features.shape[1]
+    unknown = torch.full((count,), math.nan)
+    width = features.shape[1]
     if len(features) <= width:
         return Distance(math.nan, unknown, len(features), total)
     value = metric(features, reference)

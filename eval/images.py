@@ -38,7 +38,8 @@ class ImagesError(ValueError):
 
 def find_images(source: str) -> dict[str, list[Path]]:
     """{prompt: its images, in order} of a folder or file. No image is opened."""
-    path, images = expanded(Path(source)), {}
+    path = expanded(Path(source))
+    images = {}
     if not path.is_dir() and not (path.suffix.lower() == ".jsonl" and path.exists()):
         raise ImagesError(f"there is no such folder or .jsonl: {source!r}. {FORMS}")
     try:
@@ -69,7 +70,8 @@ def assign(
 ) -> dict[Key, Path]:
     """{image: its file}: of each of the first `limit` prompts, `copies`. A prompt that the set
     lists again takes the next images. place: the config key of the benchmark."""
-    first, whole = prompts.prompts[:limit], Counter(prompts.prompts)
+    first = prompts.prompts[:limit]
+    whole = Counter(prompts.prompts)
     wanted = Counter(first)
     if missing := [prompt for prompt in wanted if prompt not in images]:
         count = len(list(takewhile(images.__contains__, first)))
@@ -85,7 +87,8 @@ def assign(
             text += f" The prompt of {at} is none of them: {shown(repr(stray))}."
         raise ImagesError(text)
     for prompt, times in wanted.items():
-        n, named = len(images[prompt]), images[prompt][0].name
+        n = len(images[prompt])
+        named = images[prompt][0].name
         if n not in (times * copies, whole[prompt] * copies):
             fitting = f", or set {place}.images={n // times}" if n % times == 0 else ""
             raise ImagesError(
@@ -129,7 +132,8 @@ def _read_jsonl(path: Path) -> Iterator[tuple[str, Any]]:
 def _read_folder(path: Path) -> Iterator[tuple[str, list[Any]]]:
     if any(file.parent.name.isdecimal() for file in path.glob("*/metadata.jsonl")):
         for folder in _numbered((p for p in path.iterdir() if p.is_dir()), r"\d+", path):
-            rows, inside = load_prompts(folder / "metadata.jsonl", ""), folder / "samples"
+            rows = load_prompts(folder / "metadata.jsonl", "")
+            inside = folder / "samples"
             files = inside.iterdir() if inside.is_dir() else ()
             images = _numbered(files, r"\d+\.png", inside)  # as the official script reads them
             yield rows.prompts[0], [image.absolute() for image in images]

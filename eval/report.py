@@ -43,7 +43,9 @@ Cells = Sequence[Sequence[str]]  # of a table, the heads first
 
 def write_files(config: EvalStage, results: Results) -> str:
     """Write all files into config.output; returns the tables as Markdown, without the details."""
-    folder, versions, drawn = Path(config.output), environment(), []
+    folder = Path(config.output)
+    versions = environment()
+    drawn = []
     on = f"{(n := len(results.judged))} model{'s' * (n > 1)} on {config.model.id}"
     title = on if config.adapters else ", ".join(config.given)
     title = config.report.title or f"flowalign eval: {title}"
@@ -85,9 +87,11 @@ def document(config: EvalStage, results: Results, versions: Mapping[str, str]) -
     def listed(rows: Mapping[str, EvalRow]) -> list[dict[str, Any]]:
         return [plain(row) for row in rows.values()]
 
-    models, crossed = {}, results.crossed
+    models = {}
+    crossed = results.crossed
     for model, judged in results.judged.items():
-        scores, first = results.scores(model), next(iter(results.judged))
+        scores = results.scores(model)
+        first = next(iter(results.judged))
         models[model] = {
             "adapter": config.adapters.get(model),
             "rows": [plain(row) for row in results.rows[model]],
@@ -126,7 +130,8 @@ def conditions(config: EvalStage, results: Results, versions: Mapping[str, str])
     sets = {benchmark.image_set: benchmark for benchmark in results.benchmarks}
     counts = []
     for name, benchmark in sets.items():
-        prompts, copies = benchmark.prompts.prompts, benchmark.copies
+        prompts = benchmark.prompts.prompts
+        copies = benchmark.copies
         distinct = len(set(prompts))  # errors are over distinct prompts
         text = f"{len(prompts)} prompts of {name}"
         text += f" ({distinct} distinct)" if distinct < len(prompts) else ""
@@ -163,8 +168,11 @@ def blocks(results: Results, marks: Mapping[str, str]) -> Iterator[Block]:
     """grid.png: a block per image set, with the first image of some of the report's prompts.
     marks: what else is said of a model."""
     for name, group in groupby(results.benchmarks, key=lambda benchmark: benchmark.image_set):
-        judges, rows = [*group], []
-        first, copies, pictured = judges[0], judges[0].copies, results.pictured(judges[0])
+        judges = [*group]
+        rows = []
+        first = judges[0]
+        copies = judges[0].copies
+        pictured = results.pictured(judges[0])
         indices = [pictured[i] for i in spread(len(pictured), COLUMNS)]
         for model, judged in results.judged.items():
             scores = [
@@ -239,7 +247,8 @@ def render(results: Results, tables: Sequence[Table], metrics: Cells, **about: A
 
 def lines(results: Results, benchmark: Benchmark) -> list[Line]:
     """Every prompt, with its scores by every model."""
-    part, copies = part_of(benchmark), benchmark.copies
+    part = part_of(benchmark)
+    copies = benchmark.copies
     judged = {model: of[benchmark.name].rows for model, of in results.judged.items()}
     scores = [row.get(part, math.nan) for rows in judged.values() for row in rows]
     finite = list(filter(math.isfinite, scores))
@@ -248,7 +257,8 @@ def lines(results: Results, benchmark: Benchmark) -> list[Line]:
 
     def cell(model: str, number: int) -> Cell:
         row = judged[model][number]
-        score, verdict = row.get(part, math.nan), row.get("correct", math.nan)
+        score = row.get(part, math.nan)
+        verdict = row.get("correct", math.nan)
         level = None if math.isnan(score) else 100.0
         if level and high > low:
             level = 100 * (score - low) / (high - low)

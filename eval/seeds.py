@@ -178,7 +178,8 @@ def cells(documents: Sequence[Document], first: str, second: str = "") -> dict[s
     """A model's number of every benchmark and its averages; with a second, first minus second."""
     found = {}
     for name, judge in documents[0]["benchmarks"].items():
-        column, rows = Column(name, judge.get("headline")), images(documents, first, name)
+        column = Column(name, judge.get("headline"))
+        rows = images(documents, first, name)
         if second:
             pairs = zip(images(documents, second, name), rows, strict=True)
             found[name] = [stats.difference(column, *pair) for pair in pairs]
@@ -195,7 +196,8 @@ def cells(documents: Sequence[Document], first: str, second: str = "") -> dict[s
 
 def markdown(numbers: SeedTable) -> str:
     """Numbers, then gaps, as tables."""
-    heads, both = list(map(escaped, numbers.columns)), numbers.texts("**{}**")
+    heads = list(map(escaped, numbers.columns))
+    both = numbers.texts("**{}**")
     rows, gaps = ([[escaped(label), *cells] for label, *cells in part] for part in both)
     lines = table([f"{numbers.seeds} seed{'s' * (numbers.seeds > 1)}", *heads], rows)
     return "\n".join([*lines, *(["", *table(["difference", *heads], gaps)] if gaps else [])]) + "\n"

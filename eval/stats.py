@@ -118,8 +118,10 @@ def average(rows: Sequence[EvalRow], benchmark: str = AVERAGE, metric: str = "me
     for row in rows:  # one without influence is independent of the others
         for prompt, moved in (row.influence or {row.benchmark: row.stderr}).items():
             influence[prompt] = influence.get(prompt, 0.0) + moved / len(rows)
-    mean, error = sum(row.mean for row in rows) / len(rows), math.hypot(*influence.values())
-    n, total = sum(r.n for r in rows), sum(r.n if r.total is None else r.total for r in rows)
+    mean = sum(row.mean for row in rows) / len(rows)
+    error = math.hypot(*influence.values())
+    n = sum(r.n for r in rows)
+    total = sum(r.n if r.total is None else r.total for r in rows)
     margin = student_t(len(influence) - 1) * error
     return EvalRow(
         benchmark, metric, mean, error, n, mean - margin, mean + margin, total, influence
@@ -177,7 +179,8 @@ def _prompt_scores(images: Images, part: str, tags: bool) -> tuple[list[str], Pr
     """
     keys = [(str(i["metadata"]["tag"]) if tags else "", i["prompt"]) for i in images]
     numbers = {key: number for number, key in enumerate(dict.fromkeys(keys))}
-    prompt, count = np.array([numbers[key] for key in keys], np.int64), len(numbers)
+    prompt = np.array([numbers[key] for key in keys], np.int64)
+    count = len(numbers)
     values = np.array([image.get(part, math.nan) for image in images], np.float64)
     weights = np.where(np.isfinite(values), [_weight(image, part) for image in images], 0)
     strata = np.unique([tag for tag, _ in numbers], return_inverse=True)[1]
@@ -197,7 +200,8 @@ def _weight(image: Mapping[str, Any], part: str) -> float:
 def part_row(benchmark: str, metric: str, images: Images, part: str) -> EvalRow:
     """Mean, error, interval and count of a part of the scores of some of a benchmark's images."""
     texts, (sums, counts, one) = _prompt_scores(images, part, tags=False)
-    n, prompts = float(counts.sum()), int((counts > 0).sum())
+    n = float(counts.sum())
+    prompts = int((counts > 0).sum())
     valid = sum(math.isfinite(image.get(part, math.nan)) for image in images)
     if not n:
         return EvalRow(benchmark, metric, math.nan, math.nan, 0, total=len(images))
@@ -206,7 +210,8 @@ def part_row(benchmark: str, metric: str, images: Images, part: str) -> EvalRow:
     # P / (P - 1): unbiased for equally many images per prompt
     scale = math.sqrt(prompts / (prompts - 1)) / n if prompts > 1 else math.nan
     moved = ((sums - mean * counts) * scale).tolist()
-    influence, error = dict(zip(texts, moved, strict=True)), math.hypot(*moved)
+    influence = dict(zip(texts, moved, strict=True))
+    error = math.hypot(*moved)
     low, high = bootstrap_interval(sums, counts, one)
     return EvalRow(benchmark, metric, mean, error, valid, low, high, len(images), influence)
 

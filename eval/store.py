@@ -73,8 +73,12 @@ class Store:
         rank: int = 0,
         files: Mapping[Key, Path] | None = None,
     ) -> None:
-        self.folder, self.settings, self.saved_prompts = folder, dict(settings), saved_prompts
-        self._scores, self._rank, self._files = scores, rank, files
+        self.folder = folder
+        self.settings = dict(settings)
+        self.saved_prompts = saved_prompts
+        self._scores = scores
+        self._rank = rank
+        self._files = files
 
     def score_folder(self, judge: str) -> Path:
         """Where its rows are: another one for each way of scoring."""
@@ -93,7 +97,8 @@ class Store:
                 f"{self.folder} is not empty, and has no readable {SETTINGS} that says what its "
                 f"images are ({shown(repr(error))}). {again}"
             ) from None
-        there, here = _flat(recorded), _flat(self.settings)
+        there = _flat(recorded)
+        here = _flat(self.settings)
         keys = [key for key in here | there if there.get(key) != here.get(key)]
         # of lists only what both have: a smaller `limit` has the first prompts
         keys = [k for k in keys if not k[-1].isdecimal() or k in there.keys() & here.keys()]

@@ -97,7 +97,9 @@ def image_sets(
     config_key: of the list. model: whose size the images have; None = that of `given`, {model:
     images that another program made}.
     """
-    problems, sets, by_prompt = [], [], {}
+    problems = []
+    sets = []
+    by_prompt = {}
     for name, source in given.items():
         try:
             by_prompt[name] = find_images(source.images)
@@ -105,8 +107,10 @@ def image_sets(
             problems.append(f"models.{name}: {error}")
     size = model.size if model else None
     for index, config in enumerate(configs):
-        prompts, files = load_prompts(config.prompts, config.name), {}
-        place, limit = f"{config_key}.{index}", config.limit
+        prompts = load_prompts(config.prompts, config.name)
+        files = {}
+        place = f"{config_key}.{index}"
+        limit = config.limit
         for name, images in by_prompt.items():
             try:
                 files[name] = assign(images, prompts, limit, config.images, place)
@@ -114,7 +118,8 @@ def image_sets(
             except ImagesError as error:
                 problems.append(f"models.{name}: {config.name}: {error}")
         tags = [str(row.get("tag")) for row in prompts.metadata]
-        few, many = len({*tags[:limit]}), len({*tags})
+        few = len({*tags[:limit]})
+        many = len({*tags})
         if few < many:
             count = f"the first {limit} of {len(tags)} prompts have {few} of {many} tags"
             log.warning("%s.limit: %s.", place, count)
@@ -129,7 +134,8 @@ def crossed(configs: Sequence[BenchmarkConfig]) -> list[BenchmarkConfig]:
     others = {name: spec for config in configs for name, spec in config.judges.items()}
     found = []
     for config in configs:
-        batch, more = load_prompts(config.prompts, config.name), dict[str, RewardConfig]()
+        batch = load_prompts(config.prompts, config.name)
+        more = dict[str, RewardConfig]()
         for name, spec in others.items():
             with suppress(ValueError, KeyError, TypeError, AttributeError):
                 rewards.check_prompts(spec.name, spec.options, batch.prompts, batch.metadata)
@@ -154,7 +160,8 @@ def build_sets(
     # only now: building a reward may load a large model; several benchmarks may have the same
     built = dict[str, Reward]()
     for index, (config, images) in enumerate(zip(configs, sets, strict=True)):
-        source, judges = config.name if config.rewards else None, []
+        source = config.name if config.rewards else None
+        judges = []
         for name, (key, options) in zip(config.judges, config.reward_keys.items(), strict=True):
             try:
                 said = options.model_dump_json()
@@ -184,7 +191,9 @@ def run(
     seconds: as in `judge_set`. max_invalid_share: a benchmark that loses more images is `lost`.
     shown: of so many prompts of a set, evenly spaced, the first image is part of the report.
     """
-    rows, reasons, examples = list[EvalRow](), dict[str, str](), list[Example]()
+    rows = list[EvalRow]()
+    reasons = dict[str, str]()
+    examples = list[Example]()
     for images in sets:
         results = judge_set(backbone, images, settings, accelerator, keep=shown, seconds=seconds)
         for benchmark, judged in zip(images.judges, results, strict=True):
@@ -373,7 +382,9 @@ class _Scoring:
         store: Store | None,
         seconds: float | None,
     ) -> None:
-        self.judges, self.rows, self.store = judges, rows, store
+        self.judges = judges
+        self.rows = rows
+        self.store = store
         # judges take turns: models are not thread safe, and one at a time fills the memory
         by_name = TaskRewards({judge.name: judge.reward for judge in judges})
         self._scoring = AsyncScorer(by_name, seconds)
@@ -399,7 +410,8 @@ class _Scoring:
         self._scoring.discard()
 
     def _collect(self) -> None:
-        submitted, self._submitted = self._submitted, []
+        submitted = self._submitted
+        self._submitted = []
         for (judge, keys), scores in zip(submitted, self._scoring.results(), strict=True):
             # a batch or group also holds images that had a score: the first one counts
             rows = self.rows[judge.name]

@@ -76,14 +76,17 @@ class Results:
         own = [b for b in cells if b in self.columns]
         if len(own) == len(cells):
             return None
-        rows, changes, first = {}, {}, next(iter(self.judged.values()))
+        rows = {}
+        changes = {}
+        first = next(iter(self.judged.values()))
         for model, judged in self.judged.items():
             row = {b.name: headline_row(b, self.rows[model]) for b in cells}
             others = [row[b.name] for b in cells if b not in own]
             change = {b.name: difference(b, first[b.name].rows, judged[b.name].rows) for b in cells}
             means = {"own": average([row[b.name] for b in own]), "others": average(others)}
             worst = min(change.values(), key=lambda gap: (math.isnan(gap.mean), gap.mean))
-            rows[model], changes[model] = row | means | {"worst": worst}, change
+            rows[model] = row | means | {"worst": worst}
+            changes[model] = change
         base, columns = next(iter(rows.items()))
         decimals = {column: _decimals(rows.values(), column) for column in columns}
         text = "TASK_JUDGE: another task's judge. own, others: means of the judges on their own "
@@ -102,7 +105,9 @@ class Results:
 
     def means(self, benchmark: Benchmark, model: str) -> list[float]:
         """Of each prompt the mean score of its images; NaN = none of them has a score."""
-        part, copies, rows = part_of(benchmark), benchmark.copies, self.judged[model]
+        part = part_of(benchmark)
+        copies = benchmark.copies
+        rows = self.judged[model]
         scores = [row.get(part, math.nan) for row in rows[benchmark.name].rows]
         groups = [scores[i : i + copies] for i in range(0, len(scores), copies)]
         valid = [[score for score in group if math.isfinite(score)] for group in groups]
@@ -125,9 +130,11 @@ class Results:
     def _columns(
         self, number: Callable[[Benchmark, str | None], EvalRow], fidelity: EvalRow | None
     ) -> dict[str, EvalRow]:
-        columns, averaged = {}, []
+        columns = {}
+        averaged = []
         for benchmark in self.columns:
-            name, reward = benchmark.name, as_reward(benchmark.reward)
+            name = benchmark.name
+            reward = as_reward(benchmark.reward)
             columns[name] = number(benchmark, None)
             averaged += [columns[name]] * reward.averaged
             columns |= {f"{name}_{part}": number(benchmark, part) for part in reward.columns}
@@ -251,7 +258,8 @@ def _decimals(rows: Iterable[Mapping[str, EvalRow]], column: str) -> int:
 def markdown(table: Table) -> str:
     """A table as Markdown: the best of a column in bold, and the counts below."""
     heads = ["", *(f"{escaped(column)}{table.arrow(column)}" for column in table.decimals)]
-    best, rows = {column: table.best(column) for column in table.decimals}, []
+    best = {column: table.best(column) for column in table.decimals}
+    rows = []
     for label in table.rows:
         cells = [(table.text(label, column), label in best[column]) for column in table.decimals]
         rows.append([escaped(label), *(f"**{text}**" if bold else text for text, bold in cells)])

@@ -228,7 +228,9 @@ def _checked(
     if value.ndim != 1 or shapes != [shapes[0]] * 4:
         raise ValueError(f"value, group, valid and task must all be [B], got {shapes}")
     device = value.device
-    group, valid, task = group.to(device), valid.to(device, torch.bool), task.to(device)
+    group = group.to(device)
+    valid = valid.to(device, torch.bool)
+    task = task.to(device)
     broken = int((valid & ~torch.isfinite(value)).sum())
     if broken:
         raise ValueError(f"{broken} of {len(value)} values are not finite; mark them in `valid`")

@@ -95,7 +95,8 @@ def transition(
         )
     if kind == "cps":
         std = sigma_next * math.sin(noise_level * math.pi / 2)
-        clean, noise = x - sigma * velocity, x + (1 - sigma) * velocity
+        clean = x - sigma * velocity
+        noise = x + (1 - sigma) * velocity
         mean = (1 - sigma_next) * clean + torch.sqrt(sigma_next**2 - std**2) * noise
     else:
         if not 0 <= sigma_max < 1:

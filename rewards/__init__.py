@@ -218,7 +218,8 @@ def has_no_weights(name: str) -> bool:
 def code_of(name: str, options: Mapping[str, Any]) -> dict[str, str]:
     """{name: digest of its code} of a reward, of those that it is made of, and of the modules that
     its options name by a dotted path. Runs none of that code. See `flowalign.rewards.source`."""
-    needed, digests = [name, *(part for part, _ in leaves(name, options, imports=False))], {}
+    needed = [name, *(part for part, _ in leaves(name, options, imports=False))]
+    digests = {}
     for part in [*needed, *own_code(options)]:
         module = _paths().get(part, part).partition(":")[0]
         found = source.digest(_registered.get(part, module))
@@ -234,7 +235,8 @@ def describe(reward: Reward) -> dict[str, Any]:
     A description that fails is no reason to lose results: it is replaced by its error.
     """
     reward = as_reward(reward)
-    name, code = {"name": reward.name}, {"code": reward.code_digests} if reward.code_digests else {}
+    name = {"name": reward.name}
+    code = {"code": reward.code_digests} if reward.code_digests else {}
     try:
         return json.loads(json.dumps(name | reward.describe() | code, default=str))
     except Exception as error:

@@ -124,7 +124,8 @@ class TwoTowers:
     ) -> None:
         self.placement = Placement(model, device, offload)
         self.device = self.placement.device
-        self.width, self.batch_size = width, batch_size
+        self.width = width
+        self.batch_size = batch_size
         self._text_vector = lru_cache(TEXT_CACHE)(self._encode_text)
 
     @torch.no_grad()

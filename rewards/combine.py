@@ -107,7 +107,8 @@ class Weighted(Terms):
     weights: Mapping[str, float] = {}  # by label; set when it is built
 
     def __call__(self, images: Tensor, prompts: Sequence[str], metadata: Metadata) -> Scores:
-        value, components = torch.zeros(len(images)), {}
+        value = torch.zeros(len(images))
+        components = {}
         for label, reward in self.components.items():
             components[label] = score(reward, images, prompts, metadata)
             if weight := self.weights[label]:
@@ -123,7 +124,8 @@ class Product(Terms):
     exponents: Mapping[str, float] = {}
 
     def __call__(self, images: Tensor, prompts: Sequence[str], metadata: Metadata) -> Scores:
-        value, components = torch.ones(len(images)), {}
+        value = torch.ones(len(images))
+        components = {}
         for label, reward in self.components.items():
             components[label] = found = score(reward, images, prompts, metadata)
             if exponent := self.exponents[label]:
@@ -191,7 +193,8 @@ class Normalized(Composed):
 
 def _join(value: Tensor, found: Mapping[str, Scores], weights: Mapping[str, float] = {}) -> Scores:
     """The value with the components' parts and reasons; invalid where one that counts is."""
-    valid, parts = torch.isfinite(value), {}
+    valid = torch.isfinite(value)
+    parts = {}
     texts: dict[int, list[str]] = {}
     for label, scores in found.items():
         valid &= scores.valid | (weights.get(label) == 0)

@@ -26,7 +26,8 @@ Question = tuple[list[int], str, str]  # its parents, which make sense of it; ca
 
 def questions(metadata: Mapping[str, Any]) -> dict[int, Question]:
     """{number: question} of a prompt of dpg_bench.csv. Raises an error for what is none."""
-    found, pairs = {}, zip(metadata["questions"], metadata["skills"], strict=True)
+    found = {}
+    pairs = zip(metadata["questions"], metadata["skills"], strict=True)
     for (number, needs, _, text), skill in pairs:
         parents = [int(n) for n in needs.split(",") if int(n)]
         found[int(number)] = parents, skill.strip(), text.strip()
@@ -41,7 +42,8 @@ def gated(yes: Mapping[int, float], asked: Mapping[int, Question], rule: str) ->
     "official": in one pass, so a parent that stands after its child does not pass on the no of its
     own parent; KeyError if a parent is missing. "corrected": in any order.
     """
-    official, scores = rule == "official", dict(yes)
+    official = rule == "official"
+    scores = dict(yes)
     for _ in range(1 if official else len(scores)):
         for number, (parents, _, _) in asked.items():
             if any((scores[n] if official else scores.get(n, 1)) == 0 for n in parents):
@@ -77,7 +79,8 @@ class DPG(AskedReward):
             about = {"engine": "OpenAI chat completions", "model": self.judge.model}
         elif model == "mplug":
             package = require("dpg_evaluator", "the model mplug of reward dpg needs")
-            self.judge, about = package.MPLUG(device=str(resolve(device))), {"engine": "mplug"}
+            self.judge = package.MPLUG(device=str(resolve(device)))
+            about = {"engine": "mplug"}
         else:
             self.judge = Local(model, device, offload)
             about = {**self.judge.settings, "engine": "transformers, yes against no"}
@@ -99,7 +102,8 @@ class DPG(AskedReward):
 
     def __call__(self, images: Tensor, prompts: Sequence[str], metadata: Metadata) -> Scores:
         last = {prompt: row for row, prompt in enumerate(prompts)}
-        rows, reasons = [], {}
+        rows = []
+        reasons = {}
         for row, (prompt, meta) in enumerate(zip(prompts, metadata, strict=True)):
             asked, answers = self._ask(images[row : row + 1], meta)
             try:

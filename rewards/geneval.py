@@ -107,7 +107,8 @@ class GenEval(RewardBase):
         detector_options: Mapping[str, Any] | None = None,
         device: Device = None,
     ) -> None:
-        self.reward, self.detector = reward, _found(detector)
+        self.reward = reward
+        self.detector = _found(detector)
         if isinstance(detector, str):
             options = with_device(self.detector, detector_options or {}, device)
             self.detector = self.detector(**options)
@@ -120,7 +121,8 @@ class GenEval(RewardBase):
 
         Imports the detector's module and checks its signature; builds nothing.
         """
-        detector, given = cls.chosen(**options), options.get("detector_options") or {}
+        detector = cls.chosen(**options)
+        given = options.get("detector_options") or {}
         if isinstance(detector, str):
             check_call(f"detector {detector!r}", _found(detector), given)
 

@@ -84,12 +84,14 @@ class Local:
 
     def ask(self, images: Tensor, asked: Sequence[tuple[int, str]]) -> list[Table]:
         """How probable tokens begin the answers. asked: row of images [B,3,H,W], question."""
-        tokens, found = set(self.first.values()), self._probabilities(images, asked)
+        tokens = set(self.first.values())
+        found = self._probabilities(images, asked)
         return [{token: float(each[token]) for token in tokens} for each in found]
 
     def decide(self, images: Tensor, asked: Sequence[tuple[int, str]]) -> list[str]:
         """ "yes" or "no": the likelier one to begin the answer, in any of its spellings."""
-        found, first = self._probabilities(images, asked), self.first
+        found = self._probabilities(images, asked)
+        first = self.first
         yes, no = ([first[text] for text in texts] for texts in (YES, NO))
         return ["yes" if each[yes].sum() > each[no].sum() else "no" for each in found]
 

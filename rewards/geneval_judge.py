@@ -176,7 +176,8 @@ def summarize(rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     by_tag: dict[str, list[bool]] = {}
     by_prompt: dict[tuple[str, str], bool] = {}
     for row in rows:
-        correct, key = bool(row["correct"]), (row["tag"], row["prompt"])
+        correct = bool(row["correct"])
+        key = (row["tag"], row["prompt"])
         by_tag.setdefault(row["tag"], []).append(correct)
         by_prompt[key] = by_prompt.get(key, False) or correct
     if not by_tag:
@@ -278,7 +279,8 @@ def _judge_position(outcome: _Outcome, earlier: Sequence[_Outcome], dead_zone: f
     if not -len(earlier) <= index < len(earlier):  # a list's rule, so -1 is the clause before
         raise ValueError(f"the position of {name!r} must refer to an earlier include clause.")
     target = earlier[index]
-    outcome.relation, outcome.no_target = not target.reason, bool(target.reason)
+    outcome.relation = not target.reason
+    outcome.no_target = bool(target.reason)
     if outcome.no_target:
         outcome.reason = f"no target for {name} to be {relation}"
         return

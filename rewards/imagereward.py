@@ -75,7 +75,8 @@ class ImageReward(Preference):
 
     name = "imagereward"
     licence = "Apache-2.0"
-    cost, downloads = Cost(VIT_L, kept=0.28e9), {"THUDM/ImageReward": 1.8}
+    cost = Cost(VIT_L, kept=0.28e9)
+    downloads = {"THUDM/ImageReward": 1.8}
     reads = {"weights": (WEIGHTS, hub_file), "tokenizer": (TOKENIZER, hub_texts)}
 
     def __init__(
@@ -102,7 +103,8 @@ class ImageReward(Preference):
     @torch.no_grad()
     def raw(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
         """(r - mean) / std [B]."""
-        device, scores = self.placement.device, [torch.empty(0)]
+        device = self.placement.device
+        scores = [torch.empty(0)]
         with self.placement:
             for number, pictures in enumerate(clip.batches(images, self.batch_size)):
                 start = number * self.batch_size

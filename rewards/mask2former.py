@@ -196,7 +196,8 @@ def instances(
         )
     chance = class_logits.softmax(-1)[:, :-1]
     pairs = chance.flatten().topk(min(top, chance.numel())).indices
-    queries, labels = pairs // chance.shape[1], pairs % chance.shape[1]
+    queries = pairs // chance.shape[1]
+    labels = pairs % chance.shape[1]
     used, row = queries.unique(return_inverse=True)
     height, width = resized
     masks = interpolate(mask_logits[used][None], tuple(padded), mode="bilinear")
@@ -214,7 +215,8 @@ def tight(inside: Tensor) -> tuple[np.ndarray, list[np.ndarray]]:
     """Boxes [N,4] of masks [N,H,W], right and bottom exclusive (all 0 of an empty mask), and the
     masks within them."""
     columns, rows = inside.any(1).cpu().numpy(), inside.any(2).cpu().numpy()
-    masks, filled = inside.cpu().numpy(), columns.any(1)
+    masks = inside.cpu().numpy()
+    filled = columns.any(1)
     x1, y1 = columns.argmax(1), rows.argmax(1)
     x2 = (columns.shape[1] - columns[:, ::-1].argmax(1)) * filled
     y2 = (rows.shape[1] - rows[:, ::-1].argmax(1)) * filled

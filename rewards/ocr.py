@@ -246,7 +246,8 @@ class VLMEngine:
         self, endpoint: Mapping[str, Any], question: str = QUESTION, max_tokens: Count = 1024
     ) -> None:
         self.judge = VLM(**{**endpoint, "image_size": None})
-        self.question, self.max_tokens = question, max_tokens
+        self.question = question
+        self.max_tokens = max_tokens
         self.name = f"OpenAI chat completions, {self.judge.model}, {max_tokens} tokens, {question}"
 
     @staticmethod
@@ -330,7 +331,8 @@ class OCR(RewardBase):
         if isinstance(engine, str):
             self.engines = [ENGINES[engine](**engine_options) for _ in range(workers)]
         self.engine: Any = self.engines[0]
-        self.rule, self.settings = rule, {"engine": self.engine.name, "rule": rule}
+        self.rule = rule
+        self.settings = {"engine": self.engine.name, "rule": rule}
 
     @classmethod
     def check_options(cls, engine: str | Engine = "rapidocr", **options: Any) -> None:
@@ -370,7 +372,8 @@ class OCR(RewardBase):
         pairs = zip(prompts, metadata, strict=True)
         targets = [_texts(self.rule, *pair, self.alphabet) for pair in pairs]
         pages = self._read([to_uint8(image) for image in images])
-        rows, reasons = [], {}
+        rows = []
+        reasons = {}
         for row, (texts, lines, meta) in enumerate(zip(targets, pages, metadata, strict=True)):
             if self.rule == "published":
                 wanted, read = compared(texts[0], lines)
@@ -379,7 +382,8 @@ class OCR(RewardBase):
                 length = f"letters_{longest // 2 + 1 if longest > 4 else 1:02}_to_{longest:02}"
                 rows.append({"value": value, "exact": float(wanted == read), length: value})
             else:
-                wanted, read = " ".join(texts), " ".join(text for text, _ in lines)
+                wanted = " ".join(texts)
+                read = " ".join(text for text, _ in lines)
                 rows.append(word_scores(self.rule, texts, lines, meta))
             reasons[row] = f"read {repr(read) if read else 'nothing'} for {wanted!r}"
         return Scores.of_rows(rows, reasons)

@@ -49,7 +49,8 @@ class Preference(RewardBase):
     differentiable = True
 
     def __init__(self, normalizer: float, **source: str) -> None:
-        self.normalizer, self.settings = normalizer, {**source, "normalizer": normalizer}
+        self.normalizer = normalizer
+        self.settings = {**source, "normalizer": normalizer}
 
     def raw(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
         """The published score [B], on the CPU, of images [B,3,H,W] in [0,1] and their prompts."""
@@ -87,7 +88,8 @@ class ClipScore(Preference):
     """
 
     name = "clipscore"
-    cost, downloads = Cost(VIT_L, kept=KEPT_L), CLIP_L
+    cost = Cost(VIT_L, kept=KEPT_L)
+    downloads = CLIP_L
     published: tuple[str, str | None, float] = LARGE, None, 30.0  # its processor, the normalizer
     reads = {"model": (LARGE, hub_files)}
 
@@ -115,7 +117,8 @@ class PickScore(ClipScore):
     """
 
     name = "pickscore"
-    cost, downloads = Cost(VIT_H, kept=KEPT_H), {PICKSCORE: 3.9}
+    cost = Cost(VIT_H, kept=KEPT_H)
+    downloads = {PICKSCORE: 3.9}
     published = PICKSCORE, PICKSCORE_PROCESSOR, 26.0
     reads = {"model": (PICKSCORE, hub_files), "its own": (PICKSCORE_PROCESSOR, hub_texts)}
 
@@ -133,8 +136,10 @@ class HPSv2(Preference):
     """
 
     name = "hpsv2"
-    licence, imports = "Apache-2.0", ("open_clip",)
-    cost, downloads = Cost(VIT_H, kept=KEPT_H), {"xswu/HPSv2": 3.9}
+    licence = "Apache-2.0"
+    imports = ("open_clip",)
+    cost = Cost(VIT_H, kept=KEPT_H)
+    downloads = {"xswu/HPSv2": 3.9}
     reads = {"weights": (HPS, hub_file)}
 
     def __init__(
@@ -199,7 +204,8 @@ class Aesthetic(Preference):
     """
 
     name = "aesthetic"
-    cost, downloads = Cost(VIT_L, kept=KEPT_L), CLIP_L
+    cost = Cost(VIT_L, kept=KEPT_L)
+    downloads = CLIP_L
     reads = {"model": (LARGE, hub_files), "head": (AESTHETIC_HEAD, hub_file)}
 
     def __init__(

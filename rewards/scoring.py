@@ -178,7 +178,8 @@ def _settings() -> dict[str, Any]:
 def failed(count: int, reason: str | Exception) -> Scores:
     """Scores of images that are all invalid for one reason."""
     text = reason if isinstance(reason, str) else f"{type(reason).__name__}: {reason}"
-    value, valid = torch.full((count,), math.nan), torch.zeros(count, dtype=torch.bool)
+    value = torch.full((count,), math.nan)
+    valid = torch.zeros(count, dtype=torch.bool)
     return Scores(value, valid, {}, dict.fromkeys(range(count), text))
 
 
@@ -262,7 +263,8 @@ class AsyncScorer:
     """
 
     def __init__(self, score: Score, seconds: float | None = None) -> None:
-        self.score, self.seconds = score, seconds
+        self.score = score
+        self.seconds = seconds
         self._jobs: list[tuple[Tensor, PromptBatch, Future[Scores]]] = []
         self._worker: Worker | None = None
 
@@ -283,7 +285,8 @@ class AsyncScorer:
 
     def collect(self) -> Scores:
         """The scores of everything submitted since the last call, in order: `results`, joined."""
-        pieces, start = [], 0
+        pieces = []
+        start = 0
         for scores in self.results():
             pieces.append((range(start, start := start + len(scores.value)), scores))
         return assemble(start, pieces)

@@ -52,7 +52,8 @@ def _files(module: str, found: dict[str, Any], whole: bool = False) -> dict[str,
             spec = PathFinder.find_spec(name, folders) if folders else find_spec(name)
         if spec is None:
             break  # an attribute, or nothing
-        folders, top = spec.submodule_search_locations, name.partition(".")[0]
+        folders = spec.submodule_search_locations
+        top = name.partition(".")[0]
         own = {"site-packages", "dist-packages"}.isdisjoint(Path(spec.origin or "").parts)
         own = own and top not in sys.stdlib_module_names
         if top == "flowalign":

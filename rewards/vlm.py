@@ -123,8 +123,11 @@ class VLM(RewardBase):
         max_tokens: Count = 2048,  # the verdict follows the analysis, so a cut answer has none
     ) -> None:
         self.template = _template(template, pattern, scale)
-        self.url, self.model = f"{url.rstrip('/')}/chat/completions", model
-        self.image_size, self.concurrency, self.max_tokens = image_size, concurrency, max_tokens
+        self.url = f"{url.rstrip('/')}/chat/completions"
+        self.model = model
+        self.image_size = image_size
+        self.concurrency = concurrency
+        self.max_tokens = max_tokens
         self.timeout, self.retries, self.token_env = timeout, retries, token_env  # no token kept
         self.settings = {
             "engine": "OpenAI chat completions",

@@ -125,7 +125,8 @@ class HPSv3(RewardBase):
     """
 
     name = "hpsv3"
-    licence, imports = "Apache-2.0", ("hpsv3",)
+    licence = "Apache-2.0"
+    imports = ("hpsv3",)
     downloads = None  # not known
 
     def __init__(

@@ -25,7 +25,8 @@ class Awm(Forward):
 
     def prepare(self, rollout: Rollout, update: int) -> Matched:
         """Without an advantage only the distances to base and average have a gradient."""
-        prepared, s = super().prepare(rollout, update), self.settings
+        prepared = super().prepare(rollout, update)
+        s = self.settings
         near = s.kl_weight > 0 or s.ema_kl_weight > 0
         return replace(prepared, keep=prepared.keep | near)
 

@@ -56,8 +56,12 @@ class Bank:
         start: str | Path | Lora | None = None,
         substeps: int = 1,
     ) -> None:
-        self.backbone, self.members, self.routing = backbone, dict(members), dict(routing)
-        self.batch_size, self.dtype, self.substeps = batch_size, dtype, substeps
+        self.backbone = backbone
+        self.members = dict(members)
+        self.routing = dict(routing)
+        self.batch_size = batch_size
+        self.dtype = dtype
+        self.substeps = substeps
         adapters = {_adapter(name): member.adapter for name, member in self.members.items()}
         bases = {_adapter(name): m.base for name, m in self.members.items() if m.base}
         backbone.others = {**backbone.others, **bases}
@@ -72,7 +76,8 @@ class Bank:
         """Labels of all trained states. Raises NotFinite, on all processes, where the velocity of
         one is not finite."""
         names = [self.routing[task] for task in rollout.batch.tasks]
-        device, steps = rollout.states.device, len(rollout.steps)
+        device = rollout.states.device
+        steps = len(rollout.steps)
         targets = {name: self.targets(name) for name in dict.fromkeys(names)}
         beyond = any(len(sources) > 1 for sources in targets.values())
         velocity = torch.zeros_like(rollout.states, dtype=torch.float32 if beyond else self.dtype)
@@ -96,7 +101,8 @@ class Bank:
                         label = self._label(rollout, row, column, source.guidance)
                     velocity[row, column] += (weight * label).to(velocity.dtype)
         velocity = velocity.to(self.dtype)
-        broken, fault = (~torch.isfinite(velocity)).flatten(2).any(2), None
+        broken = (~torch.isfinite(velocity)).flatten(2).any(2)
+        fault = None
         if broken.any():
             row, column = broken.nonzero()[0].tolist()
             where = describe_pair(rollout, row, rollout.steps[column])
@@ -109,10 +115,12 @@ class Bank:
     def _label(self, rollout: Rollout, row: Tensor, column: Tensor, guidance: float) -> Tensor:
         """The active adapter's velocity at b states [b,C,h,w]: with substeps (x_end - x) / dt of
         its own path to the next noise level, which a student of few steps takes in one."""
-        texts, x = rollout.conditioning.select(row), rollout.states[row, column]
+        texts = rollout.conditioning.select(row)
+        x = rollout.states[row, column]
         step = torch.tensor(rollout.steps)[column.cpu()]
         sigma, following = (rollout.sigmas[s].to(x.device) for s in (step, step + 1))
-        dt, total = (following - sigma) / self.substeps, torch.zeros_like(x)
+        dt = (following - sigma) / self.substeps
+        total = torch.zeros_like(x)
         for count in range(self.substeps):
             moved = x + dt.view(-1, 1, 1, 1) * total
             total = total + self.backbone.velocity(
@@ -126,7 +134,8 @@ class Bank:
     def targets(self, name: str) -> list[tuple[Source, float]]:
         """Whose velocities, times which weights, sum to the label of a teacher: its own, and with
         an extrapolation its reference's."""
-        member, own = self.members[name], self.source(name)
+        member = self.members[name]
+        own = self.source(name)
         if member.extrapolate == 1:
             return [(own, 1.0)]
         reference = Source(START if member.reference == "start" else None, member.guidance)

@@ -66,10 +66,13 @@ class Dpo(Algorithm[Targets]):
 
     def prepare(self, rollout: Rollout, update: int) -> Targets:
         """The pairs of an update at noise levels of their own."""
-        key, shift = (self.config.seed, update), self.backbone.shift(self.config.rollout.steps)
-        count, groups = self.settings.noise_levels, rollout.group.tolist()
+        key = (self.config.seed, update)
+        shift = self.backbone.shift(self.config.rollout.steps)
+        count = self.settings.noise_levels
+        groups = rollout.group.tolist()
         levels = [stratified(shift, count, (*key, Stream.LEVELS, prompt)) for prompt in groups]
-        kinds, batch = [IMAGES[copy] for copy in rollout.copy.tolist()], rollout.batch
+        kinds = [IMAGES[copy] for copy in rollout.copy.tolist()]
+        batch = rollout.batch
         rows = list(zip(batch.tasks, batch.metadata, kinds, strict=True))
         clean = torch.stack([self._latent(self.folders[task] / row[k]) for task, row, k in rows])
         noise = None

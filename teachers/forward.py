@@ -38,7 +38,9 @@ class Policy:
     """
 
     def __init__(self, backbone: Backbone, name: str, settings: PolicyConfig) -> None:
-        self.backbone, self.name, self.settings = backbone, name, settings
+        self.backbone = backbone
+        self.name = name
+        self.settings = settings
         backbone.copy_adapter(STUDENT, name)
         self.parameters = backbone.adapter_parameters(name)
         self.student = backbone.adapter_parameters(STUDENT)
@@ -172,9 +174,11 @@ class Forward(WithPolicies[Matched]):
 
     def _levels(self, key: tuple[int, ...]) -> Tensor:
         """Noise levels [S] that a key draws."""
-        settings, steps = self.settings, self.config.rollout.steps
+        settings = self.settings
+        steps = self.config.rollout.steps
         if settings.levels != "stratified":
-            sigmas, parts = self.backbone.sigmas(steps), settings.levels == "sampler"
+            sigmas = self.backbone.sigmas(steps)
+            parts = settings.levels == "sampler"
             return of_sampler(sigmas, settings.noise_levels, key, settings.within, stratified=parts)
         return stratified(self.backbone.shift(steps), settings.noise_levels, key, settings.within)
 

@@ -57,7 +57,8 @@ class Grpo(Algorithm[Credit]):
     def loss(self, pairs: Pairs, velocity: Tensor, prepared: Credit) -> StepLoss:
         """The clipped policy loss, plus kl_weight times the KL to the base."""
         s, x = self.settings, pairs.x
-        schedule, advantage = prepared.rollout.schedule, prepared.advantage[pairs.rows]
+        schedule = prepared.rollout.schedule
+        advantage = prepared.advantage[pairs.rows]
         new = sde.scheduled_transition(schedule, x, velocity, pairs.steps)
         x_next, old = pairs.action()
         log_prob = sde.log_prob(new, x_next)

@@ -118,7 +118,8 @@ def merge(
         for layer in layers:
             scale = _depth_scale(layer, last, lines)
             own = [i for i, update in enumerate(updates) if layer in update]
-            parts, scaled = [updates[i][layer] for i in own], [scale * weights[i] for i in own]
+            parts = [updates[i][layer] for i in own]
+            scaled = [scale * weights[i] for i in own]
             merged, errors[layer] = merge_layer(parts, scaled, method, rank, density)
             ranks[layer] = merged.down.shape[0]
             state[f"{layer}.lora_A.weight"] = merged.down.float().contiguous()

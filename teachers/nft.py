@@ -21,7 +21,8 @@ class Nft(Forward):
     def prepare(self, rollout: Rollout, update: int) -> Matched:
         """An image without an advantage (r = 1/2) has no gradient while the student is the old
         policy: it then only keeps the student near it, and near the base."""
-        prepared, s = super().prepare(rollout, update), self.settings
+        prepared = super().prepare(rollout, update)
+        s = self.settings
         several = self.config.optimizer.updates_per_rollout > 1
         moved = self.old is not None and (several or not self.old.is_student)
         keep = (prepared.advantage.cpu() != 0) | moved | (s.kl_weight > 0)

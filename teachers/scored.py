@@ -43,7 +43,9 @@ class Scored:
     """Scores the rollouts of a run. settings: how its rewards become advantages."""
 
     def __init__(self, parts: Parts, settings: AdvantageConfig) -> None:
-        train, self.settings, self.accelerator = parts.config.train, settings, parts.accelerator
+        train = parts.config.train
+        self.settings = settings
+        self.accelerator = parts.accelerator
         self.weights = {
             name: dict(as_reward(reward).weights or {}) for name, reward in parts.rewards.items()
         }
@@ -69,7 +71,8 @@ class Scored:
         if self.scoring.waiting != len(rollout):  # not all were submitted while sampling
             self.scoring.discard()
             self.scoring.submit(rollout.images, rollout.batch)
-        scores, batch = self.scoring.collect(), rollout.batch
+        scores = self.scoring.collect()
+        batch = rollout.batch
         # the same numbers on every process, though one may lack a task
         names = sorted(set(gather_object(sorted(set(batch.tasks)))))
         task = torch.tensor([names.index(task) for task in batch.tasks])

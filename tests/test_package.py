@@ -124,15 +124,38 @@ def test_the_house_has_twelve_entries() -> None:
     assert names == {"__init__.py", *rooms}
 
 
-def test_a_function_fits_a_screen() -> None:
-    long = [
-        f"{name}: {node.name} has {node.end_lineno - node.lineno + 1} lines"
-        for name, path in MODULES.items()
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.end_lineno
-        if node.end_lineno - node.lineno >= 60
+def test_a_line_does_one_thing() -> None:
+    scripts = [*ROOT.glob("scripts/**/*.py"), *ROOT.glob("benchmarks/*.py"), ROOT / "train.py"]
+    texts = [
+        f"{path.relative_to(ROOT)}:{text}"
+        for path in (*MODULES.values(), *scripts)
+        for text in house.dense(ast.parse(path.read_text()))
     ]
-    assert long == []
+    assert texts == []
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "a, b = x, len(y)",
+        "self.a, self.b = a, b",
+        "f(a := b)",
+        "a = [x] * (y > 0)",
+        "a = 's' * (y > 0)",
+        "for a in b if c else (): pass",
+        "[x for y in z for x in y if x]",
+        "a = b if c else d if e else f",
+    ],
+)
+def test_a_dense_line_is_seen(line: str) -> None:
+    assert list(house.dense(ast.parse(line)))
+
+
+@pytest.mark.parametrize(
+    "line", ["a, b = b, len(a)", "a, b = x[0] / 2, y[1] / 2", "if a := b: pass", "a = [x] * 3"]
+)
+def test_a_plain_line_is_not_called_dense(line: str) -> None:
+    assert not list(house.dense(ast.parse(line)))
 
 
 @pytest.mark.slow

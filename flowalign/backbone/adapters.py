@@ -90,7 +90,8 @@ def hub_files(source: str) -> HubFiles:
     source names."""
     address = HubAddress.parse(source)
     assert address is not None, source
-    path, file = address.path, address.path.endswith(".safetensors")
+    path = address.path
+    file = address.path.endswith(".safetensors")
     folder = path.rpartition("/")[0] if file else path
     prefix = glob.escape(f"{folder}/") if folder else ""
     weights = glob.escape(path) if file else f"{prefix}*.safetensors"
@@ -101,7 +102,8 @@ def hub_files(source: str) -> HubFiles:
 
 def _download(source: str, newest: bool) -> Path:
     """The folder, or file, of an adapter in huggingface_hub's cache."""
-    address, files = HubAddress.parse(source), hub_files(source)
+    address = HubAddress.parse(source)
+    files = hub_files(source)
     assert address is not None, source
     folder = address.path
     try:
@@ -217,7 +219,8 @@ class Description(BaseModel):
             return cls.model_validate_json(text)
         except (ValidationError, OverflowError) as error:  # OverflowError: integers over 1e308
             first: Any = error.errors()[0] if isinstance(error, ValidationError) else {}
-            key, seen = ".".join(map(str, first.get("loc", ()))), reprlib.repr(first.get("input"))
+            key = ".".join(map(str, first.get("loc", ())))
+            seen = reprlib.repr(first.get("input"))
             problem = shown(f"{key} = {seen}: {first.get('msg', error)}", 600)
             raise AdapterError(f"its description is of no plain LoRA: {problem}") from None
 
@@ -228,10 +231,12 @@ def resolve_pattern(
     """{layer: rank or alpha} as peft resolves its patterns: the first that matches the name of a
     layer or its end. Raises ValueError for what is no pattern, or takes too long."""
     found = dict.fromkeys(layers, default)
-    left, end = list(found), time.monotonic() + MATCHING_S
+    left = list(found)
+    end = time.monotonic() + MATCHING_S
     for pattern, value in (patterns or {}).items():
         try:
-            compiled, hits = regex.compile(rf"(.*\.)?({pattern})$"), []
+            compiled = regex.compile(rf"(.*\.)?({pattern})$")
+            hits = []
             for layer in left:
                 if (seconds := end - time.monotonic()) <= 0:  # which regex takes for no limit
                     raise TimeoutError(f"all patterns took over {MATCHING_S:g} s")

@@ -57,7 +57,8 @@ class Backbone:
     _unused: Sequence[LoraLayer] = ()  # those of them that are never trained
 
     def __init__(self, pipe: Any, model: ModelConfig, device: torch.device | str = "cpu") -> None:
-        self.pipe, self.decode_batch = pipe, model.decode_batch
+        self.pipe = pipe
+        self.decode_batch = model.decode_batch
         self.name: str | None = model.id  # the base that saved adapters name
         self.family = family_of(type(pipe).__name__)(pipe)
         self.device = torch.device(device)
@@ -110,11 +111,18 @@ class Backbone:
     def _with(self, pipe: Any, model: ModelConfig, device: torch.device | str) -> Backbone:
         """The same with the transformer of a pipeline of this family."""
         other = copy(self)
-        other.pipe, other.family = pipe, type(self.family)(pipe)
-        other.name, other.dtype, other.device = model.id, DTYPES[model.dtype], torch.device(device)
+        other.pipe = pipe
+        other.family = type(self.family)(pipe)
+        other.name = model.id
+        other.dtype = DTYPES[model.dtype]
+        other.device = torch.device(device)
         other.core = pipe.transformer.requires_grad_(False).eval().to(device)
-        other.transformer, other.compiled = other.core, False
-        other.frozen, other.others, other._lora_layers, other._unused = frozenset(), {}, (), ()
+        other.transformer = other.core
+        other.compiled = False
+        other.frozen = frozenset()
+        other.others = {}
+        other._lora_layers = ()
+        other._unused = ()
         return other
 
     def fingerprint(self) -> str:
@@ -172,7 +180,9 @@ class Backbone:
         sigma = torch.as_tensor(sigma, dtype=torch.float32, device=x.device).expand(batch)
         if rows is not None:
             filled = torch.arange(rows, device=x.device).clamp(max=batch - 1)
-            x, sigma, cond = x[filled], sigma[filled], cond.select(filled)
+            x = x[filled]
+            sigma = sigma[filled]
+            cond = cond.select(filled)
         text = {name: part[cond.index].to(x.device) for name, part in cond.text.items()}
         kind = self.family.guidance
         if kind == "none" and guidance != 1:

@@ -104,7 +104,8 @@ def convert(updates: Mapping[str, Update], family: Family) -> dict[str, Update]:
     """The same under the names of the transformer's layers. Raises ValueError for layers that the
     model does not have, or has in other sizes, and for two updates of one."""
     layers = taking_lora(family.core)
-    known, converted = _names(layers, family), dict[str, Update]()
+    known = _names(layers, family)
+    converted = dict[str, Update]()
     for layer, (a, b, alpha) in updates.items():
         if (targets := _targets(layer, known)) is None:
             text = f"{shown(layer)} is no layer of a {family.pipeline} that is read here"

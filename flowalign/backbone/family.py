@@ -100,7 +100,8 @@ class Family(ABC):
     gpu_attention: ClassVar[str | None] = None  # in 16 bits, where model.attention is null
 
     def __init__(self, pipe: Any) -> None:
-        self.pipe, self.core = pipe, pipe.transformer
+        self.pipe = pipe
+        self.core = pipe.transformer
 
     @property
     def scheduler(self) -> Any:
@@ -184,7 +185,8 @@ class Family(ABC):
         diffusers' pipelines (calculate_shift), whose defaults these are."""
         config = self.scheduler.config
         least, most = config.get("base_image_seq_len", 256), config.get("max_image_seq_len", 4096)
-        low, high = config.get("base_shift", 0.5), config.get("max_shift", self.max_shift)
+        low = config.get("base_shift", 0.5)
+        high = config.get("max_shift", self.max_shift)
         slope = (high - low) / (most - least)
         return tokens * slope + (low - slope * least)
 
@@ -194,7 +196,8 @@ class Family(ABC):
         Raises ModelError for a scheduler that a rollout cannot follow: rollouts take Euler steps
         between these noise levels, and the model's timestep is sigma * 1000.
         """
-        scheduler, config = self.scheduler, self.scheduler.config
+        scheduler = self.scheduler
+        config = self.scheduler.config
         problems = [f"{key} = {config[key]!r}, not {value!r}" for key, value in SUPPORTED.items()
                     if config.get(key, value) != value]  # fmt: skip
         if not isinstance(scheduler, diffusers.FlowMatchEulerDiscreteScheduler):

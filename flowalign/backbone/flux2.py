@@ -81,12 +81,14 @@ class Flux2(Family):
 
     def decode(self, latents: Tensor) -> Tensor:
         """Latents, normalised by the autoencoder's batch norm -> images [B,3,H,W] in [-1,1]."""
-        vae, (mean, std) = self.pipe.vae, self._norm()
+        vae = self.pipe.vae
+        mean, std = self._norm()
         latents = pixel_shuffle(latents * std + mean, 2)
         return vae.decode(latents.to(vae.dtype)).sample
 
     def encode_image(self, images: Tensor) -> Tensor:
-        vae, (mean, std) = self.pipe.vae, self._norm()
+        vae = self.pipe.vae
+        mean, std = self._norm()
         latents = vae.encode(images.to(vae.dtype)).latent_dist.mode().float()
         return (pixel_unshuffle(latents, 2) - mean) / std
 

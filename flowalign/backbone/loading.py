@@ -148,7 +148,8 @@ def complete_pipeline(loader: Any, model: str, each: Mapping[str, Any] = {}, **o
         folder = Path(loader.download(model, **options))
     if options.keys() & {"device_map", "quantization_config"}:
         return loader.from_pretrained(folder, **options)
-    dtypes, variant = options.get("dtype", options.get("torch_dtype")), options.get("variant")
+    dtypes = options.get("dtype", options.get("torch_dtype"))
+    variant = options.get("variant")
     index = model_index(str(folder))
     for name, part in ((n, part) for n, part in index.items() if isinstance(part, list)):
         kind = getattr(LIBRARIES.get(str(part[0])), str(part[-1]), None)
@@ -177,7 +178,8 @@ def model_error(model: str, error: Exception) -> ModelError:
     """What is wrong with model.id, from what reading it raised."""
     if isinstance(error, WeightsError):
         return ModelError(f"model.id {model!r}: {error}")
-    folder, files = Path(resolve(model)), list[str]()
+    folder = Path(resolve(model))
+    files = list[str]()
     if "safetensors" in str(error):
         with suppress(*FAILED):
             files = [f.relative_to(folder).as_posix() for f in sorted(folder.rglob("*"))]

@@ -58,7 +58,8 @@ def other_base(lora: Lora, model: str, core: nn.Module | None) -> str | None:
 
 def misfit(core: nn.Module, lora: Lora) -> str | None:
     """What a LoRA adapts, and what a transformer has in its place; None where it fits."""
-    layers, looks = taking_lora(core), looks_like(lora.ranks)
+    layers = taking_lora(core)
+    looks = looks_like(lora.ranks)
     for layer, rank in lora.ranks.items():
         down, up = (tuple(lora.weights[f"{layer}.lora_{half}.weight"].shape) for half in "AB")
         if not (there := layers.get(layer)):

@@ -59,12 +59,14 @@ class QwenImage(PackedFamily):
 
     def decode(self, latents: Tensor) -> Tensor:
         """Latents, normalised channel by channel -> images [B,3,H,W] in [-1,1]."""
-        vae, (mean, std) = self.pipe.vae, self._scales(latents)
+        vae = self.pipe.vae
+        mean, std = self._scales(latents)
         frames = (latents * std + mean)[:, :, None]
         return vae.decode(frames.to(vae.dtype)).sample[:, :, 0]
 
     def encode_image(self, images: Tensor) -> Tensor:
-        vae, (mean, std) = self.pipe.vae, self._scales(images)
+        vae = self.pipe.vae
+        mean, std = self._scales(images)
         frames = vae.encode(images[:, :, None].to(vae.dtype)).latent_dist.mode()
         return (frames[:, :, 0].float() - mean) / std
 

@@ -62,7 +62,8 @@ class SD3(Family):
 
     def text_shapes(self, length: int) -> dict[str, tuple[int, ...]]:
         """embeds: the tokens of CLIP, then those of T5."""
-        config, clip = self.core.config, self.pipe.text_encoder.config.max_position_embeddings
+        config = self.core.config
+        clip = self.pipe.text_encoder.config.max_position_embeddings
         return {
             "embeds": (clip + length, config.joint_attention_dim),
             "pooled": (config.pooled_projection_dim,),

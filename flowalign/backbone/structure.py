@@ -169,7 +169,8 @@ def _family(model: str, revision: str | None, whole: bool, ids: bool = False) ->
 def _described(model: str, whole: bool, ids: bool) -> Family:
     """model: a folder, which for a revision of the Hub is its commit's own, or a public model."""
     architecture = find(model)
-    kind, given = family_of(architecture.pipeline), dict[str, Any]()
+    kind = family_of(architecture.pipeline)
+    given = dict[str, Any]()
     if ids:
         given = _encoders_of_ids(local_folder(model), kind)
     if not whole:
@@ -229,7 +230,8 @@ class _Ids(nn.Module):
     """A text encoder that gives back the ids of its tokens [B,L,1], at every index and under every
     name. pooled: its first output is a vector [B,1]."""
 
-    dtype, device = torch.float32, torch.device("cpu")
+    dtype = torch.float32
+    device = torch.device("cpu")
 
     def __init__(self, pooled: bool) -> None:
         super().__init__()
@@ -237,7 +239,8 @@ class _Ids(nn.Module):
 
     def forward(self, input_ids: Tensor, *args: Any, **options: Any) -> Any:
         ids = input_ids[..., None].float()
-        first, layers = ids[:, 0] if self.pooled else ids, defaultdict[int, Tensor](lambda: ids)
+        first = ids[:, 0] if self.pooled else ids
+        layers = defaultdict[int, Tensor](lambda: ids)
         return BaseModelOutputWithPooling(first, ids[:, 0], layers)  # pyright: ignore
 
 

@@ -38,7 +38,8 @@ class TextEncoder:
     """
 
     def __init__(self, family: Family, model: ModelConfig, device: torch.device | str) -> None:
-        self.family, self.device = family, torch.device(device)
+        self.family = family
+        self.device = torch.device(device)
         self.max_sequence_length = ModelSpec(model, family).length
         encoders, offload = family.encoders, model.offload_text_encoders
         self.placements = [Placement(part, device, offload) for part in encoders]

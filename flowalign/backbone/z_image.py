@@ -53,7 +53,8 @@ class ZImage(Family):
         return without_padding(embeds)
 
     def inputs(self, x: Tensor, sigma: Tensor, text: Text, guidance: float) -> dict[str, Any]:
-        embeds, lengths = text["embeds"].to(x.dtype), [text["embeds"].shape[1]] * len(x)
+        embeds = text["embeds"].to(x.dtype)
+        lengths = [text["embeds"].shape[1]] * len(x)
         if not x.is_meta:  # shapes without data are those of the longest prompt
             lengths = text["mask"].sum(1).tolist()
         return {

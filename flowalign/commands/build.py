@@ -75,7 +75,8 @@ def wire(
 
 def build_rewards(config: TrainingStage, device: torch.device) -> dict[str, RewardBase]:
     """The reward of each task; ConfigError for those that cannot be built."""
-    built, problems = {}, []
+    built = {}
+    problems = []
     for index, task in enumerate(config.tasks):
         try:
             if task.reward:
@@ -88,7 +89,8 @@ def build_rewards(config: TrainingStage, device: torch.device) -> dict[str, Rewa
 
 
 def student(config: TrainingStage, device: torch.device, inputs: Inputs | None = None) -> Backbone:
-    backbone, lora = Backbone.load(config.model, device), config.lora
+    backbone = Backbone.load(config.model, device)
+    lora = config.lora
     if lora.init:
         backbone.load_adapter(STUDENT, (inputs or Inputs(config.model)).adapter(lora.init))
     else:
@@ -131,7 +133,8 @@ def algorithm_parts(
         if not members:
             return None
         try:
-            dtype, size = DTYPES[labels.label_dtype], labels.label_batch
+            dtype = DTYPES[labels.label_dtype]
+            size = labels.label_batch
             return Bank(
                 backbone, members, routing, batch_size=size, dtype=dtype, start=start,
                 substeps=labels.substeps,
@@ -159,8 +162,10 @@ def evaluator(parts: Parts, benchmarks: Sequence[Benchmark], inputs: Inputs) -> 
     config: TrainingStage = parts.config
     if config.evaluation is None or not config.evaluates:
         return None
-    settings, share = config.evaluation_sampling, config.evaluation.max_invalid_share
-    key, device = "evaluation.watch", parts.accelerator.device
+    settings = config.evaluation_sampling
+    share = config.evaluation.max_invalid_share
+    key = "evaluation.watch"
+    device = parts.accelerator.device
     watched = suite.build_sets(config.watched, key, device, config.model)
     sets = [*map(suite.ImageSet.of, benchmarks), *watched]
 
@@ -190,7 +195,8 @@ def held_out(
 ) -> list[Benchmark]:
     """The validation benchmarks of a config, at most evaluation.prompts a task."""
     assert config.evaluation
-    inputs, benchmarks = inputs or Inputs(config.model), []
+    inputs = inputs or Inputs(config.model)
+    benchmarks = []
     for task in config.tasks:
         if task.validation and task.reward:
             prompts = inputs.prompts(task.validation, task.name)

@@ -41,7 +41,8 @@ log = logging.getLogger("flowalign")
 def write_card(folder: Path, config: Stage) -> None:
     """Write folder/adapter/README.md for the run in a folder: its adapter, and the scores of its
     log; a merge has none."""
-    base, adapter = config.model.id, read_lora(folder / "adapter")
+    base = config.model.id
+    adapter = read_lora(folder / "adapter")
     title, scores = "Scores", "(none: a merge takes none)"
     if isinstance(config, TrainingStage):
         title = "Scores on held-out prompts while training"
@@ -147,7 +148,8 @@ def judge(name: str, options: Mapping[str, Any]) -> str:
     each = []
     for part, given in rewards.leaves(name, options, imports=False):
         reward = rewards.declared(part, imports=False)
-        notes, chosen = [reward.licence], reward.chosen(**given)
+        notes = [reward.licence]
+        chosen = reward.chosen(**given)
         if isinstance(chosen, str):
             terms = reward.choices.get(chosen)
             notes.append(f"{reward.choice[0]} {code(chosen)}" + (f": {terms}" if terms else ""))

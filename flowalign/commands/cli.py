@@ -68,7 +68,8 @@ REMOVED = {"push": "Upload an adapter with `hf upload OWNER/NAME RUN/adapter`."}
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command. Its exit status; 2 for what is refused, 130 after Ctrl-C. argv: None = those
     of this process, which then ends."""
-    of_process, argv = argv is None, sys.argv[1:] if argv is None else argv
+    of_process = argv is None
+    argv = sys.argv[1:] if argv is None else argv
     if not argv or argv[0] in ("-h", "--help"):
         print("usage: flowalign COMMAND ...\n")
         for name, (_, text) in COMMANDS.items():
@@ -97,7 +98,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def version() -> str:
     """The versions that matter, and where this package lies."""
     libraries = ", ".join(f"{name} {metadata.version(name)}" for name in ("torch", "diffusers"))
-    place, python = Path(__file__).parents[1], platform.python_version()
+    place = Path(__file__).parents[1]
+    python = platform.python_version()
     return f"flowalign {__version__} ({place}), {libraries}, Python {python}"
 
 

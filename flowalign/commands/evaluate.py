@@ -44,7 +44,8 @@ def parser() -> argparse.ArgumentParser:
         "benchmarks: those of a config, or those that `flowalign eval list` names. `flowalign eval "
         "compare A B` compares two results.",
     )
-    add, way = parser.add_argument, parser.add_mutually_exclusive_group(required=True)
+    add = parser.add_argument
+    way = parser.add_mutually_exclusive_group(required=True)
     way.add_argument("--config", help="a YAML file: configs/tiny/eval.yaml")
     way.add_argument("--out", type=Path, help="without a config: folder of the results; the config "
         "is kept there")  # fmt: skip
@@ -84,7 +85,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             if first:
                 lock.check_free(config.output)
         else:
-            file, data = str(args.out / "eval.yaml"), settings(args)
+            file = str(args.out / "eval.yaml")
+            data = settings(args)
             config = parse(data, args.overrides, source="the command line", stage=EvalStage)
     except (ConfigError, ValueError) as error:
         print(error if given else f"flowalign eval: {error}", file=sys.stderr)
@@ -156,7 +158,8 @@ def show(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser("flowalign eval list", description=show.__doc__)
     parser.add_argument("--model", default="tiny", help="tiny (default), a folder or a Hub id")
     model = parser.parse_args(argv).model
-    rows, judges = [], json.loads(Path(__file__).with_name("judges.json").read_text())
+    rows = []
+    judges = json.loads(Path(__file__).with_name("judges.json").read_text())
     folder = CONFIGS / "tiny"
     if model != "tiny":
         from flowalign.commands.init import family_folder
@@ -175,7 +178,8 @@ def show(argv: Sequence[str]) -> int:
         sizes = {file: size for _, files in about for file, size in (files or {}).items()}
         total = f"{sum(sizes.values()):.2g} GB" if sizes else "-"
         download = "?" if None in [files for _, files in about] else total
-        images, texts = str(benchmark.get("images", 1)), "; ".join(text for text, _ in about)
+        images = str(benchmark.get("images", 1))
+        texts = "; ".join(text for text, _ in about)
         rows.append([benchmark["name"], benchmark["prompts"], number, images, texts, download])
     heads = ["benchmark", "prompts", "number", "images a prompt", "judge", "download"]
     print("\n".join(table(heads, rows)))

@@ -144,7 +144,8 @@ def named_sources(texts: Sequence[str]) -> dict[str, str]:
     for number, text in enumerate(texts, 1):
         name, equals, source = text.partition("=")
         if not equals:
-            name, source = Path(text.removesuffix("/adapter")).name, text
+            name = Path(text.removesuffix("/adapter")).name
+            source = text
             name = name.removesuffix(".safetensors")
         named[f"{name}_{number}" if name in named else name] = source
     return named
@@ -165,14 +166,17 @@ class Draft:
         teachers: Sequence[str] = (),
         prompts: Sequence[str] = (),
     ) -> None:
-        self.stage, self.model, self.out = stage, model, out
+        self.stage = stage
+        self.model = model
+        self.out = out
         self.like = most_like(stage)
         for option, given in (("reward", reward), ("teachers", teachers), ("prompts", prompts)):
             if given and self.like not in USED[option]:
                 text = f"not for the stage {stage}; it is for {', '.join(USED[option])}."
                 raise ValueError(f"--{option}: {text}")
         family = family_folder(model)
-        self.known, self.folder = family is not None, family or SD35
+        self.known = family is not None
+        self.folder = family or SD35
         usual = "pickscore" if self.like == "gradient" else "ocr"
         self.rewards = reward or ([usual] if self.like in TEACHERS else [])
         self.prompts = prompts
@@ -261,7 +265,8 @@ class Draft:
     def _paid(self, tasks: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Tasks of a student as those of a teacher: with the rewards of the shipped ones, which may
         pay for parts of what is judged."""
-        stage, paid = self.like if self.like in TEACHERS else "nft", []
+        stage = self.like if self.like in TEACHERS else "nft"
+        paid = []
         for task in tasks:
             (shipped,) = self._teacher(stage, task["reward"]["name"])["tasks"]
             same = shipped["reward"]["name"] == task["reward"]["name"]
@@ -329,7 +334,9 @@ class Draft:
                 f"--reward: missing for {', '.join(unscored)}. Give one for each of the "
                 f"{len(adapters)} teachers, in their order; it scores the images of the table."
             )
-        models, stages, table = {"base": None, **adapters}, dict[str, Any](), dict[str, Any]()
+        models = {"base": None, **adapters}
+        stages = dict[str, Any]()
+        table = dict[str, Any]()
         if self.taught:
             for task in student["tasks"]:  # each has the name of its teacher
                 off = {} if "validation" in task else {"evaluation": None}
@@ -480,10 +487,12 @@ class _Writer:
     every: with the keys at their defaults, too."""
 
     def __init__(self, every: bool) -> None:
-        self.every, self.explained = every, set[tuple[type[Section], str]]()
+        self.every = every
+        self.explained = set[tuple[type[Section], str]]()
 
     def text(self, section: Any, without: Sequence[str] = ()) -> str:
-        parts, kind = [], type(section)
+        parts = []
+        kind = type(section)
         # lora.init decides the other keys of `lora`
         every = self.every and not getattr(section, "init", None)
         for key, field in kind.model_fields.items():

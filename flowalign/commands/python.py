@@ -198,7 +198,8 @@ def train(
     """
     if resume and overwrite:
         raise ValueError("resume goes on from what overwrite removes. Give one of them.")
-    home, raw = Path(), config
+    home = Path()
+    raw = config
     if isinstance(config, str | Path):
         config = expanded(config)
         home = Path(config).parent
@@ -224,7 +225,8 @@ def remove_run(folder: Path) -> None:
     if not (ran or evaluated):
         return
     lock.check_free(folder)
-    keys, whole = run_config(folder) if ran else load_results(folder)["config"], folder.resolve()
+    keys = run_config(folder) if ran else load_results(folder)["config"]
+    whole = folder.resolve()
     if Path(keys["output"]).resolve() != whole or Path.cwd().is_relative_to(whole):
         raise ValueError(f"overwrite: {folder} is not the output of a run. Remove it yourself.")
     shutil.rmtree(folder)

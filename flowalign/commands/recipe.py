@@ -70,7 +70,8 @@ def run(
     launch = Launch(state.num_processes, any_world=any_world)
     if problems := _problems(config, stages, problems, launch):
         raise ConfigError(problems)
-    folder, main = Path(config.output), state.is_main_process
+    folder = Path(config.output)
+    main = state.is_main_process
     record = main and config.is_recipe
     for _, text in misused_adapters(stages) if main else ():
         log.warning("a finding of preflight: %s", text)
@@ -170,7 +171,8 @@ def _read_stage(config: Any, name: str, home: Path, adapters: Mapping[str, str])
     """The config of one stage, in the layers of flowalign.config.loading. adapters: {name: folder}
     of those that earlier stages leave."""
     keys = dict(config.stages[name])
-    use, changes = keys.pop("use", None), keys.pop("set", [])
+    use = keys.pop("use", None)
+    changes = keys.pop("set", [])
     if use is not None and not isinstance(use, str):
         raise ConfigError([f"use: got {use!r}; want the name of a YAML file."])
     if not isinstance(changes, list) or not all(isinstance(text, str) for text in changes):
@@ -213,7 +215,8 @@ def _problems(
     config: Any, stages: Mapping[str, Stage], problems: Sequence[str], launch: Launch
 ) -> list[str]:
     """These problems, and whatever else keeps the stages from running."""
-    problems, names = list(problems), list(config.stages if config.is_recipe else stages)
+    problems = list(problems)
+    names = list(config.stages if config.is_recipe else stages)
     damages = {name: damage_of(stage) for name, stage in stages.items()}
     for name, stage in stages.items():
         place = f"stages.{name}." if config.is_recipe else ""
@@ -253,7 +256,8 @@ def _stale(stage: Stage, again: Collection[str] = ()) -> list[str]:
     run first; what was read of them is compared after that."""
     done = manifest.read_manifest(stage.output, file=DONE).about
     remedy = f"Delete {stage.output} to run it again, or choose another `output`."
-    now, then = stage.model_dump(mode="json"), done["config"]
+    now = stage.model_dump(mode="json")
+    then = done["config"]
     changed = sorted(key for key in now.keys() | then if now.get(key) != then.get(key))
     if changed:
         return [f"{stage.output}: finished with another {', '.join(changed)}. {remedy}"]

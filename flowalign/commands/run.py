@@ -64,7 +64,8 @@ def run_job(
     began = time.monotonic() if began is None else began
     config: Any = given
     if config.trains:
-        folder, main = Path(config.output), processes.state(config).is_main_process
+        folder = Path(config.output)
+        main = processes.state(config).is_main_process
         for _, text in preflight.misused_adapters({folder.name: config}) if main else ():
             log.warning("a finding of preflight: %s", text)
         if resume and not checkpoints(folder):
@@ -72,7 +73,8 @@ def run_job(
         clock = Clock(began, config.train.max_minutes)
         return train(config, resume=resume, any_world=any_world, clock=clock, on_update=on_update)
 
-    limit, name = config.max_minutes if config.is_recipe else None, "max_minutes"
+    limit = config.max_minutes if config.is_recipe else None
+    name = "max_minutes"
 
     def train_stage(stage: TrainingStage) -> Path:
         clock = Clock(began, limit, name) if limit else Clock(began, stage.train.max_minutes)
@@ -99,7 +101,8 @@ def train(
     """
     launch = Launch(processes.state(config).num_processes, resume, any_world)
     inputs = check_world(config, launch)
-    folder, main = Path(config.output), processes.state().is_main_process
+    folder = Path(config.output)
+    main = processes.state().is_main_process
     if main and config.lora.init:
         adapter = inputs.adapter(config.lora.init)
         text = "the student starts from %s: its rank (%s), scale and layers, not those of `lora`"

@@ -90,7 +90,8 @@ def settle(args: argparse.Namespace, lora: Lora | None = None, *others: Lora) ->
         for problem in spec.family.size_problems(height, width) if spec else ():
             raise ValueError(f"--size: {problem}")
     device = devices.resolve()
-    on_gpu, guidance = device.type != "cpu", guidance if args.guidance is None else args.guidance
+    on_gpu = device.type != "cpu"
+    guidance = guidance if args.guidance is None else args.guidance
     config = ModelConfig(
         id=model,
         dtype=args.dtype or ("bfloat16" if on_gpu else "float32"),
@@ -148,7 +149,8 @@ def draw(prompts: Sequence[str], plan: Plan, loras: Mapping[str, Lora | None]) -
         flush=True,
     )
     backbone = Backbone.load(model, plan.device)
-    batch, images = PromptBatch(list(prompts), ["sample"] * len(prompts), [{} for _ in prompts]), {}
+    batch = PromptBatch(list(prompts), ["sample"] * len(prompts), [{} for _ in prompts])
+    images = {}
     for number, (name, lora) in enumerate(loras.items()):
         adapter = f"sampled_{number}"
         if lora:

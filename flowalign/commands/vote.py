@@ -59,7 +59,8 @@ class Ballot:
 
     def state(self) -> dict[str, Any]:
         """The number of the next pair, None at the end; its prompt; how many are done."""
-        total, number = len(self.pairs), self.left[0] if self.left else None
+        total = len(self.pairs)
+        number = self.left[0] if self.left else None
         prompt = "" if number is None else self.pairs[number][0]["prompt"]
         return {"pair": number, "prompt": prompt, "done": total - len(self.left), "total": total}
 
@@ -91,7 +92,8 @@ class Ballot:
 
 def app(folder: Path) -> FastAPI:
     """The web application of a folder. A page of another host, by whatever name, cannot use it."""
-    ballot, application = Ballot(folder), FastAPI(openapi_url=None, redirect_slashes=False)
+    ballot = Ballot(folder)
+    application = FastAPI(openapi_url=None, redirect_slashes=False)
     application.add_middleware(TrustedHostMiddleware, allowed_hosts=[HOST, "localhost"])
     application.get("/")(lambda: FileResponse(PAGE))
     application.get("/state")(ballot.state)

@@ -105,7 +105,8 @@ def read(path: str | Path, above: Sequence[Path] = ()) -> Any:
         raise ConfigError([f"not readable as YAML: {error}"], str(path)) from None
     if not isinstance(data, Mapping) or "use" not in data:
         return data
-    name, chain = data["use"], [*above, path.resolve()]
+    name = data["use"]
+    chain = [*above, path.resolve()]
     if not isinstance(name, str):
         text = f"use: got {shown_value(name)}; want the name of a YAML file."
         raise ConfigError([text], str(path))
@@ -208,7 +209,8 @@ def _replaced(data: Any, path: Sequence[str], value: Any, where: str = "") -> An
 def override(data: Mapping[str, Any], texts: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     """The data with `key.path=value` texts laid over it, and what is wrong with these. In a recipe
     they come after what a stage has under `set`."""
-    changed, problems = dict(data), []
+    changed = dict(data)
+    problems = []
     for text in texts:
         path, equals, value = text.partition("=")
         keys = path.strip().split(".")
@@ -295,7 +297,8 @@ def _by_model(data: Mapping[str, Any], sections: Collection[str]) -> Mapping[str
     card where it says nothing, or null. A base trains at STEPS of its many steps. What no card has
     is left to the defaults of the sections. sections: those that its stage has."""
     kind = "rollout" if "rollout" in sections else "sampling"
-    model, section = data.get("model"), data.get(kind, {})
+    model = data.get("model")
+    section = data.get(kind, {})
     if kind not in sections or not isinstance(model, Mapping) or not isinstance(section, Mapping):
         return data
     given = {k: v for k, v in section.items() if v is not None or k not in ("steps", "guidance")}

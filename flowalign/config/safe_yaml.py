@@ -24,7 +24,8 @@ def dump_yaml(value: Any, **options: Any) -> str:
 class _Loader(yaml.SafeLoader):
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         """As SafeLoader, but the last of two equal keys does not silently win."""
-        node, seen = super().compose_mapping_node(anchor), set()
+        node = super().compose_mapping_node(anchor)
+        seen = set()
         for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
             if key.value in seen:
                 text = f"the key {key.value!r} is given twice"
@@ -50,5 +51,6 @@ for _kind, _form in (
     ("float", r"([-+]?((\d+(\.\d*)?|\.\d+)([eE][-+]?\d+)?|\.(inf|Inf|INF))|\.(nan|NaN|NAN))\Z"),
 ):
     for _class in (_Loader, _Dumper):
-        _regexp, _first = re.compile(_form, re.ASCII), list("-+.0123456789")
+        _regexp = re.compile(_form, re.ASCII)
+        _first = list("-+.0123456789")
         _class.add_implicit_resolver(f"tag:yaml.org,2002:{_kind}", _regexp, _first)

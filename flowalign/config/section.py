@@ -100,7 +100,8 @@ class Section(BaseModel):
     @classmethod
     def _sentence(cls, error: Any) -> str:
         kind, place, seen = error["type"], error["loc"], error["input"]
-        fields, name = cls.model_fields, str(place[0]) if place else ""
+        fields = cls.model_fields
+        name = str(place[0]) if place else ""
         if kind in ("explained", "value_error"):
             return error["msg"].removeprefix("Value error, ")
         if kind == "extra_forbidden":

@@ -104,7 +104,8 @@ def is_disk_full(error: BaseException) -> bool:
 def append(path: Path, text: str) -> None:
     """Add a text to a file: all of it or, where the disk is full, nothing."""
     with open(path, "ab", buffering=0) as file:
-        size, left = file.tell(), memoryview(text.encode())
+        size = file.tell()
+        left = memoryview(text.encode())
         try:
             while left:
                 left = left[file.write(left) :]

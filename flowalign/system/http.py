@@ -41,7 +41,8 @@ class _Again(Exception):
     """A failed attempt that may succeed later. after: its Retry-After; a date counts as none."""
 
     def __init__(self, cause: Exception, after: str = "") -> None:
-        self.cause, self.after = cause, float(after) if after.isascii() and after.isdigit() else 0.0
+        self.cause = cause
+        self.after = float(after) if after.isascii() and after.isdigit() else 0.0
 
 
 @dataclass(kw_only=True)
@@ -59,7 +60,8 @@ class Client:
     redirects: bool = False  # follow up to five of them, but never from https to http?
 
     def __post_init__(self) -> None:
-        self.until, self.stopped = time.monotonic() + self.deadline, threading.Event()
+        self.until = time.monotonic() + self.deadline
+        self.stopped = threading.Event()
         self.failed: set[str] = set()  # URLs that were tried in vain
         self.last: Exception | str = "the time for all requests is over"
         headers = {"Accept-Encoding": "identity"}
@@ -151,8 +153,10 @@ class Client:
 
     def _attempt(self, method: str, url: str, content: Any) -> bytes:
         """Raises _Again for what may pass, and what `request` raises for what will not."""
-        left, body = self._left(), bytearray()
-        seconds, end = min(self.timeout, left), time.monotonic() + min(2 * self.timeout, left)
+        left = self._left()
+        body = bytearray()
+        seconds = min(self.timeout, left)
+        end = time.monotonic() + min(2 * self.timeout, left)
         timeout = httpx.Timeout(seconds, connect=min(seconds, CONNECT))
         try:
             with self._client.stream(method, url, timeout=timeout, **content) as response:

@@ -34,7 +34,8 @@ def image_files(folder: Path) -> list[Path]:
     """The images in a folder and its subfolders, also those that are links, in the order of their
     numbers; none that is HIDDEN. Empty if there is no such folder. Images of formats that are not
     read are named in the log."""
-    files, seen = [], {}
+    files = []
+    seen = {}
     for parent, folders, names in os.walk(folder, followlinks=True):
         new = seen.setdefault(os.path.realpath(parent), parent) == parent  # no link back
         folders[:] = sorted(name for name in folders if new and not name.startswith(HIDDEN))

@@ -85,14 +85,16 @@ class Requests:
     """
 
     def __init__(self, gather: Callable[[list[Any]], list[Any]] | None, clock: Clock) -> None:
-        self.gather, self.clock = gather, clock
+        self.gather = gather
+        self.clock = clock
         self.agreed = False  # all processes are leaving
         self._first: tuple[int, float] | None = None  # the signal, and when it came
         self._depth = 0  # of `uninterrupted` blocks
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Requests:
-        self._first, self._before = None, _handle(self._asked)
+        self._first = None
+        self._before = _handle(self._asked)
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:

@@ -61,7 +61,8 @@ def advantage_function(name: str) -> Callable[..., Tensor]:
         result = torch.zeros_like(value)
         for number in task[valid].unique():
             rows = valid & (task == number)
-            found, count = function(value[rows], group[rows]), int(rows.sum())
+            found = function(value[rows], group[rows])
+            count = int(rows.sum())
             seen = f"shape {list(found.shape)}" if isinstance(found, Tensor) else repr(found)[:80]
             if not isinstance(found, Tensor) or found.shape != (count,):
                 raise TrainingError(f"advantage {name!r} returned {seen}; want a tensor [{count}].")
@@ -246,7 +247,8 @@ class Pairs:
 
 def pairs_of(rollout: Rollout, keep: Tensor, size: int) -> Iterator[Pairs]:
     """All (image, step) pairs of the kept images, step by step, images in order; see `pairs_at`."""
-    images, count = keep.nonzero().flatten(), len(rollout.steps)
+    images = keep.nonzero().flatten()
+    count = len(rollout.steps)
     columns = torch.arange(count).repeat_interleave(len(images))
     return pairs_at(rollout, images.repeat(count), columns, size)
 
@@ -260,7 +262,8 @@ def pairs_at(rollout: Rollout, rows: Tensor, columns: Tensor, size: int) -> Iter
     size = min(size, len(rollout) * len(rollout.steps))
     device = rollout.states.device
     rows, columns = rows.to(device), columns.to(device)
-    steps, sigmas = torch.tensor(rollout.steps, device=device), rollout.sigmas.to(device)
+    steps = torch.tensor(rollout.steps, device=device)
+    sigmas = rollout.sigmas.to(device)
     per_image = rollout.own_sigmas
     for r, c in zip(rows.split(size), columns.split(size), strict=True):
         yield Pairs(

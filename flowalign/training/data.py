@@ -212,7 +212,8 @@ def _read_csv(path: Path, text: str) -> list[Row]:
         for row in reader:
             if None in row or None in row.values() or not row[column].strip():
                 raise csv.Error(f"want a cell for each column, and a prompt in `{column}`")
-            prompt, item = row.pop(column).strip(), row.get("item_id", reader.line_num)
+            prompt = row.pop(column).strip()
+            item = row.get("item_id", reader.line_num)
             if set(QUESTION) <= row.keys():
                 cells = [row.pop(name) for name in QUESTION]
                 asked.setdefault(item, {})[cells[0]] = cells
@@ -290,7 +291,9 @@ class PromptSampler:
         prompts: int,
         seed: int,
     ) -> None:
-        self.sets, self.prompts, self.seed = dict(sets), prompts, seed
+        self.sets = dict(sets)
+        self.prompts = prompts
+        self.seed = seed
         # integers, as floats would round debts: 0.1 and 0.2 become 1 and 2
         exact = {task: Fraction(str(weights[task])) for task in sets}
         unit = lcm(*(weight.denominator for weight in exact.values()))
@@ -332,7 +335,8 @@ class PromptSampler:
         """
         total = sum(self._weights.values())
         while len(self._drawn) <= update:
-            drawn, slots = dict(self._drawn[-1]), self.prompts * len(self._drawn)
+            drawn = dict(self._drawn[-1])
+            slots = self.prompts * len(self._drawn)
             for _ in range(self.prompts):
                 owed = {task: w * slots - drawn[task] * total for task, w in self._weights.items()}
                 drawn[max(owed, key=owed.__getitem__)] += 1

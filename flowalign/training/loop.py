@@ -53,8 +53,12 @@ class Loop:
         clock: Clock | None = None,
         monitor: Monitor | None = None,
     ) -> None:
-        self.config, self.backbone, self.accelerator = config, backbone, accelerator
-        self.prompts, self.algorithm, self.keeps = prompts, algorithm, algorithm.keeps(config)
+        self.config = config
+        self.backbone = backbone
+        self.accelerator = accelerator
+        self.prompts = prompts
+        self.algorithm = algorithm
+        self.keeps = algorithm.keeps(config)
         self.folder = Path(config.output)
         self.checkpoints = checkpoint.Checkpoints(self.folder, config.train.keep)
         self.identity = {
@@ -72,7 +76,8 @@ class Loop:
         self.requests = Requests(gather_object if several else None, clock)
         # listeners
         rewards = {task.name: task.reward.name for task in config.tasks if task.reward}
-        self.monitor, self.alarm = monitor, Alarm(rewards)
+        self.monitor = monitor
+        self.alarm = Alarm(rewards)
         self.log = RunLog(config, accelerator, self.alarm, on_update)
         self.evaluations = Evaluations(config, evaluate, self.log)
 
@@ -104,7 +109,8 @@ class Loop:
         longest: float | None = None  # seconds from one update to the next; at least one is done
         while self.update < self.config.train.updates and not self.evaluations.stalled:
             self.requests.stop_point(longest)
-            self._began, self._seconds = time.perf_counter(), {}
+            self._began = time.perf_counter()
+            self._seconds = {}
             self.backbone.evaluations = 0
             with self._timed(metrics.SECONDS_ROLLOUT):
                 rollout = self.rollout(self.update)
@@ -167,7 +173,8 @@ class Loop:
         if isinstance(prepared, NotFinite):
             fault = prepared
         else:
-            values, fault = self.step.learn(prepared), self.step.fault
+            values = self.step.learn(prepared)
+            fault = self.step.fault
         skipped = int(values[metrics.SKIPPED])
         taken = skipped < steps or fault is None
         self.skipped = 0 if taken else self.skipped + 1
@@ -335,7 +342,9 @@ class Loop:
         self.evaluations.load(progress)
         self.alarm.load(progress["alarm"])
         if changed := resume.changed_rewards(self.config, saved.about):  # and that is allowed
-            self.evaluations.best, self.alarm.trained, self.alarm.watched = {}, [], []
+            self.evaluations.best = {}
+            self.alarm.trained = []
+            self.alarm.watched = []
             self.log.warn(self.update, [f"--resume: {text}" for text in changed])
         evaluated = self.evaluations.last
         from_main(lambda: self.checkpoints.restore(folder, self.update, evaluated))

@@ -96,7 +96,8 @@ def step_weights(
     count = len(sigmas) - 1
     if weighting == "velocity":
         return torch.ones(count)
-    sigma, following = sigmas[:-1].cpu(), sigmas[1:].cpu()
+    sigma = sigmas[:-1].cpu()
+    following = sigmas[1:].cpu()
     sigma_max = float(sigmas[min(1, count - 1)])
     v = torch.ones(count, 1, 1, 1, dtype=sigmas.dtype)
     unit = sde.transition(

@@ -65,7 +65,8 @@ def noised(
     assert rollout.latents is not None
     count, clean = sigmas.shape[-1], rollout.latents[:, None]  # [B,1,C,h,w]
     if noise is None:
-        source, shape = Noise(key), clean.shape[2:]
+        source = Noise(key)
+        shape = clean.shape[2:]
         places = zip(rollout.group.tolist(), rollout.copy.tolist(), strict=True)
         noise = torch.stack([source.draw(*place, shape, count - 1) for place in places])
     else:

@@ -32,7 +32,8 @@ class NotFinite(TrainingError):
 
 def describe_pair(rollout: Rollout, row: int, step: int | None) -> str:
     """An image of a rollout, and a step of its schedule if it is known, for a message."""
-    task, prompt = rollout.batch.tasks[row], shown(rollout.batch.prompts[row], 120)
+    task = rollout.batch.tasks[row]
+    prompt = shown(rollout.batch.prompts[row], 120)
     return ("" if step is None else f"at step {step}, ") + f"task {task!r}, prompt {prompt!r}"
 
 

@@ -219,7 +219,8 @@ def _advantage(config: Any, launch: Launch, inputs: Inputs) -> Iterator[str]:
     """An advantage of the user's that cannot be imported, or gives none to two prompts' images."""
     if not config.credited or config.credited.advantage in ADVANTAGES or not launch.trust:
         return
-    value, valid = torch.tensor([0.0, 1.0, 0.5, 0.5]), torch.ones(4, dtype=torch.bool)
+    value = torch.tensor([0.0, 1.0, 0.5, 0.5])
+    valid = torch.ones(4, dtype=torch.bool)
     try:
         function = advantage_function(config.credited.advantage)
         function(value, torch.tensor([0, 0, 1, 1]), valid=valid, task=torch.zeros(4))
@@ -320,7 +321,8 @@ def reward_problems(
     """Images of an optimizer step that the processes cannot share evenly; rewards without parts,
     where the advantage normalises parts. said: {task: (whether its reward compares all images of
     a prompt, which no two processes may share, as an algorithm may; whether it has weights)}."""
-    rollout, updates = config.rollout, config.optimizer.updates_per_rollout
+    rollout = config.rollout
+    updates = config.optimizer.updates_per_rollout
     prompts = rollout.prompts // updates  # of a step
     tasks = [task.name for task in config.tasks if said.get(task.name, (False, True))[0]]
     text = unit = ""

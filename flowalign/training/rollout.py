@@ -143,7 +143,8 @@ def sample(
     """
     finish = decode if finish is None else finish
     cond = backbone.encode(batch.prompts)
-    shape, extra = backbone.latent_shape, len(schedule.noisy)
+    shape = backbone.latent_shape
+    extra = len(schedule.noisy)
     parts = list(batches(sources or [None] * len(batch), batch_size))
     if sources:  # without sources all processes have equally many
         own = sum(part[0] is not None and part[0].adapter not in backbone.others for part in parts)
@@ -239,7 +240,9 @@ def _trajectory(
 ) -> _Trajectory:
     """Sample one batch. noise [B,1+N,C,h,w]: the start, and one for each noisy step."""
     noise = noise.to(backbone.device)
-    x, trained, noisy = noise[:, 0], schedule.trained, schedule.noisy
+    x = noise[:, 0]
+    trained = schedule.trained
+    noisy = schedule.noisy
     states, following, log_probs = [], [], []
     count = len(schedule.sigmas) - 1
     # steps: to the end, or until the last trained state (and its action) is known

@@ -28,7 +28,8 @@ class Dpm2:
         )
         # in place of set_timesteps, which computes levels of its own and warns under numpy 2
         self.scheduler.num_inference_steps = len(sigmas) - 1
-        self.scheduler.sigmas, self.scheduler.timesteps = sigmas, 1000 * sigmas[:-1]
+        self.scheduler.sigmas = sigmas
+        self.scheduler.timesteps = 1000 * sigmas[:-1]
         self.scheduler.set_begin_index(0)  # counts its steps, and looks no timestep up
 
     def advance(self, x: Tensor, velocity: Tensor) -> Tensor:

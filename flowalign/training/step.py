@@ -37,8 +37,11 @@ class Step:
         accelerator: Accelerator,
         algorithm: Algorithm[Any],
     ) -> None:
-        self.settings, self.backbone, self.accelerator = config.optimizer, backbone, accelerator
-        self.algorithm, self.copies = algorithm, config.rollout.group_size
+        self.settings = config.optimizer
+        self.backbone = backbone
+        self.accelerator = accelerator
+        self.algorithm = algorithm
+        self.copies = config.rollout.group_size
         self.parameters = backbone.adapter_parameters(STUDENT)
         optimizer = build_optimizer(config, self.parameters)
         self.parallel = processes.of(accelerator)
@@ -57,7 +60,9 @@ class Step:
         Returns what was measured, as means over all processes, without what was not finite.
         """
         steps = self.settings.updates_per_rollout
-        means, skipped, self.fault = Means(), 0, None
+        means = Means()
+        skipped = 0
+        self.fault = None
         share = len(prepared.rollout) // steps
         for start in range(0, share * steps, share):
             keep = torch.zeros(len(prepared.rollout), dtype=torch.bool)
@@ -81,7 +86,8 @@ class Step:
     ) -> NotFinite | None:
         """The gradient of an optimizer step's pairs, in micro-batches. Returns the first fault of a
         velocity or loss of this process."""
-        rollout, fault = prepared.rollout, None
+        rollout = prepared.rollout
+        fault = None
         if idle := not keep.any():  # every process takes part in the gradient's reduction
             keep = torch.arange(len(rollout)) == 0  # with an image of weight 0
         count = share * len(rollout.steps)
@@ -114,7 +120,8 @@ class Step:
     def _measure_drift(self, prepared: Prepared, start: int, share: int, means: Means) -> None:
         """How far the student is from the base before an optimizer step, at a sample of the pairs
         of its `share` images (`strided`), whether they are kept or not."""
-        rollout, world = prepared.rollout, self.accelerator.num_processes
+        rollout = prepared.rollout
+        world = self.accelerator.num_processes
         numbers = rollout.group * self.copies + rollout.copy - start * world
         rows, columns = strided(numbers, share * world, len(rollout.steps))
         if idle := not len(rows):  # sharded, it takes part in the others' forward passes
@@ -177,7 +184,8 @@ class Step:
         run's schedule, which may be longer or shorter than the one that was saved."""
         self.optimizer.load_state_dict(states["optimizer"])
         self.lr.load_state_dict(states["lr"])
-        groups, bases = self.lr.optimizer.param_groups, self.lr.base_lrs
+        groups = self.lr.optimizer.param_groups
+        bases = self.lr.base_lrs
         for group, base, factor in zip(groups, bases, self.lr.lr_lambdas, strict=True):
             group["lr"] = base * factor(count)
         self.lr._last_lr = [group["lr"] for group in groups]
@@ -242,7 +250,8 @@ class MovingAverage:
     """
 
     def __init__(self, parameters: Sequence[Tensor], *, decay: float, every: int) -> None:
-        self.decay, self.every = decay, every
+        self.decay = decay
+        self.every = every
         self.shadow_params = [p.detach().clone() for p in parameters]
 
     def step(self, parameters: Sequence[Tensor], steps: int) -> None:

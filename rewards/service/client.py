@@ -54,7 +54,9 @@ class Remote(RewardBase):
     ) -> None:
         self.urls = [url.rstrip("/") for url in ([urls] if isinstance(urls, str) else urls)]
         self.reward = reward  # None = the only one that is served; known once a server was asked
-        self.batch_size, self.normalizer, self.headline = batch_size, normalizer, headline
+        self.batch_size = batch_size
+        self.normalizer = normalizer
+        self.headline = headline
         self._client = partial(
             Client,
             timeout=timeout,

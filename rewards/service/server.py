@@ -50,7 +50,9 @@ class _Routes:
     """Everything runs on the event loop, except decoding and the reward's call."""
 
     def __init__(self, reward: Reward, token: str | None, limits: Limits) -> None:
-        self.reward, self.token, self.limits = as_reward(reward), token, limits
+        self.reward = as_reward(reward)
+        self.token = token
+        self.limits = limits
         self.worker, self.pending = Worker(), 0  # requests that are read, wait or are scored
         self.decoding = asyncio.Lock()  # one at a time, for the memory that it takes
 

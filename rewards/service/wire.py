@@ -116,7 +116,8 @@ def decode_request(
     requests = parse(body, Asked).requests
     if len(requests) > limits.images:
         raise ValueError(f"{len(requests)} images in a request; at most {limits.images} fit.")
-    images, left = [], limits.bytes
+    images = []
+    left = limits.bytes
     for row, request in enumerate(requests):
         if set(request.required_rewards) != {reward}:
             wanted = shown(str(request.required_rewards), 100)

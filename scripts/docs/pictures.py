@@ -37,7 +37,8 @@ class Named:
     """What `headline_rows` asks of a benchmark."""
 
     def __init__(self, name: str, headline: str | None) -> None:
-        self.name, self.headline = name, headline
+        self.name = name
+        self.headline = headline
 
 
 def block(table: Path, results: Mapping[str, Any], task: str, columns: int) -> Block:

@@ -31,7 +31,8 @@ def filled(page: str) -> str:
     titles = {resolved(m["name"]): m["title"] for m in BLOCK.finditer(page)}
 
     def block(match: re.Match[str]) -> str:
-        thing, name = resolved(match["name"]), match["name"]
+        thing = resolved(match["name"])
+        name = match["name"]
         if hasattr(thing, "model_fields"):
             lines = section(thing, match["title"], titles)
         else:
@@ -167,7 +168,8 @@ def documented(thing: Any, name: str) -> Iterator[str]:
 
 def signature(thing: Callable[..., Any], name: str) -> str:
     """On one line if it fits, else with a line for each parameter."""
-    found, parts = inspect.signature(thing), []
+    found = inspect.signature(thing)
+    parts = []
     for parameter in found.parameters.values():
         text = str(parameter.replace(annotation=parameter.empty, default=parameter.empty))
         if parameter.annotation is not parameter.empty:

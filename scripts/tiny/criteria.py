@@ -103,7 +103,9 @@ def confusions(vae: Any, split: str) -> None:
     )
     print("|---" * 8 + "|")
     for kind, images in (("rendered", clean), ("decoded", decoded.clamp(0, 1))):
-        right, wrong, extra = torch.zeros(4), Counter[str](), 0
+        right = torch.zeros(4)
+        wrong = Counter[str]()
+        extra = 0
         for number, image in enumerate(images):
             rng = np.random.default_rng([0, number // 5, number % 5])
             layers = [layer for layer in scenes.compose(rows[number // 5], rng) if layer[0]]

@@ -136,7 +136,9 @@ def wrong_sign(row: Metadata, rng: Rng) -> Metadata:
 def wrong_objects(row: Metadata, rng: Rng) -> Metadata:
     """One thing wrong with a scene of objects, and never what they are."""
     clauses = [dict(clause) for clause in row["include"]]
-    first, last, way = clauses[0], clauses[-1], rng.random()
+    first = clauses[0]
+    last = clauses[-1]
+    way = rng.random()
     if len(clauses) == 1:
         first["count"] = max(1, min(4, first["count"] + int(rng.choice([-1, 1]))))
     elif "position" in last and way < 0.5:

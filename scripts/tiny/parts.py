@@ -163,7 +163,8 @@ def quiet() -> None:
 
 def sample(pipe: StableDiffusion3Pipeline, texts: list[str], guidance: float, seed: int) -> Tensor:
     """One image [len(texts),3,H,W] in [0,1] for each text, by ten Euler steps."""
-    generator, images = torch.Generator().manual_seed(seed), []
+    generator = torch.Generator().manual_seed(seed)
+    images = []
     for start in range(0, len(texts), AT_ONCE):
         part = texts[start : start + AT_ONCE]
         (drawn,) = pipe(

@@ -161,7 +161,8 @@ class Drawer:
     """Draws chunks of clean and spoilt scenes."""
 
     def __init__(self, vae: Path) -> None:
-        self.codec, self.painter = Codec(vae), pretrain.Painter(torch.device("cpu"))
+        self.codec = Codec(vae)
+        self.painter = pretrain.Painter(torch.device("cpu"))
         self.spell = pretrain.speller()
         self.splits = {tag: prompts.splits(tag) for tag in TAG_SHARES}
 
@@ -178,13 +179,16 @@ class Drawer:
 
     def chunk(self, split: str, kinds: np.ndarray, seed: list[int]) -> dict[str, Tensor]:
         """The tensors of a Pool: one scene for every row of kinds [N,SPOILT] (places in KINDS)."""
-        rng, generator = (
-            np.random.default_rng(seed),
-            torch.Generator().manual_seed(hash(tuple(seed))),
-        )
-        names, layers, grounds, effects, texts = list(KINDS), [], [], [], []
+        rng = np.random.default_rng(seed)
+        generator = torch.Generator().manual_seed(hash(tuple(seed)))
+        names = list(KINDS)
+        layers = []
+        grounds = []
+        effects = []
+        texts = []
         for wanted in kinds:
-            row, scene_seed = self.row(split, rng), int(rng.integers(2**31))
+            row = self.row(split, rng)
+            scene_seed = int(rng.integers(2**31))
             styled = "target" not in row and rng.random() < 0.2
             style = scenes.STYLES[rng.integers(3 if styled else 2)]
             wording = list(prompts.WORDINGS)[rng.integers(len(prompts.WORDINGS))]
@@ -303,7 +307,8 @@ def train(clip: CLIPModel, pool: Pool, args: argparse.Namespace) -> None:
     first = args.contrastive // (2 * BATCH)
     last = first + args.scenes // BATCH
     blocks = [p for n, p in clip.named_parameters() if p.ndim == 2 and ".layers." in n]
-    optimizers, began = pretrain.optimizers(clip, blocks, args.lr), time.time()
+    optimizers = pretrain.optimizers(clip, blocks, args.lr)
+    began = time.time()
     for step in range(last):
         generator = torch.Generator().manual_seed(args.seed * 1_000_003 + step)
         value = loss(clip, pool, generator, pairs=step >= first)
@@ -318,7 +323,8 @@ def train(clip: CLIPModel, pool: Pool, args: argparse.Namespace) -> None:
         with torch.no_grad():
             clip.logit_scale.clamp_(0, np.log(100))
         if step % 25 == 24:
-            rate, scale = (step + 1) / (time.time() - began), float(clip.logit_scale.detach().exp())
+            rate = (step + 1) / (time.time() - began)
+            scale = float(clip.logit_scale.detach().exp())
             print(
                 f"step {step + 1} of {last}  loss {value.item():.4f}  scale {scale:.1f}  "
                 f"{rate:.2f} steps/s",
@@ -330,7 +336,8 @@ def loss(clip: CLIPModel, pool: Pool, generator: torch.Generator, pairs: bool) -
     """Contrastive on clean scenes alone, or on pairs, with PickScore's loss added."""
     size = BATCH if pairs else 2 * BATCH
     at = torch.randint(len(pool.ids), (size,), generator=generator)
-    images, ids = pool.images[at, 0], pool.ids[at].long()
+    images = pool.images[at, 0]
+    ids = pool.ids[at].long()
     if pairs:  # all clean ones first
         images = pool.images[at].transpose(0, 1).flatten(0, 1)
     x = nn.functional.pad(pixels(images), (SHIFT,) * 4, mode="replicate")
@@ -340,7 +347,8 @@ def loss(clip: CLIPModel, pool: Pool, generator: torch.Generator, pairs: bool) -
     scale = clip.logit_scale.exp()
     value = contrastive(seen[:size], read, ids, scale)
     if pairs:
-        clean, spoilt = seen[:size], seen[size:].view(SPOILT, size, -1)
+        clean = seen[:size]
+        spoilt = seen[size:].view(SPOILT, size, -1)
         value = value + preferred(clean, spoilt, read, scale)
     return value
 

@@ -69,7 +69,10 @@ class Captions(IterableDataset):
     """Endless batches of `size` scenes; the seed fixes the stream, and each worker has its own."""
 
     def __init__(self, seed: int, size: int, rates: Rates, signs: float) -> None:
-        self.seed, self.size, self.rates, self.signs = seed, size, rates, signs
+        self.seed = seed
+        self.size = size
+        self.rates = rates
+        self.signs = signs
 
     def __iter__(self) -> Iterator[Scenes]:
         worker = torch.utils.data.get_worker_info()
@@ -81,11 +84,13 @@ class Captions(IterableDataset):
         empty = spell("")
         while True:
             layers = np.empty((self.size, scenes.LAYERS, 3), np.int16)
-            grounds, effects = np.empty((self.size, 3), np.uint8), np.empty(self.size, np.uint8)
+            grounds = np.empty((self.size, 3), np.uint8)
+            effects = np.empty(self.size, np.uint8)
             ids = np.empty((self.size, len(empty)), np.uint8)
             for i in range(self.size):
                 text, scene, effects[i] = captioned(self.rates, rng, pools, self.signs)
-                layers[i], grounds[i] = scenes.compose(scene, rng), scenes.ground(rng)
+                layers[i] = scenes.compose(scene, rng)
+                grounds[i] = scenes.ground(rng)
                 ids[i] = empty if rng.random() < EMPTY else spell(text)
             yield Scenes(*map(torch.from_numpy, (layers, grounds, effects, ids)))
 
@@ -136,7 +141,8 @@ class Painter:
 
     def uniform(self, rows: Tensor, low: float, high: float) -> Tensor:
         """One number an image, [B,1,1,1]."""
-        size, device = (len(rows), 1, 1, 1), rows.device
+        size = (len(rows), 1, 1, 1)
+        device = rows.device
         return torch.rand(size, generator=self.generator, device=device) * (high - low) + low
 
     def faded(self, images: Tensor) -> Tensor:
@@ -151,7 +157,8 @@ class Painter:
 
     def spots(self, images: Tensor) -> Tensor:
         """Mottled colours."""
-        size, device = (len(images), 3, 12, 12), images.device
+        size = (len(images), 3, 12, 12)
+        device = images.device
         noise = torch.randn(size, generator=self.generator, device=device)
         noise = F.interpolate(noise, scale_factor=8, mode="bicubic")
         return (images + noise * self.uniform(images, 0.1, 0.22)).clamp(0, 1)
@@ -171,7 +178,9 @@ class Clock:
     """Seconds that are left of a stage, and the learning rate that goes with it."""
 
     def __init__(self, seconds: float, decay: float) -> None:
-        self.began, self.seconds, self.decay = time.time(), seconds, decay
+        self.began = time.time()
+        self.seconds = seconds
+        self.decay = decay
 
     def gone(self) -> float:
         """The share of the time that has gone."""
@@ -268,7 +277,9 @@ def fit(
     optimizer = torch.optim.AdamW(
         weights, args.lr, betas=(0.9, 0.99), weight_decay=1e-4, fused=True
     )
-    clock, step, began = Clock(args.seconds, decay), 0, time.time()
+    clock = Clock(args.seconds, decay)
+    step = 0
+    began = time.time()
     while clock.gone() < 1:
         value, error = loss()
         value.backward()
@@ -311,7 +322,8 @@ def decoded(vae: AutoencoderKL, latents: Tensor) -> Tensor:
 
 def load_vae(path: Path, device: torch.device | str = "cpu") -> AutoencoderKL:
     """The autoencoder of a file of `train_vae`."""
-    vae, tensors = parts.vae(), read(path)
+    vae = parts.vae()
+    tensors = read(path)
     shift, scale = float(tensors.pop("shift")), float(tensors.pop("scale"))
     vae.load_state_dict(tensors)
     vae.register_to_config(shift_factor=shift, scaling_factor=scale)
@@ -328,7 +340,8 @@ def write(model: nn.Module, path: Path, **numbers: float) -> None:
 
 def read(path: Path) -> dict[str, Tensor]:
     """What `write` or `pack` wrote, in fp32."""
-    stored, tensors = load_file(path), {}
+    stored = load_file(path)
+    tensors = {}
     for name, tensor in stored.items():
         if tensor.dtype == torch.int8:
             tensors[name] = tensor.float() * stored[name + SCALE].float()
@@ -354,7 +367,8 @@ def pack(source: Path, path: Path) -> None:
 
 def save_grid(images: Tensor, columns: int, path: Path) -> None:
     """A sheet of images [N,3,S,S] in [0,1]."""
-    rows, size = len(images) // columns, images.shape[-1]
+    rows = len(images) // columns
+    size = images.shape[-1]
     sheet = images[: rows * columns].view(rows, columns, 3, size, size).permute(0, 3, 1, 4, 2)
     pixels = sheet.reshape(rows * size, columns * size, 3).clamp(0, 1).mul(255).round().byte()
     Image.fromarray(pixels.cpu().numpy()).save(path)
@@ -389,7 +403,8 @@ class Ring:
     """Encoded scenes on the device: latents [N,16,12,12] (bf16) and ids [N,T], renewed in turn."""
 
     def __init__(self, vae: AutoencoderKL, size: int, device: torch.device, fast: bool) -> None:
-        self.config, self.painter = vae.config, Painter(device)
+        self.config = vae.config
+        self.painter = Painter(device)
         self.encoder = torch.compile(vae.encoder) if fast and device.type != "cpu" else vae.encoder
         shape = (size, parts.LATENT_CHANNELS, parts.SIDE, parts.SIDE)
         self.latents = torch.empty(shape, dtype=torch.bfloat16, device=device)
@@ -403,14 +418,16 @@ class Ring:
         with parts.autocast(images.device):
             mean = self.encoder(images).float().chunk(2, 1)[0]
         mean = (mean - self.config["shift_factor"]) * self.config["scaling_factor"]
-        size, start = len(images), self.seen % len(self.latents)
+        size = len(images)
+        start = self.seen % len(self.latents)
         self.latents[start : start + size] = mean.to(torch.bfloat16)
         self.ids[start : start + size] = batch.ids.long()
         self.seen += size
 
     def draw(self, size: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         """Random latents [size,16,12,12] in fp32 and ids [size,T]."""
-        filled, device = min(self.seen, len(self.latents)), self.latents.device
+        filled = min(self.seen, len(self.latents))
+        device = self.latents.device
         rows = torch.randint(filled, (size,), generator=generator, device=device)
         return self.latents[rows].float(), self.ids[rows]
 
@@ -446,7 +463,8 @@ class Run:
     """The flow stage: its model, optimizers and the moving average of the weights."""
 
     def __init__(self, args: argparse.Namespace) -> None:
-        self.args, self.device = args, torch.device(args.device)
+        self.args = args
+        self.device = torch.device(args.device)
         torch.manual_seed(args.seed)
         self.model = Denoiser()
         if args.init:
@@ -469,10 +487,13 @@ class Run:
 
     def train(self, rates: Rates, seconds: float, name: str, lr: float) -> None:
         """For so many seconds on one kind of captions; then write the averaged weights."""
-        clock, args = Clock(seconds, 0.4), self.args
+        clock = Clock(seconds, 0.4)
+        args = self.args
         fresh = args.batch // FRESH
         source = loader(args, args.seed + 7 * self.step + 1, fresh, rates, args.signs)
-        self.ring.seen, self.step, began = 0, 0, time.time()
+        self.ring.seen = 0
+        self.step = 0
+        began = time.time()
         for _ in range(max(1, args.ring // fresh // 2)):
             self.ring.add(next(source))
         print(f"{name}: {self.ring.seen} scenes encoded, {time.time() - began:.0f} s", flush=True)

@@ -113,7 +113,9 @@ def facts(row: Mapping[str, Any]) -> frozenset[tuple[Any, ...]]:
     for clause in row["include"]:
         found.add((clause["class"], clause["count"], clause.get("color")))
         if "position" in clause:
-            a, b, relation = clause["class"], row["include"][0]["class"], clause["position"][0]
+            a = clause["class"]
+            b = row["include"][0]["class"]
+            relation = clause["position"][0]
             flip = relation in OPPOSITE
             found.add((b, OPPOSITE[relation], a) if flip else (a, relation, b))
     return frozenset(found)
@@ -177,7 +179,8 @@ def entry(row: Metadata, wording: str, wordings: bool) -> Metadata:
 def objects_file(split: str, entries: int, seed: int) -> list[Metadata]:
     """`entries` scenes of a split, shuffled, none twice. Tags have the proportions of TAGS, and
     equal ones for training: GenEval's score is the mean over tags."""
-    rng, rows = np.random.default_rng(seed), []
+    rng = np.random.default_rng(seed)
+    rows = []
     shares = dict.fromkeys(TAGS, 1) if split == "train" else dict(TAGS)
     for tag in sorted(TAGS, key=lambda tag: len(splits(tag)[split])):  # others fill a small one up
         pool = splits(tag)[split]
@@ -213,7 +216,8 @@ def signs_file(split: str, entries: int, seed: int) -> list[Metadata]:
 
 def files(split: str) -> dict[str, list[Metadata]]:
     """The prompts of a split, by task."""
-    entries, seed = SIZES[split], list(SIZES).index(split)
+    entries = SIZES[split]
+    seed = list(SIZES).index(split)
     objects = objects_file(split, entries, seed)
     objects = objects if split == "train" else by_turns(objects)
     signs = signs_file(split, entries, seed)

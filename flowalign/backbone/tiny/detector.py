@@ -145,7 +145,8 @@ class Scene:
     def __init__(self, image: np.ndarray, ground: np.ndarray) -> None:
         around = (MARGIN, MARGIN), (MARGIN, MARGIN), (0, 0)
         wide = np.pad(image - ground, around).astype(np.float32)  # the background is 0
-        self.pixels, self.ground = cv2.GaussianBlur(wide, (0, 0), BLUR), ground
+        self.pixels = cv2.GaussianBlur(wide, (0, 0), BLUR)
+        self.ground = ground
         self.half = halved(self.pixels)
         self.known = table(min(LEVELS, key=lambda level: abs(level - ground.mean())))
 
@@ -167,7 +168,9 @@ class Scene:
         """A drawing where it fits best, at most `reach` pixels beside a place."""
         left, top = (at + MARGIN - PATCH // 2 - reach for at in (x, y))
         area = self.pixels[top : top + PATCH + 2 * reach, left : left + PATCH + 2 * reach]
-        wanted, dx, dy = patch(row, self.ground), 0, 0
+        wanted = patch(row, self.ground)
+        dx = 0
+        dy = 0
         if reach:
             errors = cv2.matchTemplate(area, wanted, cv2.TM_SQDIFF)
             dx, dy = cv2.minMaxLoc(errors)[2]
@@ -201,7 +204,9 @@ def ramp(value: float, zero: float, one: float) -> float:
 class TinyDetector:
     """Detector in 96x96 scenes: images [B,3,H,W] in [0,1] -> one Detections an image."""
 
-    name, classes, palette = "flowalign tiny detector 2", CLASSES, list(COLORS)
+    name = "flowalign tiny detector 2"
+    classes = CLASSES
+    palette = list(COLORS)
 
     def __call__(self, images: Tensor) -> list[Detections]:
         """Boxes {class: [[x1,y1,x2,y2,score], ...]} and colours {class: [name, ...]}."""

@@ -75,7 +75,8 @@ def sheet() -> tuple[Tensor, dict[tuple[Any, ...], int]]:
 
 
 def _board(color: str, letters: int) -> np.ndarray:
-    width, scale = letters * ADVANCE + 2 * PAD, 4
+    width = letters * ADVANCE + 2 * PAD
+    scale = 4
     big = Image.new("L", (width * scale, BOARD_HEIGHT * scale))
     box = (0, 0, big.width - 1, big.height - 1)
     ImageDraw.Draw(big).rounded_rectangle(box, radius=4 * scale, fill=255)
@@ -118,7 +119,8 @@ def objects(metadata: Metadata, rng: np.random.Generator) -> list[Layer]:
         raise ValueError(f"a scene has room for {max(PLACES)} drawings, got {number}.")
     style = metadata.get("style") or STYLES[rng.integers(len(STYLES))]
     wanted = [(c["class"], c.get("color")) for c in clauses for _ in range(c["count"])]
-    numbers, layers = sheet()[1], []
+    numbers = sheet()[1]
+    layers = []
     for (name, color), (x, y) in zip(wanted, _places(clauses, number, rng), strict=True):
         height, width = drawing(name, style, color).shape[:2]
         layers.append((numbers[name, style, color], x - width // 2, y - height // 2))
@@ -160,7 +162,8 @@ def paint(table: Tensor, layers: Tensor, background: Tensor) -> Tensor:
     """
     batch = len(layers)
     canvas = (background.float() / 255).view(batch, 1, 1, 3).expand(batch, SIZE, SIZE, 3)
-    pixels, at = table.view(-1, 4), torch.arange(SIZE, device=table.device)
+    pixels = table.view(-1, 4)
+    at = torch.arange(SIZE, device=table.device)
     for layer in layers.long().unbind(1):
         number, left, top = layer.unbind(-1)
         row, column = at - top[:, None], at - left[:, None]  # [B,SIZE], within the sprite

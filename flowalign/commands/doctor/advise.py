@@ -121,13 +121,15 @@ class Forecast:
     def advice(self) -> list[tuple[str, Forecast]]:
         """(a change that helps, the forecast after it and all before), until the memory suffices or
         nothing helps."""
-        found, now = list[tuple[str, Forecast]](), self
+        found = list[tuple[str, Forecast]]()
+        now = self
         while (peak := now.estimate.peak) > usable(self.memory, self.kind):
             tried = ((change, now.after(change)) for change in _changes(now))
             helpful = next((pair for pair in tried if pair[1].estimate.peak < peak), None)
             if helpful is None:
                 break
-            found, now = [*found, helpful], helpful[1]
+            found = [*found, helpful]
+            now = helpful[1]
         return found
 
     @property
@@ -189,7 +191,8 @@ def forecasts(stages: Mapping[str, Stage], device: Device) -> list[Forecast]:
     for name, stage in stages.items():
         # for this machine's CPU only where the run itself would be on it
         kind = "cuda" if asked or not is_here(stage.model) else "cpu"
-        one, adapter = Forecast(name, stage, device, kind, ranks), Path(stage.output) / "adapter"
+        one = Forecast(name, stage, device, kind, ranks)
+        adapter = Path(stage.output) / "adapter"
         try:
             if (stage.trains or stage.merges) and not (adapter / ADAPTER).is_file():
                 of = partial(ranks_of, ranks=ranks, model=stage.model)
@@ -217,7 +220,8 @@ def fits(forecast: Forecast) -> Iterator[Finding]:
     does not fit a GPU that is neither here nor asked for has no fault."""
     device, gpu, size = forecast.device, forecast.gpu, forecast.memory
     assumed = bool(gpu) and not (device.gpu or device.memory or torch.cuda.is_available())
-    limit, now = usable(size, forecast.kind), forecast.estimate
+    limit = usable(size, forecast.kind)
+    now = forecast.estimate
     text = f"{now.peak / GIB:.3g} GiB in {now.worst.name}; "
     text += f"{gpu.title if gpu and assumed else 'the device'} has "
     text += f"{size / GIB:.3g} GiB, of which tensors can use {limit / GIB:.3g}"
@@ -240,7 +244,8 @@ def fits(forecast: Forecast) -> Iterator[Finding]:
 def _changes(forecast: Forecast) -> Iterator[str]:
     """What can be changed now, the cheapest first: the worst phase, then what is resident, then
     what a run can do without."""
-    model, estimate = forecast.stage.model, forecast.estimate
+    model = forecast.stage.model
+    estimate = forecast.estimate
     worst = estimate.worst
     sizes = {key: size for key, size in worst.sizes.items() if size > 1}
     limit = usable(forecast.memory, forecast.kind)
@@ -365,15 +370,18 @@ def _cuts(listed: Sequence[Forecast], limit: float) -> dict[str, list[str]]:
     are printed. The longest stage that can be cut is cut next, in the order of CUTS, and no further
     than needed."""
     now = {forecast.name: forecast for forecast in listed if forecast.times}
-    left, changes = {name: iter(CUTS) for name in now}, {name: list[str]() for name in now}
+    left = {name: iter(CUTS) for name in now}
+    changes = {name: list[str]() for name in now}
     while (over := sum(f.hours for f in now.values()) - limit) > 0 and left:
         name = max(left, key=lambda name: now[name].hours)
-        forecast, cut = now[name], next(left[name], None)
+        forecast = now[name]
+        cut = next(left[name], None)
         if cut is None:
             del left[name]
             continue
         with suppress(ConfigError, LookupError):  # another key needs more; there is no value
-            choices, enough = _choices(cut, forecast), forecast.hours - over
+            choices = _choices(cut, forecast)
+            enough = forecast.hours - over
             index = bisect_right(choices, enough, key=lambda c: forecast.after(*c).hours)  # noqa: B023
             texts = choices[max(index - 1, 0)]
             after = forecast.after(*texts)

@@ -56,10 +56,12 @@ def examine(args: argparse.Namespace) -> int:
     show([*map(fault, problems), *misused])
     code = [] if args.trust else unexamined(stages)
     show(map(note, code))
-    sound, pace = not problems and healthy(misused), None
+    sound = not problems and healthy(misused)
+    pace = None
     forecasts = advise.forecasts(stages, Device(args.gpus, args.gpu, args.memory, args.tflops))
     for number, forecast in enumerate(forecasts):
-        stage, findings = forecast.stage, list[Finding]()
+        stage = forecast.stage
+        findings = list[Finding]()
         if not stage.samples:
             continue
         print(f"\n{forecast.name} ({stage.stage})")

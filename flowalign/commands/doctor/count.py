@@ -112,7 +112,9 @@ def predict(
     LookupError where the shapes of model.id are not known. Not included: torch.compile, and the
     memory of rewards' activations, of kernels (cuDNN, GEMM workspaces) and of the device's context.
     """
-    models, ranks, key = {} if models is None else models, ranks or {}, _model_key(config)
+    models = {} if models is None else models
+    ranks = ranks or {}
+    key = _model_key(config)
     model: Any = models.get(key)
     phases = list[Phase]()
     if isinstance(config, TrainingStage):
@@ -146,7 +148,9 @@ def judges(stage: Stage) -> Iterator[tuple[str, dict[str, Any]]]:
 def judge_bytes(config: Stage) -> tuple[int, int, list[str]]:
     """Bytes of reward models, by the size of their files: those that stay on the device, and the
     largest of those that are there while they score; and the rewards whose size is not known."""
-    staying, visiting, unknown = dict[str, float](), [0.0], list[str]()
+    staying = dict[str, float]()
+    visiting = [0.0]
+    unknown = list[str]()
     for name, options in judges(config):
         files = declared(name, imports=False).files(**options)
         unknown += [name] if files is None and name not in unknown else []
@@ -213,7 +217,9 @@ class _Model:
         adapters: Iterable[Ranks] = (),
         here: bool = True,
     ) -> None:
-        self.device_type, self.dtype, self.here = device_type, DTYPES[config.dtype], here
+        self.device_type = device_type
+        self.dtype = DTYPES[config.dtype]
+        self.here = here
         with torch.device("meta"):
             self.backbone = without_data(config)
             pipe = self.backbone.pipe
@@ -296,13 +302,15 @@ class _Model:
 
     def decoded(self, batch: int, rows: int) -> Pass:
         """The VAE's decoder on a batch, so many rows at once."""
-        latents, self.backbone.decode_batch = self.latents(batch), rows
+        latents = self.latents(batch)
+        self.backbone.decode_batch = rows
         return self.measured(partial(self.backbone.decode, latents), "VAE", batch, rows)
 
     def ascended(self, batch: int, recomputes: bool, kept: int) -> Pass:
         """A gradient through a judge and the VAE's decoder, of a batch at once. recomputes: with
         gradient checkpointing, if the VAE has it. kept: bytes of an image that the judge keeps."""
-        latents, vae = self.latents(batch).requires_grad_(), self.backbone.pipe.vae
+        latents = self.latents(batch).requires_grad_()
+        vae = self.backbone.pipe.vae
         self.checkpointed(vae, recomputes and vae._supports_gradient_checkpointing)
 
         def ascend() -> None:
@@ -360,17 +368,22 @@ class _Trained(_Model):
 
     def __init__(self, config: TrainingStage, device_type: str, ranks: Mapping[str, Ranks]) -> None:
         super().__init__(config.model, device_type)
-        lora, student = config.lora, ranks_of(config.lora.init, config.lora, ranks, config.model)
-        self.student, self.sampler = self.add(STUDENT, student), STUDENT
+        lora = config.lora
+        student = ranks_of(config.lora.init, config.lora, ranks, config.model)
+        self.student = self.add(STUDENT, student)
+        self.sampler = STUDENT
         self.teachers: list[nn.Parameter] = []
         self.bases: dict[str, int] = {}  # bytes of bases that lie here, by their settings
         # who labels, by its key in the config: a source on a base
         self.targets: dict[str, list[tuple[_Model, Source]]] = {}
         others: dict[str, _Model] = {}  # by their settings: several teachers may have one
         for key, teacher in config.labellers.items():
-            name, model, settings = None, self, config.bases.get(key, config.model)
+            name = None
+            model = self
+            settings = config.bases.get(key, config.model)
             if key in config.bases:
-                where, here = f"{teacher.device} {settings}", teacher.device in (None, device_type)
+                where = f"{teacher.device} {settings}"
+                here = teacher.device in (None, device_type)
                 if where not in others:
                     others[where] = _Model(settings, device_type, here=here)
                 model = others[where]
@@ -392,7 +405,8 @@ class _Trained(_Model):
         self.backbone.activate(STUDENT)
 
     def parts(self, config: TrainingStage, processes: int) -> dict[str, int]:
-        lora, trained = size(self.student), size(p for p in self.student if p.requires_grad)
+        lora = size(self.student)
+        trained = size(p for p in self.student if p.requires_grad)
         taught = sum(teacher.adapter is not None for teacher in config.labellers.values())
         policies = len(algorithm_class(config).keeps(config).policies)
         return super().parts(config, processes) | {
@@ -416,7 +430,8 @@ class _Trained(_Model):
         self.checkpointed(core, recomputes)
 
         def learn() -> None:
-            mine, target = velocity(), x
+            mine = velocity()
+            target = x
             for other in compared:
                 with torch.no_grad(), self.backbone.adapter(other.adapter):
                     target = velocity()
@@ -435,7 +450,8 @@ class _Trained(_Model):
 
 def _model_key(config: Stage) -> str:
     """What the model of a stage and its adapters depend on."""
-    model, fp8 = config.model.model_dump(exclude=FREE), config.model.quantization == "fp8"
+    model = config.model.model_dump(exclude=FREE)
+    fp8 = config.model.quantization == "fp8"
     key = [model, fp8, config.inputs]
     if isinstance(config, TrainingStage):
         start = config.alarm is not None and config.alarm.reference == "start"
@@ -449,14 +465,17 @@ def _model_key(config: Stage) -> str:
 def _evaluation(config: Stage, model: _Model, processes: int) -> Phase:
     """Sample held-out prompts of all tasks and benchmarks by Euler steps, and decode them; their
     prompts are encoded, once an image. The velocities of a student at its fixed states."""
-    images, key = sum(evaluated_images(config).values()), "sampling.batch_size"
+    images = sum(evaluated_images(config).values())
+    key = "sampling.batch_size"
     least = size_of(*model.encoders) if config.model.offload_text_encoders else 0
     if isinstance(config, TrainingStage):
         key, least = "evaluation.batch_size", 0  # the phase "text" counts the encoders
-    sampling, rows = config.evaluation_sampling, config.model.decode_batch
+    sampling = config.evaluation_sampling
+    rows = config.model.decode_batch
     batch = sampling.batch_size
     forward = model.forward(batch, Source(model.sampler, sampling.guidance))
-    decoded, encoded = model.decoded(batch, rows), model.encoded(1)
+    decoded = model.decoded(batch, rows)
+    encoded = model.encoded(1)
     flops = forward.flops * sampling.steps + decoded.flops + encoded.flops * batch
     peak = max(forward.peak, decoded.peak) + batch * model.latent
     peak += size(model.texts(batch + 1).values())
@@ -474,7 +493,9 @@ class _Update:
     def __init__(
         self, config: TrainingStage, model: Any, processes: int, drawn: Sequence[int] | None
     ) -> None:
-        self.config, self.model, self.processes = config, model, processes
+        self.config = config
+        self.model = model
+        self.processes = processes
         self.keeps = keeps = algorithm_class(config).keeps(config, drawn)
         self.images = max(1, config.rollout.images // processes)
         self.states, self.forwards = self._steps(range(DRAWS) if drawn is None else drawn)
@@ -496,7 +517,8 @@ class _Update:
     def _steps(self, updates: Sequence[int]) -> tuple[int, float]:
         """Trained states of an image, and the mean number of forward passes of its rollout over
         these updates."""
-        config, passes = self.config, self.config.rollout.steps
+        config = self.config
+        passes = self.config.rollout.steps
         if self.keeps.noise_levels:  # of latents that are sampled, or else read
             return self.keeps.noise_levels, passes * self.keeps.latents
         trained = [algorithm_class(config).trained_steps(config, update) for update in updates]
@@ -506,10 +528,13 @@ class _Update:
         return len(trained[0]), total / len(trained)
 
     def sampling(self) -> Iterator[Phase]:
-        model, settings, rollout = self.model, self.config.model, self.config.rollout
+        model = self.model
+        settings = self.config.model
+        rollout = self.config.rollout
         # with a cache, prompts are encoded once, one by one
         batch = 1 if settings.text_cache else min(self.prompts, TEXT_BATCH)
-        meter, visiting = model.encoded(batch), settings.offload_text_encoders
+        meter = model.encoded(batch)
+        visiting = settings.offload_text_encoders
         peak = self.prompt_bytes + (size_of(*model.encoders) if visiting else 0) + meter.peak
         flops = 0.0 if settings.text_cache else meter.flops / batch * self.prompts
         yield Phase("text", "sampling", peak, flops)
@@ -537,7 +562,8 @@ class _Update:
             yield Phase("VAE decode", "sampling", self.rollout_bytes + held, flops, sizes)
 
         if self.keeps.ascended:  # the images themselves, and then the candidates
-            batch, count = min(self.keeps.ascended, self.images), self.keeps.candidates
+            batch = min(self.keeps.ascended, self.images)
+            count = self.keeps.candidates
             kept = judge_kept(self.config)
             meter = model.ascended(batch, settings.gradient_checkpointing, kept)
             decoded = model.decoded(batch, batch)
@@ -567,7 +593,9 @@ class _Update:
 
     def _drift(self, every: int) -> Phase:
         """The base's images for some of the rollout, at every check; FLOPs are those an update."""
-        config, model, rollout = self.config, self.model, self.config.rollout
+        config = self.config
+        model = self.model
+        rollout = self.config.rollout
         images = max(1, math.prod(checked(config)) // self.processes)
         batch = min(rollout.batch_size, images)
         forward = model.forward(batch, Source(model.compared, rollout.guidance))
@@ -578,7 +606,9 @@ class _Update:
 
     def _update(self) -> Phase:
         """Both passes of a micro-batch, and the optimizer's step."""
-        config, model, compared = self.config, self.model, self.keeps.compared
+        config = self.config
+        model = self.model
+        compared = self.keeps.compared
         pairs = self.pairs // config.optimizer.updates_per_rollout
         batch = min(config.optimizer.micro_batch, pairs)
         lora = size(model.student)
@@ -594,7 +624,9 @@ class _Update:
 
     def _teachers(self, batch: int) -> Pass:
         """A batch of the teacher with the highest peak; its FLOPs are the mean of all tasks'."""
-        config, peak, flops = self.config, 0, 0.0
+        config = self.config
+        peak = 0
+        flops = 0.0
         for task in config.tasks:
             asked = self.model.targets[f"teachers.{config.routing[task.name]}"]
             each = [base.forward(batch, source) for base, source in asked]

@@ -42,11 +42,13 @@ class Gpu:
         the width, and the operations of products with its square. A faster memory than the H100's
         does not count: an H200 gained nothing by it.
         """
-        h100, share = GPUS["h100"], SHARES[kind][model.compile]
+        h100 = GPUS["h100"]
+        share = SHARES[kind][model.compile]
         moved = (1 / share - 1 / PRODUCTS) / h100.bfloat16 * h100.bandwidth * WIDTH / width
         peak = self.bfloat16
         if model.dtype == "float32":
-            peak, moved = self.float32, 2 * moved
+            peak = self.float32
+            moved = 2 * moved
         bandwidth = min(self.bandwidth, h100.bandwidth)
         longer = QUANTIZED[model.quantization][kind == "learning"]
         return 1e12 / longer / (1 / (PRODUCTS * peak) + moved / bandwidth)

@@ -46,7 +46,9 @@ TOLERANCE = 1e-4  # relative, of scores: float32 sums in another order
 def examine(config: Stage) -> tuple[list[Finding], Pace | None]:
     """Score probe images with each reward. Then run a few small updates, in a temporary folder.
     Findings, and how fast this machine ran them; None = it was not measured."""
-    findings, judging, pace = list[Finding](), dict[str, float](), None
+    findings = list[Finding]()
+    judging = dict[str, float]()
+    pace = None
     for judged in config.judged:
         if judged.place.startswith("evaluation.watch"):
             continue
@@ -115,7 +117,8 @@ def _train(
 
 def small_run(config: TrainingStage, folder: str) -> TrainingStage:
     """The run with a few updates, no evaluation, and images for two full batches of each kind."""
-    rollout, algorithm = config.rollout, algorithm_class(config)
+    rollout = config.rollout
+    algorithm = algorithm_class(config)
     states = algorithm.keeps(config).noise_levels or len(algorithm.trained_steps(config, 0))
     batch = max(size for key, size in config.batch_sizes.items() if key != "rollout.batch_size")
     images = max(IMAGES, 2 * rollout.batch_size, math.ceil(2 * batch / states))
@@ -145,7 +148,8 @@ def _pace(small: TrainingStage, folder: Path, device_type: str, judging: dict[st
     phases = predict(small, device_type=device_type, drawn=range(1, UPDATES)).phases
     for phase in phases:
         flops[phase.kind] += len(timed) * phase.flops
-    learning, sampled = flops["learning"] / updated, any(p.name == "rollout" for p in phases)
+    learning = flops["learning"] / updated
+    sampled = any(p.name == "rollout" for p in phases)
     rate = flops["sampling"] / rolled if sampled else learning
     rates = dict.fromkeys([*KINDS, "rewards"], rate) | {"learning": learning}
     waiting = None
@@ -160,7 +164,8 @@ def _pace(small: TrainingStage, folder: Path, device_type: str, judging: dict[st
 @torch.no_grad()
 def _ratio(config: TrainingStage, loop: Loop, rollout: Rollout) -> Finding:
     """The ratio of new and old policy before any update, by the forward path of the update."""
-    schedule, worst = loop.algorithm.plan(0), 0.0
+    schedule = loop.algorithm.plan(0)
+    worst = 0.0
     keep = torch.ones(len(rollout), dtype=torch.bool)
     for pairs in pairs_of(rollout, keep, config.optimizer.micro_batch):
         x_next, old = pairs.action()
@@ -208,7 +213,8 @@ def diagnose(
 
     for batch in batches:  # what is loaded or compiled on first use is not timed
         batch = batch.select([row for row in range(len(batch)) for _ in range(copies)])
-        scenes, rows = _scenes(batch), list(range(len(batch)))
+        scenes = _scenes(batch)
+        rows = list(range(len(batch)))
         if bool(ask(scenes[:copies], rows[:copies]).valid.any()):
             break
     probes = {
@@ -243,7 +249,8 @@ def _suited(
     name: str, options: Mapping[str, Any], count: int, sources: Sequence[str]
 ) -> list[PromptBatch]:
     """Those of these prompt sets that the reward says it can score; UnsuitedError for none."""
-    batches, problem = [], None
+    batches = []
+    problem = None
     for source in sources:
         batch = load_prompts(source, "doctor")
         batch = batch.select(range(0, len(batch), max(1, len(batch) // count))[:count])

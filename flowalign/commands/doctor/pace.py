@@ -20,7 +20,8 @@ DEFAULT_GPU = "h100"  # where torch sees no GPU and none is named
 
 def present_gpu() -> Gpu | None:
     """The table's GPU that torch sees first; None if it is not in the table."""
-    title, memory = torch.cuda.get_device_name(0), torch.cuda.get_device_properties(0).total_memory
+    title = torch.cuda.get_device_name(0)
+    memory = torch.cuda.get_device_properties(0).total_memory
     if "A100" in title:
         return GPUS["a100" if memory > 50 * 2**30 else "a100-40gb"]
     return next((gpu for name, gpu in GPUS.items() if name.upper() in title), None)
@@ -47,7 +48,8 @@ class Pace:
     @classmethod
     def of_gpu(cls, gpu: Gpu, estimate: Estimate) -> Pace:
         """What a GPU of the table sustains in a stage; rewards compute in float32."""
-        model, width = estimate.config.model, estimate.width
+        model = estimate.config.model
+        width = estimate.width
         rates = {kind: gpu.rate(model, width, kind) for kind in KINDS}
         rates["rewards"] = gpu.float32 * 1e12 * REWARDS
         low, high = (f"{limit(rates[kind] for kind in KINDS) / 1e12:.3g}" for limit in (min, max))

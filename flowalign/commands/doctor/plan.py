@@ -28,7 +28,8 @@ FEWEST = 20_000  # images; no published run of a large model learnt a reward fro
 
 
 def examine(config: TrainingStage) -> list[Finding]:
-    findings, backbone = [*_numbers(config)], None
+    findings = [*_numbers(config)]
+    backbone = None
     with suppress(LookupError):  # its shapes are not known
         backbone = without_data(config.model)
         findings += [*_noise(config, backbone), *_volume(config, backbone)]
@@ -147,9 +148,11 @@ def _lengths(config: TrainingStage, backbone: Backbone) -> Iterator[Finding]:
     for task in config.tasks:
         prompts = load_prompts(task.prompts, task.name).prompts
         prompts = prompts[:: max(1, len(prompts) // SAMPLE)]  # of all parts: many sets are sorted
-        cut, about = cut_prompts(config.model, prompts), ""
+        cut = cut_prompts(config.model, prompts)
+        about = ""
         if cut is None:  # without its tokenizer: about 4 tokens for 3 words
-            cut, about = [p for p in prompts if len(p.split()) * 4 // 3 + 1 > limit], "about "
+            cut = [p for p in prompts if len(p.split()) * 4 // 3 + 1 > limit]
+            about = "about "
         if cut:
             share = len(cut) / len(prompts)
             yield Finding(

@@ -16,7 +16,8 @@ from flowalign.training.sources import SOURCES
 
 def reword(args: argparse.Namespace) -> int:
     """Say prompts in other words, by a language model that speaks OpenAI's chat completions."""
-    rows, file = rewording.reword(args), expanded(Path(args.out))
+    rows = rewording.reword(args)
+    file = expanded(Path(args.out))
     write({file: "".join(f"{json.dumps(row)}\n" for row in rows).encode()}, args.force)
     print(f"{file}: {len(rows)} prompts; in other words they are {file}#{args.name}")
     return 0

@@ -83,7 +83,8 @@ def about(source: Source) -> str:
 
 def _fetch(file: File, out: Path, others: Sequence[Path], force: bool) -> list[Path]:
     """others: files whose prompts must not be set aside to validate."""
-    path, expected = out / file.name, file.checksum
+    path = out / file.name
+    expected = file.checksum
     if expected and not file.validation and path.is_file():
         if _checksum(path.read_bytes(), expected) == expected:
             print(f"{path}: there already, and the checksum holds")

@@ -42,7 +42,8 @@ def reword(args: argparse.Namespace) -> list[dict[str, Any]]:
     ask = args.ask or ASK
     if "{prompt}" not in ask:
         raise ValueError("--ask: it holds no {prompt}.")
-    batch, url = load_prompts(args.file, ""), f"{args.url.rstrip('/')}/chat/completions"
+    batch = load_prompts(args.file, "")
+    url = f"{args.url.rstrip('/')}/chat/completions"
 
     def say(text: str) -> str:
         question = ask.replace("{prompt}", text)

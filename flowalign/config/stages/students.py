@@ -37,7 +37,8 @@ class DistillationStage(TrainingStage):
 
     def problems(self) -> Iterator[str]:
         yield from super().problems()
-        names, routing = sorted(self.teachers), self.routing
+        names = sorted(self.teachers)
+        routing = self.routing
         for index, task in enumerate(self.tasks):
             if routing[task.name] not in names:
                 text = f"no teacher {routing[task.name]!r}; there are {names}. Name one of these"

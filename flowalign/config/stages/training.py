@@ -101,7 +101,8 @@ class TrainingStage(Job):
     @property
     def evaluation_sampling(self) -> run.SamplingConfig:
         """How evaluations sample: as the rollouts, where `evaluation` says nothing else."""
-        evaluation, rollout = self.evaluation or run.EvaluationConfig(), self.rollout
+        evaluation = self.evaluation or run.EvaluationConfig()
+        rollout = self.rollout
         return run.SamplingConfig(
             steps=evaluation.steps or rollout.steps,
             guidance=either(evaluation.guidance, rollout.guidance),
@@ -200,7 +201,8 @@ class TrainingStage(Job):
         return ranks_of(self.lora.init, self.lora)
 
     def problems(self) -> Iterator[str]:
-        rollout, updates = self.rollout, self.optimizer.updates_per_rollout
+        rollout = self.rollout
+        updates = self.optimizer.updates_per_rollout
         if self.needs_noise and (rollout.kind == "ode" or rollout.noise_level == 0):
             key = "kind: 'ode'" if rollout.kind == "ode" else "noise_level: 0"
             yield f"rollout.{key} adds no noise, which this loss needs. Use kind 'sde', level 0.7."

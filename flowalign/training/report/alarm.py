@@ -52,7 +52,8 @@ class Alarm:
             distance = values.get(metrics.LOSS, math.nan) if reward is None else math.nan
         if self.first_distance is None and math.isfinite(distance):
             self.first_distance = distance
-        said, remedy = [], "Look at the samples; lower optimizer.lr, or updates_per_rollout"
+        said = []
+        remedy = "Look at the samples; lower optimizer.lr, or updates_per_rollout"
         if self._lasts("clipped", (clipped := values.get(metrics.CLIP_FRACTION, 0.0)) > CLIPPED):
             said.append(
                 f"clip_fraction is {clipped:.2f}, and was above {CLIPPED:g} in {LASTING} updates: "
@@ -96,7 +97,8 @@ class Alarm:
         fallen = []
         for name, now in held_out.items():
             seen = [report[name] for report in self.watched if name in report]
-            first, best = seen[0], max(seen[:-1], default=now)
+            first = seen[0]
+            best = max(seen[:-1], default=now)
             fell = f"{{:.3f}} to {now[0]:.3f} (± {now[1]:.3f})"
             # of all its prompts: a tag of a few may well fall from one success to none
             is_total = name.rpartition("/")[2] == metrics.REWARD and first[0] > 0

@@ -38,8 +38,11 @@ class RunLog:
     def __init__(
         self, config: TrainingStage, accelerator: Accelerator, alarm: Alarm, on_update: OnUpdate
     ) -> None:
-        self.config, self.accelerator, self.alarm = config, accelerator, alarm
-        self.folder, self.on_update = Path(config.output), on_update
+        self.config = config
+        self.accelerator = accelerator
+        self.alarm = alarm
+        self.folder = Path(config.output)
+        self.on_update = on_update
         self.main = accelerator.is_main_process
 
     def write(self, update: int, values: Mapping[str, float]) -> None:
@@ -73,7 +76,8 @@ class RunLog:
 
     def drift(self, update: int, check: Check) -> dict[str, float]:
         """A check of the drift, and warnings of it; its figures."""
-        limits, where = self.config.alarm, "the rollout"
+        limits = self.config.alarm
+        where = "the rollout"
         assert limits
         self.warn(update, self.alarm.drift(check.drifts, limits.warn, where, limits.reference))
         if self.main:
@@ -91,7 +95,9 @@ class Evaluations:
     """
 
     def __init__(self, config: TrainingStage, evaluate: Evaluate | None, run_log: RunLog) -> None:
-        self.evaluate, self.config, self.log = evaluate, config, run_log
+        self.evaluate = evaluate
+        self.config = config
+        self.log = run_log
         self.last = -1
         self.best: dict[str, float] = {}
         self.nearest: dict[str, float] = {}
@@ -138,7 +144,8 @@ class Evaluations:
         values = {metrics.HEADLINE: headline, **means, **more, metrics.ALARMS: len(alarms)}
         self.log.write(update, values)
         self.log.warn(update, alarms)
-        noise, best = 0.0, self.best.get("headline", -math.inf)
+        noise = 0.0
+        best = self.best.get("headline", -math.inf)
         if scored and self.best.get("update") == 0 and math.isfinite(scored.stderr):
             noise = measured(scored)[1]
         if headline > best - noise and headline != best:

@@ -80,7 +80,9 @@ def write(run: Path, config: TrainingStage | None = None) -> Path:
     of the run's files needs to be complete. config: None = what the run wrote. An evaluation wrote
     its page itself. Raises NoRun for a folder without a run."""
     keys = config.model_dump(mode="json") if config else run_config(run)
-    kind, out, curves = keys["stage"], run / PAGE, pictures.read_metrics(run / LOG)
+    kind = keys["stage"]
+    out = run / PAGE
+    curves = pictures.read_metrics(run / LOG)
     if kind == "eval":
         if not out.is_file():
             raise NoRun(f"{run} holds an evaluation without a table. Run `flowalign eval` again.")
@@ -126,7 +128,9 @@ def _stage(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
 def _facts(
     run: Path, config: Mapping[str, Any], curves: Mapping[str, pictures.Curve]
 ) -> list[tuple[str, str]]:
-    facts, chosen, rows = [], results.kept(run), results.evaluations(run)
+    facts = []
+    chosen = results.kept(run)
+    rows = results.evaluations(run)
     if last := max((points[-1][0] for points in curves.values()), default=0):
         total = (config.get("train") or {}).get("updates", "?")
         facts.append(("updates", f"{last} of {total}"))
@@ -156,7 +160,8 @@ def _drifts(run: Path, alarm: Mapping[str, Any]) -> list[Panel]:
     if (newest := samples.read_drift(run)) is None:
         return []
     update, check = newest
-    warn, reference = alarm.get("warn", AlarmConfig().warn), alarm.get("reference", "base")
+    warn = alarm.get("warn", AlarmConfig().warn)
+    reference = alarm.get("reference", "base")
     return [Panel(f"Update {update}", warn, Check.from_json(check), reference)]
 
 

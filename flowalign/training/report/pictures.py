@@ -149,8 +149,10 @@ def _draw(blocks: Sequence[Block], *, cell: float = 1.6, dpi: int = 120, head: s
     figure = Figure(dpi=dpi)
     axis = figure.add_axes((0, 0, 1, 1))  # its coordinates are inches from the upper left corner
     rows = [row for block in blocks for row in block.rows]
-    columns, left = max(len(row.images) for row in rows), LABEL if rows[0].name else GAP
-    width, y = max(4.0, left + columns * (cell + GAP)), 0.1
+    columns = max(len(row.images) for row in rows)
+    left = LABEL if rows[0].name else GAP
+    width = max(4.0, left + columns * (cell + GAP))
+    y = 0.1
 
     def write(x: float, y: float, text: str, size: float = FONT, **style: Any) -> float:
         """Write a text below y; returns its height."""
@@ -171,7 +173,8 @@ def _draw(blocks: Sequence[Block], *, cell: float = 1.6, dpi: int = 120, head: s
             label += write(0.1, y + label, _plain(row.note), color="0.35")
             bottom = y + label
             for column, (image, caption) in enumerate(zip(row.images, row.captions, strict=True)):
-                x, pixels = left + column * (cell + GAP), _pixels(image)
+                x = left + column * (cell + GAP)
+                pixels = _pixels(image)
                 end = y + cell * pixels.shape[0] / pixels.shape[1]
                 axis.imshow(
                     pixels,
@@ -349,10 +352,12 @@ def _over_evaluations(
 
 
 def _draw_chart(axis: Axes, chart: Chart) -> None:
-    about, ones = chart.over, np.ones(WINDOW)
+    about = chart.over
+    ones = np.ones(WINDOW)
     for label, points in chart.curves.items():
         x, y = zip(*points, strict=True)
-        line, smooth = y, chart.style == NOISY and len(x) > WINDOW
+        line = y
+        smooth = chart.style == NOISY and len(x) > WINDOW
         if smooth:  # over fewer values at the ends
             line = np.convolve(y, ones, "same") / np.convolve(np.ones(len(y)), ones, "same")
             about = f"{chart.over} (line: mean of {WINDOW} points)"

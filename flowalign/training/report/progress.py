@@ -46,7 +46,9 @@ class Progress:
     that is set. Silent on all processes but the main one."""
 
     def __init__(self, config: TrainingStage, main: bool) -> None:
-        self.main, self.total, self.folder = main, config.train.updates, Path(config.output)
+        self.main = main
+        self.total = config.train.updates
+        self.folder = Path(config.output)
         self.on_update: OnMetrics | None = None
         self.done = 0  # updates
         self.first: tuple[float, int] | None = None  # when which update was shown first
@@ -98,7 +100,8 @@ def recorded(
             with suppress(OSError), open(folder / WARNINGS, "a", encoding="utf-8") as file:
                 file.write(json.dumps(row) + "\n")
 
-    logger, recorder = logging.getLogger("flowalign"), Recorder(logging.WARNING)
+    logger = logging.getLogger("flowalign")
+    recorder = Recorder(logging.WARNING)
     if active:
         logger.addHandler(recorder)
     try:

@@ -82,7 +82,8 @@ def summary(config: Stage) -> str:
     """Which adapter was kept, where the results of a stage are, one line each, and what comes next.
     Only what is there."""
     folder = Path(config.output)
-    adapters, paths = {"kept": kept(folder)}, {"folder": folder} | _paths(folder)
+    adapters = {"kept": kept(folder)}
+    paths = {"folder": folder} | _paths(folder)
     for name in config.stages if isinstance(config, RecipeStage) else ():
         adapters[f"{name}: kept"] = kept(folder / name)
         paths |= {f"{name}: {what}": path for what, path in _paths(folder / name).items()}

@@ -37,7 +37,8 @@ class Checkpoints:
     """The checkpoints of a run: RUN/checkpoints/update_000020, ..., the newest `keep` of them."""
 
     def __init__(self, run: Path, keep: int) -> None:
-        self.run, self.keep = run, keep
+        self.run = run
+        self.keep = keep
         self.folder = run / resume.CHECKPOINTS
 
     def all(self) -> list[Path]:

@@ -153,14 +153,16 @@ class ExitStatus:
         if isinstance(error, KeyboardInterrupt):
             ours = error if isinstance(error, Interrupted) else Interrupted.by(signal.SIGINT)
             note = self.interrupted if ours.note is None else ours.note
-            self.code, text = ours.code, note and f"interrupted ({ours}): {note}"
+            self.code = ours.code
+            text = note and f"interrupted ({ours}): {note}"
         elif _of_another(error):
             seen = f"another process died or hangs ({str(error).splitlines()[0]})"
             text = f"stopped: {seen}. It says why, or its launcher does. To continue, give the "
             text += "same command again, for training with --resume."
             self.code = 1
         elif isinstance(error, self.refused):
-            self.code, text = 2, str(error)
+            self.code = 2
+            text = str(error)
         elif isinstance(error, self.stopped):
             self.code = 1
         elif files.is_disk_full(error):
@@ -211,7 +213,8 @@ def from_main(function: Callable[[], T]) -> T:
         try:
             outcome[0] = function()
         except Exception as error:
-            own, told = error, RuntimeError(f"on the main process: {error}")
+            own = error
+            told = RuntimeError(f"on the main process: {error}")
             outcome[1] = error if isinstance(error, OSError) else told
     broadcast_object_list(outcome)
     if error := own or outcome[1]:

@@ -72,7 +72,8 @@ def rewards_code(config: Stage) -> dict[str, dict[str, str]]:
 def changed_rewards(config: Stage, about: Mapping[str, Any]) -> list[str]:
     """Keys of the rewards whose code is another than a manifest says, with the names of what
     changed. An older manifest says nothing."""
-    texts, then = [], about.get("rewards", {})
+    texts = []
+    then = about.get("rewards", {})
     for key, now in rewards_code(config).items():
         was = then.get(key, now)
         if changed := sorted(name for name in now.keys() | was if now.get(name) != was.get(name)):
@@ -187,7 +188,8 @@ def _unfinished(run: Path, config: TrainingStage) -> Iterator[str]:
     if not updates and not (run / "adapter").exists():
         return
     try:
-        old, card = load(run / "config.yaml"), run / "adapter" / "README.md"
+        old = load(run / "config.yaml")
+        card = run / "adapter" / "README.md"
         # a run writes its card at its end
         early = max(updates) <= old.train.checkpoint_every and not card.exists()
         ours = not _changed(config, old.model_dump(mode="json"))

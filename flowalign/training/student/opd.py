@@ -83,7 +83,8 @@ class Opd(Algorithm[Labels]):
         assert self.teachers
         label = self.teachers(rollout)
         policy = self.settings.gradient == "policy"
-        measured, weights = {}, weights_of(rollout.schedule, self.settings.weighting)
+        measured = {}
+        weights = weights_of(rollout.schedule, self.settings.weighting)
         for step in rollout.steps:
             measured[metrics.WEIGHT + metrics.step_label(step)] = float(weights[step])
         return Labels(
@@ -150,7 +151,8 @@ class Opd(Algorithm[Labels]):
         assert rollout.next_states is not None and rollout.log_probs is not None
         columns = []
         for column, step in enumerate(rollout.steps):
-            x, label = rollout.states[:, column], labels[:, column].float()
+            x = rollout.states[:, column]
+            label = labels[:, column].float()
             steps = torch.full((len(x),), step, device=x.device)
             teacher = sde.scheduled_transition(rollout.schedule, x, label, steps)
             columns.append(sde.log_prob(teacher, rollout.next_states[:, column]))

@@ -41,7 +41,9 @@ class Monitor:
         self.reference = None if start is None else START
         if start is not None:
             backbone.load_adapter(START, start, frozen=True)
-        self.settings, self.config, self.backbone = config.alarm, config, backbone
+        self.settings = config.alarm
+        self.config = config
+        self.backbone = backbone
 
     def due(self, rollout: Rollout, update: int) -> bool:
         """Whether this rollout is to be checked: it has images, of the student or of its old policy
@@ -56,7 +58,8 @@ class Monitor:
         those that it has, and all return the same check. A pair with an image that is not finite is
         left out."""
         assert rollout.images is not None
-        settings, (prompts, copies) = self.config.rollout, checked(self.config)
+        settings = self.config.rollout
+        prompts, copies = checked(self.config)
         chosen = set(spread(settings.prompts, prompts))
         places = list(zip(rollout.group.tolist(), rollout.copy.tolist(), strict=True))
         rows = [i for i, (group, copy) in enumerate(places) if group in chosen and copy < copies]
@@ -72,7 +75,8 @@ class Monitor:
             sources=[Source(self.reference, settings.guidance)] * len(padded),
         ).images
         assert base is not None
-        batch, family = rollout.batch, self.backbone.family
+        batch = rollout.batch
+        family = self.backbone.family
         pairs = [
             Pair(png(before), png(after), batch.tasks[row], places[row][0], batch.prompts[row])
             # without the image of a process that has none
