@@ -93,7 +93,8 @@ def _pieces(value: Any, seen: dict[int, Any]) -> Iterator[Any]:
         return
     seen[id(value)] = value  # kept, as the number of an object that is gone is given again
     module = getattr(value, "__name__" if isinstance(value, ModuleType) else "__module__", None)
-    yield (files := _files(str(module or "?"), {}))
+    files = _files(str(module or "?"), {})
+    yield files
     inner = [getattr(value, name, None) for name in PARTS]
     if isinstance(value, Mapping | list | tuple):
         inner = [*value, *value.values()] if isinstance(value, Mapping) else value

@@ -118,8 +118,9 @@ def _packages(config: Any, launch: Launch, inputs: Inputs) -> Iterator[str]:
     for key, package in needed.items():
         if not packages.installed(package):
             yield f"{key}: needs {package}, which is not installed. {packages.hint(package)}"
-    for key in bits if not (launch.elsewhere or torch.cuda.is_available()) else ():
-        yield f"{key}: 'nf4' needs a GPU, and torch sees none. Use 'fp8', or null."
+    if not (launch.elsewhere or torch.cuda.is_available()):
+        for key in bits:
+            yield f"{key}: 'nf4' needs a GPU, and torch sees none. Use 'fp8', or null."
     kernels = config.model.attention
     if kernels and (reason := unavailable(kernels)):
         yield f"model.attention: {kernels!r}: {reason} Or use null: SDPA."
@@ -243,7 +244,9 @@ def _fidelity(config: Any, launch: Launch, inputs: Inputs) -> Iterator[str]:
     if fidelity.reference != "tiny" and not image_files(folder):
         seen = f"the folder holds no {', '.join(IMAGES)}" if folder.is_dir() else "no such folder"
         yield f"fidelity.reference: {str(folder)!r}: {seen}. Name a folder of images, or 'tiny'."
-    for benchmark in config.benchmarks if fidelity.reference == "tiny" else ():
+    if fidelity.reference != "tiny":
+        return
+    for benchmark in config.benchmarks:
         with suppress(ValueError, KeyError, TypeError, AttributeError, OSError):  # said before
             rows = inputs.prompts(benchmark.prompts, benchmark.name).metadata
             try:

@@ -245,8 +245,11 @@ def _trajectory(
     noisy = schedule.noisy
     states, following, log_probs = [], [], []
     count = len(schedule.sigmas) - 1
-    # steps: to the end, or until the last trained state (and its action) is known
-    taken = count if finish else trained[-1] + schedule.actions if trained else 0
+    taken = 0  # steps: to the end, or until the last trained state (and its action) is known
+    if finish:
+        taken = count
+    elif trained:
+        taken = trained[-1] + schedule.actions
     solver = None if schedule.solver == "euler" else Dpm2(schedule.sigmas)
     for step in range(count):
         if step in trained:
