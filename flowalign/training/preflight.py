@@ -399,14 +399,18 @@ def misused_adapters(stages: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
                 parts = (t for i in stage.inputs.values() for t in _trainings(i, made))
                 used = next((t.guidance for t in parts), 1.0)
             absorbs = key == "lora.init" and bool(stage.labellers)  # what its start lacks
-            scales = [t.guidance for t in trainings]
-            far = (s for s in scales if used > 2 * s or 2 * used < s and not absorbs)
-            if (own := next(far, None)) is not None:
+            for scale in (training.guidance for training in trainings):
+                too_high = used > 2 * scale
+                too_low = 2 * used < scale and not absorbs
+                if not (too_high or too_low):
+                    continue
                 yield (
                     "fault",
-                    f"{name}: {key}: {source} was trained at guidance {own:g}, and is used at "
-                    f"{used:g}. Use it at {own:g} (labels: up to {2 * own:g}): CFG counts once.",
+                    f"{name}: {key}: {source} was trained at guidance {scale:g}, and is used at "
+                    f"{used:g}. Use it at {scale:g} (labels: up to {2 * scale:g}): CFG counts "
+                    "once.",
                 )
+                break
             if stage.stage == "opd" and key.startswith("teachers."):
                 for text in _left_out(stage, trainings):
                     yield "note", f"{name}: {key}: {source} {text}"

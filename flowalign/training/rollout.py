@@ -147,9 +147,9 @@ def sample(
     extra = len(schedule.noisy)
     parts = list(batches(sources or [None] * len(batch), batch_size))
     if sources:  # without sources all processes have equally many
-        own = sum(part[0] is not None and part[0].adapter not in backbone.others for part in parts)
-        repeated = Source(None, 1.0), parts[-1][1]
-        parts += [repeated] * missing_steps(own, backbone.sharded)
+        on_base = [s for s, _ in parts if s is not None and s.adapter not in backbone.others]
+        repeated = (Source(None, 1.0), parts[-1][1])
+        parts += [repeated] * missing_steps(len(on_base), backbone.sharded)
     order, trajectories, images = [], [], []
     for source, rows in parts:
         drawn = torch.stack([noise.draw(*places[row], shape, extra) for row in rows])
