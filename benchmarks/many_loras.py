@@ -258,8 +258,13 @@ def leaks(judge: Judge, images: dict[str, Any]) -> dict[str, dict[str, float]]:
         for style, pictures in of_styles.items():
             apart = [(pictures - shown[x][style]).square().flatten(1).mean(1) for x in shown]
             for nearest in torch.stack(apart).argmin(0).tolist():
-                who = [*shown][nearest]
-                counts["own" if who == style else who if who == "base" else "another"] += 1
+                model_of_nearest = [*shown][nearest]
+                if model_of_nearest == style:
+                    counts["own"] += 1
+                elif model_of_nearest == "base":
+                    counts["base"] += 1
+                else:
+                    counts["another"] += 1
         found[model] = {who: count / sum(counts.values()) for who, count in counts.items()}
     return found
 
@@ -304,10 +309,10 @@ def main() -> None:
     began = time.time()
     names = every[: counts[-1]]
     missing = [name for name in names if not (out / "loras" / name).exists()]
-    shares = [share for i in range(args.workers) if (share := missing[i :: args.workers])]
+    shares = [missing[i :: args.workers] for i in range(args.workers)]
     again = [__file__, "--out", str(out), "--steps", str(args.steps), "--only"]
     with ThreadPoolExecutor(args.workers) as pool:
-        costs = list(pool.map(in_child, [[*again, *share] for share in shares]))
+        costs = list(pool.map(in_child, [[*again, *share] for share in shares if share]))
         list(pool.map(lambda n: make_student(names[:n], out, n * args.updates), counts))
     spent = sum(cpu for cpu, _ in costs)
     judge = Judge(names, out)

@@ -47,7 +47,8 @@ def write_prompts(folder: Path) -> dict[str, str]:
     for split in ("train", "test"):
         lines = (PROMPTS / f"geneval_{split}.jsonl").read_text().splitlines()
         texts = [json.loads(line)["prompt"].removeprefix("a photo of ") for line in lines]
-        (file := folder / f"noto_{split}.txt").write_text("\n".join(texts) + "\n")
+        file = folder / f"noto_{split}.txt"
+        file.write_text("\n".join(texts) + "\n")
         files[split] = str(file)
     return files
 

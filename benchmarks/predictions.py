@@ -104,7 +104,8 @@ def footprint(found: config.TrainingStage) -> dict[str, int]:
     AcceleratorState._reset_state(reset_partial_state=True)
     loop, *_ = build.wire(found)
     once(loop)  # Adam's moments come into being
-    moments = [t for s in loop.step.optimizer.state.values() for t in s.values() if t.numel() > 1]
+    of_adam = [t for state in loop.step.optimizer.state.values() for t in state.values()]
+    moments = [tensor for tensor in of_adam if tensor.numel() > 1]
     average = loop.step.ema.shadow_params if loop.step.ema else []
     pipe = loop.backbone.pipe
     resident = size_of(loop.backbone.core, pipe.vae, *loop.backbone.family.encoders)
@@ -148,7 +149,8 @@ def held_by(*objects: Any) -> int:
     """Bytes of the tensors that are attributes of some objects, or in a mapping that is one;
     shared ones count once."""
     values = [v for o in objects for v in vars(o).values()]
-    inside = [v for m in values if isinstance(m, Mapping) for v in m.values()]
+    mappings = [value for value in values if isinstance(value, Mapping)]
+    inside = [value for mapping in mappings for value in mapping.values()]
     each = [v for v in (*values, *inside) if isinstance(v, torch.Tensor)]
     return sum(t.numel() * t.element_size() for t in {t.data_ptr(): t for t in each}.values())
 

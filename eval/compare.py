@@ -170,7 +170,7 @@ def main(argv: Sequence[str]) -> int:
         raise Incomparable(text) from error
     models = documents[0]["models"][first], documents[1]["models"][second]
     unknown = [k for k in SAMPLER if any(m["settings"].get(k) is None for m in models)]
-    shared = f"prompts{' and noise' * ('seed' not in unknown)}"
+    shared = "prompts" if "seed" in unknown else "prompts and noise"
     print(markdown(result, (first, second), shared), end="")
     if unknown := [key for key in unknown if key in SAMPLER[2:5]]:
         print(f"note: not known, and so not compared: {', '.join(unknown)}")

@@ -44,9 +44,9 @@ def run_command(config: EvalStage, file: str) -> int:
     )
     rewards.add_config_folder(file)
     with status:
-        main = processes.state(config).is_main_process
-        for _, text in misused_adapters({Path(config.output).name: config}) if main else ():
-            log.warning("a finding of preflight: %s", text)
+        if processes.state(config).is_main_process:
+            for _, text in misused_adapters({Path(config.output).name: config}):
+                log.warning("a finding of preflight: %s", text)
         evaluate(config)
         if processes.state().is_main_process:
             print(results.summary(config), flush=True)
@@ -117,7 +117,9 @@ def _evaluate(config: EvalStage, accelerator: Accelerator) -> None:
         benchmarks = [judge for images in sets for judge in images.judges]
         panels = drift_panels(config, backbone, sets, judged)
         seeds = {config.settings_of(model)["seed"] for model in config.models}
-        alike = f"same prompts{' and noise' * (len(seeds) == 1 and None not in seeds)}"
+        alike = "same prompts"
+        if len(seeds) == 1 and None not in seeds:
+            alike += " and noise"
         print(write_files(config, Results(benchmarks, judged, distances, panels, alike, own)))
         warn_of_drift(config, panels)
 

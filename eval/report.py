@@ -46,10 +46,12 @@ def write_files(config: EvalStage, results: Results) -> str:
     folder = Path(config.output)
     versions = environment()
     drawn = []
-    on = f"{(n := len(results.judged))} model{'s' * (n > 1)} on {config.model.id}"
+    count = len(results.judged)
+    on = f"{count} model{'s' if count > 1 else ''} on {config.model.id}"
     title = on if config.adapters else ", ".join(config.given)
     title = config.report.title or f"flowalign eval: {title}"
-    equal = {name: text for name, a in config.adapters.items() if (text := unlearnt(a))}
+    remarks = {name: unlearnt(adapter) for name, adapter in config.adapters.items()}
+    equal = {name: text for name, text in remarks.items() if text}
     said = [f"{name}: {text}." for name, text in equal.items()]
     sentences = [*said, *conditions(config, results, versions)]
     scores = tables(results, config.compare)

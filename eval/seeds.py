@@ -108,8 +108,10 @@ def ahead(documents: Sequence[Document], rows: Mapping[str, Mapping[str, Cell]])
     """{column: the model in bold}: the one whose paired difference to every other model is above 0
     by more than its margin. A column without such a model has no bold number."""
     leaders = {}
+    if len(rows) < 2:
+        return leaders
     gap = cache(lambda first, second: cells(documents, first, second))
-    for column in next(iter(rows.values())) if len(rows) > 1 else ():
+    for column in next(iter(rows.values())):
         first, *others = sorted(rows, key=lambda model: -rows[model][column].mean)
         differences = (gap(first, other)[column] for other in others)
         if all(difference.mean > difference.margin for difference in differences):
@@ -199,8 +201,11 @@ def markdown(numbers: SeedTable) -> str:
     heads = list(map(escaped, numbers.columns))
     both = numbers.texts("**{}**")
     rows, gaps = ([[escaped(label), *cells] for label, *cells in part] for part in both)
-    lines = table([f"{numbers.seeds} seed{'s' * (numbers.seeds > 1)}", *heads], rows)
-    return "\n".join([*lines, *(["", *table(["difference", *heads], gaps)] if gaps else [])]) + "\n"
+    seeds = f"{numbers.seeds} seed{'s' if numbers.seeds > 1 else ''}"
+    lines = table([seeds, *heads], rows)
+    if gaps:
+        lines += ["", *table(["difference", *heads], gaps)]
+    return "\n".join(lines) + "\n"
 
 
 def latex(numbers: SeedTable) -> str:

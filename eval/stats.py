@@ -55,10 +55,13 @@ def rows_of(benchmark: Named, images: Images) -> list[EvalRow]:
     If the reward has a headline and every prompt a tag (GenEval), `headline_rows` follow.
     """
     parts = {key for image in images for key in image} - {*FIELDS, "value", WEIGHT, LEFT_OUT}
-    parts |= {benchmark.headline} if benchmark.headline else set()
+    if benchmark.headline:
+        parts.add(benchmark.headline)
     named = {"reward": "value"} | {part: part for part in sorted(parts)}
     rows = [part_row(benchmark.name, metric, images, part) for metric, part in named.items()]
-    return rows + (headline_rows(benchmark, images) if _tagged(benchmark, images) else [])
+    if _tagged(benchmark, images):
+        rows += headline_rows(benchmark, images)
+    return rows
 
 
 def headline_rows(benchmark: Named, images: Images) -> list[EvalRow]:
@@ -191,10 +194,15 @@ def _prompt_scores(images: Images, part: str, tags: bool) -> tuple[list[str], Pr
 
 def _weight(image: Mapping[str, Any], part: str) -> float:
     """How often an image counts in a mean: once a word, or a question of skill `a - b` or `a`."""
+    if image.get(WEIGHT):
+        return image[WEIGHT]
     skills = image["metadata"].get("skills")
-    names = map(str, skills[image.get(LEFT_OUT) == 1 :]) if isinstance(skills, list) else ()
-    asked = sum(part in (name, name.split("-")[0].strip()) for name in names)
-    return image.get(WEIGHT) or asked or 1
+    if not isinstance(skills, list):
+        return 1
+    if image.get(LEFT_OUT) == 1:
+        skills = skills[1:]
+    names = [str(skill) for skill in skills]
+    return sum(part in (name, name.split("-")[0].strip()) for name in names) or 1
 
 
 def part_row(benchmark: str, metric: str, images: Images, part: str) -> EvalRow:

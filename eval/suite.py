@@ -200,7 +200,8 @@ def run(
             rows += rows_of(benchmark, judged.rows)
             if reason := lost(benchmark, judged.rows, max_invalid_share):
                 reasons[benchmark.name] = reason
-        first, judged = images.judges[0], results[0]  # which says what its images are worth
+        first = images.judges[0]  # which says what its images are worth
+        judged = results[0]
         pictured = [judged.rows[i * images.copies] for i in judged.pictured(images.copies)]
         examples.extend(
             Example(row["prompt"], row.get(part_of(first), math.nan), picture)

@@ -252,7 +252,9 @@ def _decimals(rows: Iterable[Mapping[str, EvalRow]], column: str) -> int:
     """Decimals of a column: three, fewer for large numbers (PickScore 22.34), more for small."""
     sizes = [abs(row[column].mean) for row in rows if math.isfinite(row[column].mean)]
     largest = max(sizes, default=0.0)
-    return 2 if largest >= 10 else 3 if largest >= 0.1 or largest == 0 else 5
+    if largest >= 10:
+        return 2
+    return 3 if largest >= 0.1 or largest == 0 else 5
 
 
 def markdown(table: Table) -> str:

@@ -56,8 +56,9 @@ def clip_processor(size: int) -> Any:
 
 def batches(images: Tensor, batch_size: int) -> Iterator[list[np.ndarray]]:
     """images [B,3,H,W] in [0,1] as lists of uint8 [H,W,3]; ValueError for NaN and infinity."""
-    for chunk in images.split(batch_size) if len(images) else ():
-        yield [to_uint8(image) for image in chunk]
+    if len(images):  # `split` makes an empty chunk of none
+        for chunk in images.split(batch_size):
+            yield [to_uint8(image) for image in chunk]
 
 
 def pixel_values(processor: Any, pictures: list[np.ndarray]) -> Tensor:

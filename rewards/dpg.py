@@ -73,7 +73,8 @@ class DPG(AskedReward):
         device: Device = None,
         offload: bool = False,
     ) -> None:
-        self.rule, self.groupwise = rule, rule == "official"  # to know a prompt's last image
+        self.rule = rule
+        self.groupwise = rule == "official"  # to know a prompt's last image
         if endpoint is not None:
             self.judge: Any = VLM(**{"model": model, **endpoint, "image_size": None})
             about = {"engine": "OpenAI chat completions", "model": self.judge.model}

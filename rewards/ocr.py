@@ -379,7 +379,8 @@ class OCR(RewardBase):
                 wanted, read = compared(texts[0], lines)
                 value = text_reward(texts[0], lines)
                 longest = max(4, 1 << (len(wanted) - 1).bit_length())
-                length = f"letters_{longest // 2 + 1 if longest > 4 else 1:02}_to_{longest:02}"
+                shortest = longest // 2 + 1 if longest > 4 else 1
+                length = f"letters_{shortest:02}_to_{longest:02}"
                 rows.append({"value": value, "exact": float(wanted == read), length: value})
             else:
                 wanted = " ".join(texts)
@@ -409,6 +410,20 @@ class OCR(RewardBase):
             return list(pool.map(read, pictures))
 
 
+def _quoted(prompt: str, rule: str) -> list[str]:
+    """The text that a prompt puts in quotes, or all of them for a rule of several. ValueError where
+    there is none, or where it is not clear what the quotes mean."""
+    before, *rest = prompt.split('"')
+    too_many = len(rest) > 2 and (rule not in WORDS or len(rest) % 2)
+    if rest and (too_many or before.endswith((*string.digits, "\\"))):
+        raise ValueError(
+            f"prompt {prompt!r}: which text its {len(rest)} double quotes mean is not clear (inch "
+            "marks, escaped quotes?). Give `target` in the metadata."
+        )
+    first = target_of(prompt)
+    return [first, *rest[2:-1:2]] if rule in WORDS else [first]
+
+
 def _texts(
     rule: str,
     prompt: str,
@@ -417,25 +432,26 @@ def _texts(
 ) -> list[str]:
     """What an image of this prompt has to say. ValueError where there is no such text, where more
     than one is possible, or where it has others than the engine's letters."""
-    key = next((key for key in ("target", "text")[: 1 + (rule in WORDS)] if key in metadata), "")
-    before, *rest = prompt.split('"')
-    too_many = len(rest) > 2 and (rule not in WORDS or len(rest) % 2)
-    if not key and rest and (too_many or before.endswith((*string.digits, "\\"))):
-        raise ValueError(
-            f"prompt {prompt!r}: which text its {len(rest)} double quotes mean is not clear (inch "
-            "marks, escaped quotes?). Give `target` in the metadata."
-        )
-    quoted = [] if key else [target_of(prompt), *rest[2:-1:2]]
-    found = metadata[key] if key else quoted if rule in WORDS else quoted[:1]
-    texts = [found] if isinstance(found, str) else found
+    if "target" in metadata:
+        key = "target"
+    elif "text" in metadata and rule in WORDS:
+        key = "text"
+    else:
+        key = ""
+    target = metadata[key] if key else _quoted(prompt, rule)
+    texts = [target] if isinstance(target, str) else target
     is_list = isinstance(texts, list) and all(isinstance(text, str) for text in texts)
-    said = " ".join(texts) if is_list else ""
-    if not (WORDS[rule](said) if rule in WORDS else normalize(plain(said)) and len(texts) == 1):
+    joined_texts = " ".join(texts) if is_list else ""
+    if rule in WORDS:
+        fits = WORDS[rule](joined_texts)
+    else:
+        fits = normalize(plain(joined_texts)) and len(texts) == 1
+    if not fits:
         where = f"in its metadata a `{key}`" if key else "between quotes"
         want = "words" if rule in WORDS else "one text"
-        raise ValueError(f"prompt {prompt!r} has {where} {found!r}; rule {rule!r} wants {want}.")
-    known = None if said.isascii() else letters()
-    if known and (missing := unwritable(said, known)):
+        raise ValueError(f"prompt {prompt!r} has {where} {target!r}; rule {rule!r} wants {want}.")
+    known = None if joined_texts.isascii() else letters()
+    if known and (missing := unwritable(joined_texts, known)):
         raise ValueError(
             f"prompt {prompt!r} wants letters that this engine never writes: {' '.join(missing)}. "
             "Leave it out, or use `engine: vlm`, or `paddleocr` with a `lang` that has them."

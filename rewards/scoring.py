@@ -114,7 +114,8 @@ def _checked(
 ) -> Scores:
     """One call with its answer checked: float32, on the CPU, NaN where invalid, with a reason."""
     _warn_of_shrinking(reward, *images.shape[-2:])
-    token = NESTED.set(nested := [])
+    nested: list[str] = []
+    token = NESTED.set(nested)
     try:
         with settings_kept(reward.name):
             scores: Any = reward(images, prompts, metadata)
@@ -288,7 +289,9 @@ class AsyncScorer:
         pieces = []
         start = 0
         for scores in self.results():
-            pieces.append((range(start, start := start + len(scores.value)), scores))
+            stop = start + len(scores.value)
+            pieces.append((range(start, stop), scores))
+            start = stop
         return assemble(start, pieces)
 
     def results(self) -> Iterator[Scores]:

@@ -54,19 +54,23 @@ def _files(module: str, found: dict[str, Any], whole: bool = False) -> dict[str,
             break  # an attribute, or nothing
         folders = spec.submodule_search_locations
         top = name.partition(".")[0]
-        own = {"site-packages", "dist-packages"}.isdisjoint(Path(spec.origin or "").parts)
-        own = own and top not in sys.stdlib_module_names
         if top == "flowalign":
-            own = name.startswith(OURS) and name not in FRAME
-        if name not in found and spec.has_location and (own or whole and name == module):
+            is_user_code = name.startswith(OURS) and name not in FRAME
+        else:
+            installed = {"site-packages", "dist-packages"} & {*Path(spec.origin or "").parts}
+            is_user_code = not installed and top not in sys.stdlib_module_names
+        counts = is_user_code or whole and name == module
+        if counts and name not in found and spec.has_location:
             now = spec.loader.get_data(spec.origin)  # type: ignore[union-attr]
             # as it was first seen; a module that is reloaded has another spec
-            found[name] = first = vars(spec).setdefault("flowalign_first", now)
+            first = vars(spec).setdefault("flowalign_first", now)
+            found[name] = first
             if first != now:
                 log.warning("%s was edited. This process runs what it imported: restart it", name)
-            if not own:
+            if not is_user_code:
                 found |= {d: version(d) for d in packages_distributions().get(top, ())}
-            for imported in _imports(first, name if folders else name.rpartition(".")[0]):
+            package = name if folders else name.rpartition(".")[0]
+            for imported in _imports(first, package):
                 _files(imported, found)
         if not folders:
             break
@@ -93,10 +97,13 @@ def _pieces(value: Any, seen: dict[int, Any]) -> Iterator[Any]:
         return
     seen[id(value)] = value  # kept, as the number of an object that is gone is given again
     module = getattr(value, "__name__" if isinstance(value, ModuleType) else "__module__", None)
-    yield (files := _files(str(module or "?"), {}))
+    files = _files(str(module or "?"), {})
+    yield files
     inner = [getattr(value, name, None) for name in PARTS]
-    if isinstance(value, Mapping | list | tuple):
-        inner = [*value, *value.values()] if isinstance(value, Mapping) else value
+    if isinstance(value, Mapping):
+        inner = [*value, *value.values()]
+    elif isinstance(value, list | tuple):
+        inner = value
     elif isinstance(value, set | frozenset):
         inner = sorted(value, key=repr)
     elif inspect.isfunction(value):

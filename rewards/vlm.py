@@ -128,7 +128,9 @@ class VLM(RewardBase):
         self.image_size = image_size
         self.concurrency = concurrency
         self.max_tokens = max_tokens
-        self.timeout, self.retries, self.token_env = timeout, retries, token_env  # no token kept
+        self.timeout = timeout
+        self.retries = retries
+        self.token_env = token_env  # no token kept
         self.settings = {
             "engine": "OpenAI chat completions",
             "model": model,

@@ -41,12 +41,12 @@ SLACK = 1.05
 LONG = 80  # lines of a function that are worth a warning
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 # Methods of lists, dicts, texts, files ...: a call of one of these names says nothing of its class.
-COMMON = {
-    name
+KINDS = [
+    kind
     for kind in (*vars(builtins).values(), io.StringIO, io.BytesIO, Path)
     if isinstance(kind, type) and not issubclass(kind, BaseException)
-    for name in dir(kind)
-}
+]
+COMMON = {name for kind in KINDS for name in dir(kind)}
 
 
 def modules(root: Path) -> dict[str, Path]:
@@ -70,12 +70,10 @@ def room(module: str) -> str:
 
 def imports(tree: ast.AST, known: dict[str, Path]) -> Iterator[str]:
     """The modules of the library that a tree imports, but for type checkers alone."""
-    unseen = {
-        inner
-        for node in ast.walk(tree)
-        if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING")
-        for inner in ast.walk(node)
-    }
+    unseen = set[ast.AST]()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
+            unseen.update(ast.walk(node))
     for node in ast.walk(tree):
         if node in unseen:
             continue
@@ -279,9 +277,11 @@ def calls(trees: dict[str, ast.Module]) -> dict[str, set[str]]:
                 of = owner if base == "self" else names.get(base, "?")
                 whole = f"{of}.{target.attr}"
                 others = methods[target.attr]
-                graph[name] |= (
-                    {whole} if whole in table else {*others} if len(others) == 1 else set()
-                )
+                called = graph[name]
+                if whole in table:
+                    called.add(whole)
+                elif len(others) == 1:
+                    called.update(others)
     return graph
 
 
@@ -310,7 +310,9 @@ def public(tree: ast.Module) -> Iterator[str]:
     for node in tree.body:
         if isinstance(node, (*FUNCTIONS, ast.ClassDef)) and not node.name.startswith("_"):
             yield node.name
-            for inner in node.body if isinstance(node, ast.ClassDef) else ():
+            if not isinstance(node, ast.ClassDef):
+                continue
+            for inner in node.body:
                 if isinstance(inner, FUNCTIONS) and not inner.name.startswith("_"):
                     yield f"{node.name}.{inner.name}"
 

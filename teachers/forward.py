@@ -147,17 +147,19 @@ class Forward(WithPolicies[Matched]):
         """Images and their latents; noised states with the velocity to match; the base where its
         distance is in the loss, and the policies."""
         updates = range(config.train.updates) if updates is None else updates
-        policies = [
-            Compared(STUDENT, differing_share(config, policy, updates) if name == "old" else 1.0)
-            for name, policy in config.policies.items()
-        ]
+        compared = []
+        if config.forward.kl_weight > 0:
+            compared.append(Compared(None, 1.0))
+        for name, policy in config.policies.items():
+            share = differing_share(config, policy, updates) if name == "old" else 1.0
+            compared.append(Compared(STUDENT, share))
         return Keeps(
             images=True,
             latents=True,
             noise_levels=config.forward.noise_levels,
             targets=["float32"],
             policies=list(config.policies),
-            compared=[Compared(None, 1.0)] * (config.forward.kl_weight > 0) + policies,
+            compared=compared,
         )
 
     def tensors(self) -> Mapping[str, Sequence[Tensor]]:

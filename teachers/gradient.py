@@ -59,14 +59,17 @@ class Gradient(WithPolicies[Moved]):
     def keeps(cls, config: GradientStage, updates: Sequence[int] | None = None) -> Keeps:
         """Images, their latents, one state each, and the shift of the velocity there."""
         updates = range(config.train.updates) if updates is None else updates
-        shares = [differing_share(config, old, updates) for old in config.policies.values()]
-        base = [Compared(None, 1.0)] * (config.forward.kl_weight > 0)
+        compared = []
+        if config.forward.kl_weight > 0:
+            compared.append(Compared(None, 1.0))
+        for policy in config.policies.values():
+            compared.append(Compared(STUDENT, differing_share(config, policy, updates)))
         return Keeps(
             images=True,
             latents=True,
             targets=["float32"],
             policies=list(config.policies),
-            compared=base + [Compared(STUDENT, share) for share in shares],
+            compared=compared,
             ascended=config.gradient.batch,
             candidates=len(config.gradient.lengths),
         )

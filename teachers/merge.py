@@ -111,7 +111,8 @@ def merge(
     updates = [_updates(source, lora) for source, lora in zip(adapters, loras, strict=True)]
     base = _common_base(adapters, loras, updates) or model
     layers = sorted(set().union(*updates), key=_natural)
-    last = max((int(b[1]) for layer in layers if (b := BLOCK.search(layer))), default=0)
+    blocks = filter(None, map(BLOCK.search, layers))
+    last = max((int(block[1]) for block in blocks), default=0)
     state, ranks, errors = {}, {}, {}
     with torch.random.fork_rng(devices=[]):  # peft draws from the global generator
         torch.default_generator.manual_seed(seed)  # torch.manual_seed would reseed GPUs as well

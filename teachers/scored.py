@@ -49,7 +49,8 @@ class Scored:
         self.weights = {
             name: dict(as_reward(reward).weights or {}) for name, reward in parts.rewards.items()
         }
-        self.variant, self.clipped = advantage_function(settings.advantage), False  # none so far
+        self.variant = advantage_function(settings.advantage)
+        self.clipped = False  # none so far
         self.running = RunningRewards.of(settings, parts.prompts)
         self.max_invalid_share = train.max_invalid_share
         score = TaskRewards(parts.rewards)

@@ -360,7 +360,8 @@ class Backbone:
         names = [name] if name else []
         for layer in self._lora_layers:
             layer.set_adapter(names)
-        for layer in self._lora_layers if name in self.frozen else self._unused:
+        without_gradient = self._lora_layers if name in self.frozen else self._unused
+        for layer in without_gradient:
             for half in (layer.lora_A, layer.lora_B):
                 if name and name in half:
                     half[name].requires_grad_(False)

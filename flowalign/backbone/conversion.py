@@ -143,7 +143,8 @@ def _names(layers: Mapping[str, Any], family: Family) -> dict[str, list[str]]:
     names = {name: [name] for name in layers}
     blocks = {int(number) for name in layers for number in re.findall(r"\d+", name)}
     for name, parts in family.foreign.items():
-        for block in blocks if "{}" in name else [0]:
+        numbers = blocks if "{}" in name else [0]
+        for block in numbers:
             targets = [part.format(block) for part in parts]
             if layers.keys() >= {*targets}:
                 names[name.format(block)] = targets
@@ -153,7 +154,9 @@ def _names(layers: Mapping[str, Any], family: Family) -> dict[str, list[str]]:
 def _targets(layer: str, known: Mapping[str, list[str]]) -> list[str] | None:
     """The layers that a name stands for, behind any prefixes; None = not known."""
     if processor := re.fullmatch(r"(.+)\.processor\.(to_\w+)_lora", layer):  # diffusers' of 2023
-        layer = ".".join(processor.groups()) + ".0" * (processor[2] == "to_out")
+        layer = ".".join(processor.groups())
+        if processor[2] == "to_out":
+            layer += ".0"
     while (targets := known.get(layer.replace(".", "_"))) is None:
         prefix = PREFIX.match(layer)
         if not prefix:

@@ -32,12 +32,14 @@ class Placement:
         self.device = resolve(device)
         model.requires_grad_(False).eval().to("cpu" if offload else self.device)
         # every parameter and buffer, with the module and the name that it hangs on
-        self._weights: list[tuple[nn.Module, str, Tensor]] = [
-            (owner, name, tensor)
-            for owner in (model.modules() if offload else ())
-            for tensors in (owner.named_parameters, owner.named_buffers)
-            for name, tensor in tensors(recurse=False, remove_duplicate=False)
-        ]
+        self._weights: list[tuple[nn.Module, str, Tensor]] = []
+        if offload:
+            self._weights = [
+                (owner, name, tensor)
+                for owner in model.modules()
+                for tensors in (owner.named_parameters, owner.named_buffers)
+                for name, tensor in tensors(recurse=False, remove_duplicate=False)
+            ]
         self._inside = 0
         self._lock = threading.Lock()
 
@@ -76,7 +78,9 @@ def fingerprint(modules: Iterable[nn.Module | None]) -> str:
     was trained on in the same folder. Adapters of peft do not count."""
     digest = hashlib.sha256()
     for module in modules:
-        for name, weight in module.named_parameters() if module is not None else ():
+        if module is None:
+            continue
+        for name, weight in module.named_parameters():
             if ".lora_" in name:
                 continue
             name = name.replace(".base_layer.", ".")  # what peft calls a layer with an adapter

@@ -124,10 +124,11 @@ def origins(folder: Path, config: Any) -> str:
     bases = config.bases.items()
     lines += [f"{escaped(key)}: base {code(base.id)}; see its licence" for key, base in bases]
     lines += [f"{escaped(key)}: {code(source)}" for key, source in config.inputs.items()]
-    lines += [
-        f"{escaped(key)}: extrapolated from the {teacher.reference} by {teacher.extrapolate:g}"
-        for key, teacher in (config.extrapolated.items() if config.trains else ())
-    ]
+    if config.trains:
+        lines += [
+            f"{escaped(key)}: extrapolated from the {teacher.reference} by {teacher.extrapolate:g}"
+            for key, teacher in config.extrapolated.items()
+        ]
     if config.trains and (config.learns_from_rewards or config.evaluation):
         use = "reward" if config.learns_from_rewards else "scored, but not trained, by the reward"
         judges = {task.name: task.reward for task in config.tasks if task.reward}

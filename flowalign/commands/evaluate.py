@@ -72,7 +72,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if argv and argv[0] in OTHERS:
         return resolve_name(OTHERS[argv[0]])(argv[1:])
     # before the other imports, which take seconds: --help, mistakes
-    args = (flags := parser()).parse_args(argv)
+    flags = parser()
+    args = flags.parse_args(argv)
     given = args.config is not None
     other, way = (FLAGS, "--config") if given else (("variant",), "--out")
     if mixed := [f"--{flag}" for flag in other if getattr(args, flag) is not None]:

@@ -413,9 +413,9 @@ class Draft:
             task.pop("reward", None)
         if prompts:
             path = Path(prompts)  # of x_train or x, x_val
-            validation = path.with_name(f"{path.stem.removesuffix('_train')}_val{path.suffix}")
-            there = path_of(str(validation)).is_file()
-            task |= {"prompts": prompts, "validation": there and str(validation)}
+            validation = str(path.with_stem(f"{path.stem.removesuffix('_train')}_val"))
+            task["prompts"] = prompts
+            task["validation"] = validation if path_of(validation).is_file() else None
         return {key: value for key, value in task.items() if value}
 
     def _reward(self, name: str) -> dict[str, Any]:

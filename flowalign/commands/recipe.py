@@ -73,8 +73,9 @@ def run(
     folder = Path(config.output)
     main = state.is_main_process
     record = main and config.is_recipe
-    for _, text in misused_adapters(stages) if main else ():
-        log.warning("a finding of preflight: %s", text)
+    if main:
+        for _, text in misused_adapters(stages):
+            log.warning("a finding of preflight: %s", text)
     with lock.holding(folder, record):
         if record:
             complete = {name: stage.model_dump(mode="json") for name, stage in stages.items()}

@@ -65,19 +65,18 @@ def run_job(
     config: Any = given
     if config.trains:
         folder = Path(config.output)
-        main = processes.state(config).is_main_process
-        for _, text in preflight.misused_adapters({folder.name: config}) if main else ():
-            log.warning("a finding of preflight: %s", text)
+        if processes.state(config).is_main_process:
+            for _, text in preflight.misused_adapters({folder.name: config}):
+                log.warning("a finding of preflight: %s", text)
         if resume and not checkpoints(folder):
             log.warning("--resume: no checkpoint in %s/checkpoints: from the first update", folder)
         clock = Clock(began, config.train.max_minutes)
         return train(config, resume=resume, any_world=any_world, clock=clock, on_update=on_update)
 
-    limit = config.max_minutes if config.is_recipe else None
-    name = "max_minutes"
-
     def train_stage(stage: TrainingStage) -> Path:
-        clock = Clock(began, limit, name) if limit else Clock(began, stage.train.max_minutes)
+        clock = Clock(began, stage.train.max_minutes)
+        if config.is_recipe and config.max_minutes:
+            clock = Clock(began, config.max_minutes, "max_minutes")
         return train(stage, resume=True, any_world=any_world, clock=clock, on_update=on_update)
 
     return recipe.run(config, home, train_stage, any_world=any_world)
@@ -107,8 +106,9 @@ def train(
         adapter = inputs.adapter(config.lora.init)
         text = "the student starts from %s: its rank (%s), scale and layers, not those of `lora`"
         log.info(text, config.lora.init, span(adapter.ranks))
-    for _, text in against_card(config) if main else ():
-        log.warning("a finding of preflight: %s", text)
+    if main:
+        for _, text in against_card(config):
+            log.warning("a finding of preflight: %s", text)
     unscored = [task.name for task in config.tasks if not task.evaluated]
     if main and config.evaluation and unscored and not config.unrewarded:
         last = "" if config.evaluates else "; the adapter of the last update is kept"

@@ -87,7 +87,7 @@ def settle(args: argparse.Namespace, lora: Lora | None = None, *others: Lora) ->
         height = width = spec.family.usual if spec else 1024
     if args.size:
         height = width = args.size
-        for problem in spec.family.size_problems(height, width) if spec else ():
+        if spec and (problem := next(spec.family.size_problems(height, width), None)):
             raise ValueError(f"--size: {problem}")
     device = devices.resolve()
     on_gpu = device.type != "cpu"

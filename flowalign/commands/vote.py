@@ -45,7 +45,8 @@ class Ballot:
                 raise ValueError(f"{folder / LISTED}: {row['file']!r} lies outside of the folder.")
             images.setdefault(row["prompt"], []).append(row)
         turns = itertools.zip_longest(*(itertools.combinations(i, 2) for i in images.values()))
-        self.pairs = [list(pair) for turn in turns for pair in turn if pair]
+        in_order = itertools.chain.from_iterable(turns)
+        self.pairs = [list(pair) for pair in in_order if pair]
         if not self.pairs:
             text = f"{folder} has no two images of a prompt in {LISTED}"
             raise ValueError(f"{text}. Write some: flowalign sample --images 2 PROMPT ...")

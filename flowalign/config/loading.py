@@ -222,7 +222,8 @@ def override(data: Mapping[str, Any], texts: Sequence[str]) -> tuple[dict[str, A
             if keys[0] == "stages" and keys[2:] and keys[2] not in ("use", "set"):
                 stage = changed.get("stages", {}).get(keys[1], {})
                 if earlier := stage.get("set"):
-                    keys[2:], content = ["set"], [*earlier, f"{'.'.join(keys[2:])}={value}"]
+                    content = [*earlier, f"{'.'.join(keys[2:])}={value}"]
+                    keys = ["stages", keys[1], "set"]
             changed = _replaced(changed, keys, content)
         except YAMLError as error:
             problems.append(f"{text!r}: the value is not YAML: {error}")

@@ -332,9 +332,10 @@ class Loop:
             names = [self.config.model.id, *(base.id for base in self.config.bases.values())]
             text = f"model.id: the weights of {' or '.join(map(repr, names))} have changed since"
             raise ConfigError([f"{text} {folder} was written. Put those back."])
-        for path, reason in saved.skipped.items() if self.accelerator.is_main_process else ():
-            text = "--resume: %s is not used: %s. The run continues from %s."
-            log.warning(text, path, reason, folder.name)
+        if self.accelerator.is_main_process:
+            for path, reason in saved.skipped.items():
+                text = "--resume: %s is not used: %s. The run continues from %s."
+                log.warning(text, path, reason, folder.name)
         tensors = self.step.tensors()
         states, progress = checkpoint.load(folder, self.accelerator.process_index, tensors)
         self.step.load_states(states, progress["steps"])

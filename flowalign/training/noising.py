@@ -63,7 +63,8 @@ def noised(
     with a noise of its own, and the velocity eps - x0 [B,S,C,h,w] there. sigmas: [S] for all
     images, or [B,S]. noise: [B,C,h,w] of the images, at all levels; None = drawn by the key."""
     assert rollout.latents is not None
-    count, clean = sigmas.shape[-1], rollout.latents[:, None]  # [B,1,C,h,w]
+    count = sigmas.shape[-1]
+    clean = rollout.latents[:, None]  # [B,1,C,h,w]
     if noise is None:
         source = Noise(key)
         shape = clean.shape[2:]

@@ -118,8 +118,9 @@ def _packages(config: Any, launch: Launch, inputs: Inputs) -> Iterator[str]:
     for key, package in needed.items():
         if not packages.installed(package):
             yield f"{key}: needs {package}, which is not installed. {packages.hint(package)}"
-    for key in bits if not (launch.elsewhere or torch.cuda.is_available()) else ():
-        yield f"{key}: 'nf4' needs a GPU, and torch sees none. Use 'fp8', or null."
+    if not (launch.elsewhere or torch.cuda.is_available()):
+        for key in bits:
+            yield f"{key}: 'nf4' needs a GPU, and torch sees none. Use 'fp8', or null."
     kernels = config.model.attention
     if kernels and (reason := unavailable(kernels)):
         yield f"model.attention: {kernels!r}: {reason} Or use null: SDPA."
@@ -243,7 +244,9 @@ def _fidelity(config: Any, launch: Launch, inputs: Inputs) -> Iterator[str]:
     if fidelity.reference != "tiny" and not image_files(folder):
         seen = f"the folder holds no {', '.join(IMAGES)}" if folder.is_dir() else "no such folder"
         yield f"fidelity.reference: {str(folder)!r}: {seen}. Name a folder of images, or 'tiny'."
-    for benchmark in config.benchmarks if fidelity.reference == "tiny" else ():
+    if fidelity.reference != "tiny":
+        return
+    for benchmark in config.benchmarks:
         with suppress(ValueError, KeyError, TypeError, AttributeError, OSError):  # said before
             rows = inputs.prompts(benchmark.prompts, benchmark.name).metadata
             try:
@@ -396,14 +399,18 @@ def misused_adapters(stages: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
                 parts = (t for i in stage.inputs.values() for t in _trainings(i, made))
                 used = next((t.guidance for t in parts), 1.0)
             absorbs = key == "lora.init" and bool(stage.labellers)  # what its start lacks
-            scales = [t.guidance for t in trainings]
-            far = (s for s in scales if used > 2 * s or 2 * used < s and not absorbs)
-            if (own := next(far, None)) is not None:
+            for scale in (training.guidance for training in trainings):
+                too_high = used > 2 * scale
+                too_low = 2 * used < scale and not absorbs
+                if not (too_high or too_low):
+                    continue
                 yield (
                     "fault",
-                    f"{name}: {key}: {source} was trained at guidance {own:g}, and is used at "
-                    f"{used:g}. Use it at {own:g} (labels: up to {2 * own:g}): CFG counts once.",
+                    f"{name}: {key}: {source} was trained at guidance {scale:g}, and is used at "
+                    f"{used:g}. Use it at {scale:g} (labels: up to {2 * scale:g}): CFG counts "
+                    "once.",
                 )
+                break
             if stage.stage == "opd" and key.startswith("teachers."):
                 for text in _left_out(stage, trainings):
                     yield "note", f"{name}: {key}: {source} {text}"

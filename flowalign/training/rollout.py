@@ -147,9 +147,9 @@ def sample(
     extra = len(schedule.noisy)
     parts = list(batches(sources or [None] * len(batch), batch_size))
     if sources:  # without sources all processes have equally many
-        own = sum(part[0] is not None and part[0].adapter not in backbone.others for part in parts)
-        repeated = Source(None, 1.0), parts[-1][1]
-        parts += [repeated] * missing_steps(own, backbone.sharded)
+        on_base = [s for s, _ in parts if s is not None and s.adapter not in backbone.others]
+        repeated = (Source(None, 1.0), parts[-1][1])
+        parts += [repeated] * missing_steps(len(on_base), backbone.sharded)
     order, trajectories, images = [], [], []
     for source, rows in parts:
         drawn = torch.stack([noise.draw(*places[row], shape, extra) for row in rows])
@@ -245,8 +245,11 @@ def _trajectory(
     noisy = schedule.noisy
     states, following, log_probs = [], [], []
     count = len(schedule.sigmas) - 1
-    # steps: to the end, or until the last trained state (and its action) is known
-    taken = count if finish else trained[-1] + schedule.actions if trained else 0
+    taken = 0  # steps: to the end, or until the last trained state (and its action) is known
+    if finish:
+        taken = count
+    elif trained:
+        taken = trained[-1] + schedule.actions
     solver = None if schedule.solver == "euler" else Dpm2(schedule.sigmas)
     for step in range(count):
         if step in trained:

@@ -57,7 +57,8 @@ def commands(source: str | Path) -> list[str]:
     """The commands that write a file of this name; [] if none does."""
     writers = []
     for name, official in SOURCES.items():
-        files = {text for file in official.files for text in (file.name, file.validation) if text}
+        files = {file.name for file in official.files}
+        files |= {file.validation for file in official.files if file.validation}
         files |= {str(folder) for file in files for folder in Path(file).parents} - {"."}
         writers += [(file, f"flowalign data fetch {name}") for file in sorted(files)]
     return [command for name, command in writers if Path(source).match(name)]

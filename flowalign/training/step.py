@@ -111,7 +111,9 @@ class Step:
                         velocity, rollout, pairs.rows, pairs.steps
                     )
                 self.accelerator.backward(step.total * part)
-            for name, value in {metrics.LOSS: loss, **step.metrics}.items() if weight else ():
+            if not weight:
+                continue
+            for name, value in {metrics.LOSS: loss, **step.metrics}.items():
                 if math.isfinite(value):
                     means.add(name, value, step.counts.get(name, len(pairs.rows)))
         return fault

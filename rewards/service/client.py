@@ -52,7 +52,8 @@ class Remote(RewardBase):
         deadline: Seconds = 600.0,
         retries: Retries = 8,
     ) -> None:
-        self.urls = [url.rstrip("/") for url in ([urls] if isinstance(urls, str) else urls)]
+        urls = [urls] if isinstance(urls, str) else urls
+        self.urls = [url.rstrip("/") for url in urls]
         self.reward = reward  # None = the only one that is served; known once a server was asked
         self.batch_size = batch_size
         self.normalizer = normalizer

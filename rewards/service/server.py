@@ -53,7 +53,8 @@ class _Routes:
         self.reward = as_reward(reward)
         self.token = token
         self.limits = limits
-        self.worker, self.pending = Worker(), 0  # requests that are read, wait or are scored
+        self.worker = Worker()
+        self.pending = 0  # requests that are read, wait or are scored
         self.decoding = asyncio.Lock()  # one at a time, for the memory that it takes
 
     async def check_token(self, request: Request) -> None:
@@ -94,7 +95,8 @@ class _Routes:
 
     async def _read(self, request: Request) -> bytearray:
         """The body, as far as it may be long; h11 holds the sender to its length."""
-        body, limit = bytearray(), self.limits.bytes  # `request.body()` holds it twice
+        body = bytearray()  # `request.body()` holds it twice
+        limit = self.limits.bytes
         async for chunk in request.stream():
             body += chunk
             if len(body) > limit:

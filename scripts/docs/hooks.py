@@ -31,8 +31,10 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     def named(link: re.Match[str]) -> str:
         path = posixpath.normpath(posixpath.join(folder, link[2]))
         inside = path.startswith("docs/") and not path.startswith("docs/log/")
+        if inside:
+            return link[0]
         name = f"`{path.partition('#')[0]}`"
-        return link[0] if inside else name if link[1] == name else f"{link[1]} ({name})"
+        return name if link[1] == name else f"{link[1]} ({name})"
 
     return NEEDS.sub(r"*Needs: \1.*\n", LINK.sub(named, markdown))
 

@@ -105,8 +105,13 @@ def kind(type_: Any, titles: Mapping[Any, str], about: Sequence[Any] = ()) -> st
         text = f"mapping to {kind(arguments[-1], titles)}"
     else:
         text = WORDS.get(type_, getattr(type_, "__name__", str(type_)))
-    limits = [(sign, getattr(a, n)) for a in about for n, sign in SIGNS.items() if hasattr(a, n)]
-    return " ".join([text, *(f"{sign}{value:g}" for sign, value in limits if value < 10_000)])
+    parts = [text]
+    for limit in about:
+        for name, sign in SIGNS.items():
+            value = getattr(limit, name, None)
+            if value is not None and value < 10_000:
+                parts.append(f"{sign}{value:g}")
+    return " ".join(parts)
 
 
 def default(field: Any) -> str:
@@ -202,9 +207,10 @@ def _paragraph(text: str, names: Collection[str]) -> str:
         if listed and (described := _parameters(line, names)):
             line = f"- `{described}`{line[len(described) :]}"
         elif line.startswith("    "):
-            lines += [""] * (not listed and not last.startswith("    "))
+            if not listed and not last.startswith("    "):
+                lines.append("")
         elif last.startswith(("- ", "    ")):
-            lines += [""]
+            lines.append("")
         lines.append(line if line.startswith("    ") and not listed else escaped(line))
     return "\n".join(lines)
 

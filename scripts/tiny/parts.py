@@ -40,7 +40,8 @@ SPECIAL = ["<pad>", "<bos>", "<unk>", "<eos>"]  # eos must not be 2: CLIP's lega
 
 def vocabulary() -> list[str]:
     """Special tokens, every capital letter, and every word of the prompts."""
-    words = {word for text in prompts.WORDINGS.values() for word in text.split() if word.islower()}
+    wordings = " ".join(prompts.WORDINGS.values())
+    words = {word for word in wordings.split() if word.islower()}
     words.update("a an sign that says flat noto line drawing of and".split())
     for name in CLASSES:
         words.update((name, prompts.words(name, None, 2).split()[-1]))

@@ -143,7 +143,9 @@ def _split(tag: str, row: Metadata) -> str:
         return "official"
     share = zlib.crc32(repr(sorted(map(str, facts(row)))).encode()) / 2**32
     cut = HELD_OUT_SHARE[tag]
-    return "test" if share < cut else "val" if share < 2 * cut else "train"
+    if share < cut:
+        return "test"
+    return "val" if share < 2 * cut else "train"
 
 
 def sign(word: str, color: str | None) -> Metadata:

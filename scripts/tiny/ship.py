@@ -179,8 +179,9 @@ def ship_teacher(name: str, run: Path, rank: int) -> Path:
     write_lora(folder, halves, metadata, text_length=lora.text_length)
     config = yaml.safe_load((run / "config.yaml").read_text())
     held_out = [row["eval/headline"] for row in evaluations(run)]
-    own = chosen.row["eval/headline"] if (chosen := kept(run)) else float("nan")
-    said = f" Held-out score: {own:.3f}, of tiny/guided {held_out[0]:.3f}." if held_out else ""
+    chosen = kept(run)
+    score = chosen.row["eval/headline"] if chosen else float("nan")
+    said = f" Held-out score: {score:.3f}, of tiny/guided {held_out[0]:.3f}." if held_out else ""
     card = TEACHER_CARD.format(
         name=name,
         what=TEACHER if held_out else GUIDED,

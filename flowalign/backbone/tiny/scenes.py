@@ -26,7 +26,8 @@ ADVANCE = 17  # pixels from letter to letter
 PAD = 5  # pixels of board around the text
 BOARD_HEIGHT = 32
 ROWS = (24, 48, 72)  # where the middle of a sign is: top, middle, bottom
-HEIGHT, WIDTH = DRAWING, LONGEST * ADVANCE + 2 * PAD  # pixels of the largest sprites
+HEIGHT = DRAWING  # pixels of the highest sprite
+WIDTH = LONGEST * ADVANCE + 2 * PAD  # pixels of the widest
 LAYERS = 1 + LONGEST  # a sign's board and letters; objects need four
 RELATIONS: dict[str, tuple[int, int]] = {
     "left of": (-1, 0),

@@ -330,8 +330,10 @@ def show_total(listed: Sequence[Forecast]) -> None:
         text = f"with the changes for memory: {', '.join(changed)}"
         console.print(text, soft_wrap=True, markup=False)
     for source in dict.fromkeys(f.pace.source for f in listed if f.times and f.pace):
-        speed = f", taken as {gpus} times as fast as one" * (gpus > 1)
-        console.print(f"on {gpus} x {source}{speed}", soft_wrap=True)
+        text = f"on {gpus} x {source}"
+        if gpus > 1:
+            text += f", taken as {gpus} times as fast as one"
+        console.print(text, soft_wrap=True)
 
 
 def shown_hours(hours: float) -> str:
@@ -412,23 +414,30 @@ def _choices(cut: Cut, forecast: Forecast) -> list[list[str]]:
     stage: Any = forecast.stage
     head, star, leaf = cut.key.format(stage=stage.stage).partition(".*.")
     try:
-        now = {head: attrgetter(head)(stage)}
+        current = attrgetter(head)(stage)
     except AttributeError:
         return []
+    floor = cut.floor
+    if stage.trains and not stage.learns_from_rewards and cut.taught is not None:
+        floor = cut.taught
+    if not floor:
+        return []
+    if isinstance(floor, str):
+        return [[f"{head}={floor}"]] if current in ("all", None) else []
+    now = {head: current}
     if star:
+        now = {}
         whole = ".jsonl" if leaf == "limit" else "/"
-        marks = {f"{head}.{i}.{leaf}": mark for i, mark in enumerate(now[head])}
-        now = {key: getattr(m, leaf) for key, m in marks.items() if not m.prompts.endswith(whole)}
-    taught = stage.trains and not stage.learns_from_rewards
-    floor = cut.taught if taught and cut.taught is not None else cut.floor
-    if isinstance(floor, str) or not floor:
-        return [[f"{head}={floor}"]] if floor and now[head] in ("all", None) else []
+        for number, benchmark in enumerate(current):
+            if not benchmark.prompts.endswith(whole):
+                now[f"{head}.{number}.{leaf}"] = getattr(benchmark, leaf)
     unit = 1  # of what all processes and optimizer steps share
     if cut.key in ("rollout.prompts", "rollout.group_size"):
         unit = stage.optimizer.updates_per_rollout * forecast.device.gpus
     every = max(evaluated_images(stage).values(), default=0)  # for None
     largest = max((value or every for value in now.values()), default=0)
+    least = -(-floor // unit) * unit
     return [
         [f"{key}={value}" for key, v in now.items() if not isinstance(v, int) or v > value]
-        for value in range(-(-floor // unit) * unit, largest, unit)
+        for value in range(least, largest, unit)
     ]

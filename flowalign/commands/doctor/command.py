@@ -85,7 +85,9 @@ def examine(args: argparse.Namespace) -> int:
     sound &= advise.within(args.root, forecasts, args.hours)
     good = "no fault was found" + (" in what was examined; your code was not" if code else "")
     print(good if sound else "faults were found")
-    return 2 if problems else 0 if sound else 1
+    if problems:
+        return 2
+    return 0 if sound else 1
 
 
 def _why_no_images(forecast: Forecast, args: argparse.Namespace, faulty: bool) -> str:

@@ -368,7 +368,6 @@ class _Trained(_Model):
 
     def __init__(self, config: TrainingStage, device_type: str, ranks: Mapping[str, Ranks]) -> None:
         super().__init__(config.model, device_type)
-        lora = config.lora
         student = ranks_of(config.lora.init, config.lora, ranks, config.model)
         self.student = self.add(STUDENT, student)
         self.sampler = STUDENT
@@ -378,7 +377,6 @@ class _Trained(_Model):
         self.targets: dict[str, list[tuple[_Model, Source]]] = {}
         others: dict[str, _Model] = {}  # by their settings: several teachers may have one
         for key, teacher in config.labellers.items():
-            name = None
             model = self
             settings = config.bases.get(key, config.model)
             if key in config.bases:
@@ -387,19 +385,25 @@ class _Trained(_Model):
                 if where not in others:
                     others[where] = _Model(settings, device_type, here=here)
                 model = others[where]
-                self.bases |= {where: model.transformer(settings)} if here else {}
+                if here:
+                    self.bases[where] = model.transformer(settings)
+            name = None
             if teacher.adapter is not None:
-                own = ranks_of(teacher.adapter, lora, ranks, settings)
-                name, weights = model.add_frozen(own)
-                self.teachers += weights if model.here else []
+                layer_ranks = ranks_of(teacher.adapter, config.lora, ranks, settings)
+                name, weights = model.add_frozen(layer_ranks)
+                if model.here:
+                    self.teachers += weights
             self.targets[key] = [(model, Source(name, config.guidance_of(teacher)))]
-        beyond = config.extrapolated  # from what a target is, one more labels
-        extra = any(teacher.reference == "start" for teacher in beyond.values())
-        alarm = config.alarm is not None and config.alarm.reference == "start"
-        start, weights = self.add_frozen(student) if extra or alarm else (None, [])
-        self.teachers += (extra + alarm) * weights
-        self.compared = start if alarm else None  # of the alarm: None = the base
-        for key, teacher in beyond.items():
+        start = None  # the student before it learns, which a target can be extrapolated from
+        extrapolated = config.extrapolated
+        if any(teacher.reference == "start" for teacher in extrapolated.values()):
+            start, weights = self.add_frozen(student)
+            self.teachers += weights
+        self.compared: str | None = None  # of the alarm: None = the base
+        if config.alarm is not None and config.alarm.reference == "start":
+            self.compared, weights = self.add_frozen(student)
+            self.teachers += weights
+        for key, teacher in extrapolated.items():
             name = start if teacher.reference == "start" else None
             self.targets[key].append((self, Source(name, config.guidance_of(teacher))))
         self.backbone.activate(STUDENT)
@@ -440,12 +444,15 @@ class _Trained(_Model):
                 core.zero_grad()
 
         trained = [parameter for parameter in self.student if parameter.requires_grad]
-        for parameter in trained if summed else ():
-            parameter.grad = torch.zeros_like(parameter)
+        if summed:
+            for parameter in trained:
+                parameter.grad = torch.zeros_like(parameter)
         adapters = (other.adapter for other in compared)
         peak, flops = self.measured(learn, "update", batch, recomputes, summed, *adapters)
         core.zero_grad()
-        return Pass(peak + summed * size(trained), flops)
+        if summed:
+            peak += size(trained)
+        return Pass(peak, flops)
 
 
 def _model_key(config: Stage) -> str:
@@ -469,7 +476,8 @@ def _evaluation(config: Stage, model: _Model, processes: int) -> Phase:
     key = "sampling.batch_size"
     least = size_of(*model.encoders) if config.model.offload_text_encoders else 0
     if isinstance(config, TrainingStage):
-        key, least = "evaluation.batch_size", 0  # the phase "text" counts the encoders
+        key = "evaluation.batch_size"
+        least = 0  # the phase "text" counts the encoders
     sampling = config.evaluation_sampling
     rows = config.model.decode_batch
     batch = sampling.batch_size

@@ -232,7 +232,9 @@ def diagnose(
     ways = {"asked again": [rows], "in reverse order": [rows[::-1]]}
     if copies == 1:
         ways["one by one"] = [[row] for row in rows]
-    for way, asked in ways.items() if bool(first.valid.any()) else ():
+    if not bool(first.valid.any()):
+        ways = {}  # there is no score to compare with
+    for way, asked in ways.items():
         order = [row for each in asked for row in each]
         value = torch.cat([ask(scenes[each], each).value for each in asked])
         worst = float((value - first.value[order])[first.valid[order]].abs().max())

@@ -119,8 +119,8 @@ def measure_blocks(call: Callable[[], object], device_type: str, *modules: nn.Mo
     and then three: every further one costs what the third did."""
     every = (part for module in modules for part in module.modules())
     lists = [blocks for blocks in every if isinstance(blocks, nn.ModuleList)]
-    groups = (group for blocks in lists for _, group in groupby(blocks, _shapes))
-    runs = [run for group in groups if len(run := list(group)) > 3]
+    groups = (list(group) for blocks in lists for _, group in groupby(blocks, _shapes))
+    runs = [group for group in groups if len(group) > 3]
 
     def measured(longer: int | None = None) -> Pass:
         dropped = {id(m) for n, run in enumerate(runs) for m in run[3 if n == longer else 2 :]}

@@ -23,7 +23,9 @@ from flowalign.system.packages import entry_points
 def variant_problems(variant: Any) -> Iterator[str]:
     """What is wrong with {kind of stage: keys laid over all stages of that kind}."""
     possible = [name for name in stage_names() if name != "recipe"]
-    for kind, keys in variant.items() if isinstance(variant, Mapping) else [("config", None)]:
+    if not isinstance(variant, Mapping):
+        variant = {"config": None}
+    for kind, keys in variant.items():
         if kind not in possible or not isinstance(keys, Mapping):
             yield f"{kind}: want keys of a stage's config under one of {', '.join(possible)}."
 

@@ -54,8 +54,9 @@ class RunLog:
         self.accelerator.log(dict(values), step=update)
 
     def warn(self, update: int, texts: Iterable[str]) -> None:
-        for text in texts if self.main else ():
-            log.warning("update %d: %s", update, text)
+        if self.main:
+            for text in texts:
+                log.warning("update %d: %s", update, text)
 
     def rollout(self, update: int, rollout: Rollout, notes: list[str]) -> None:
         """Some images of a rollout, where they are due, and of the last."""

@@ -138,7 +138,8 @@ def gallery(
 
 
 LABEL, GAP = 1.55, 0.07  # inches: left of the images, and between them
-FONT, SPACING = 8, 1.2  # points, and lines of text in fonts
+FONT = 8  # points
+SPACING = 1.2  # of lines, in fonts
 LETTERS = 17  # of FONT in an inch
 LINES = 12  # of a caption before it is wrapped
 

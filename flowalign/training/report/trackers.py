@@ -38,7 +38,8 @@ def _wandb_run(folder: Path) -> dict[str, str]:
     path = folder / WANDB_RUN
     if path.is_file() and checkpoints(folder):
         return {"id": path.read_text().strip(), "resume": "allow"}
-    path.write_text(run := uuid.uuid4().hex[:8])
+    run = uuid.uuid4().hex[:8]
+    path.write_text(run)
     return {"id": run}
 
 

@@ -167,11 +167,12 @@ def problems(
                 f"{key}: {source!r} has changed since {saved.folder} was written. Put the "
                 "adapter of that time back, or choose another `output` to start with this one."
             )
-    for text in () if config.train.allow_changed_rewards else changed_rewards(config, saved.about):
-        yield (
-            f"{text} since {saved.folder} was written. Put it back, choose another `output`, or, "
-            "if its scores are the same, go on with train.allow_changed_rewards=true."
-        )
+    if not config.train.allow_changed_rewards:
+        for text in changed_rewards(config, saved.about):
+            yield (
+                f"{text} since {saved.folder} was written. Put it back, choose another `output`, "
+                "or, if its scores are the same, go on with train.allow_changed_rewards=true."
+            )
     if not any_world and (before := saved.about["processes"]) != processes:
         yield (
             f"--resume: {saved.folder} was written by {before} process(es), and there are "
@@ -184,7 +185,8 @@ def problems(
 def _unfinished(run: Path, config: TrainingStage) -> Iterator[str]:
     """Of a folder without checkpoints: log or adapter of anything but a run of this config which
     ended before its first checkpoint."""
-    updates = [n for row in read_lines(run / LOG) if isinstance(n := row.get(metrics.UPDATE), int)]
+    numbers = (row.get(metrics.UPDATE) for row in read_lines(run / LOG))
+    updates = [number for number in numbers if isinstance(number, int)]
     if not updates and not (run / "adapter").exists():
         return
     try:
