@@ -232,5 +232,5 @@ def warn_of_drift(config: EvalStage, panels: Sequence[Panel]) -> None:
     if too_far:
         raise EvaluationError(
             f"images drift from the base, beyond alarm.stop: {'; '.join(too_far)}. The report is "
-            f"written: look at {Path(config.output) / 'report.html'}."
+            f"written: look at {config.folder.page}."
         )

@@ -10,7 +10,6 @@ import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from flowalign.config import EvalStage, to_yaml
@@ -43,7 +42,7 @@ Cells = Sequence[Sequence[str]]  # of a table, the heads first
 
 def write_files(config: EvalStage, results: Results) -> str:
     """Write all files into config.output; returns the tables as Markdown, without the details."""
-    folder = Path(config.output)
+    folder = config.folder
     versions = environment()
     drawn = []
     on = f"{(n := len(results.judged))} model{'s' * (n > 1)} on {config.model.id}"
@@ -59,22 +58,23 @@ def write_files(config: EvalStage, results: Results) -> str:
     measured = escaped(" ".join(sentences), length=10_000)
     about = {"title": title, "conditions": sentences, "config": to_yaml(config)}
     if config.report.images:
-        drawn.append("grid.png")
+        drawn.append(folder.grid.name)
         legend = f"{results.shared.capitalize()} in every row; below each image its score."
         listed = blocks(results, dict.fromkeys(equal, "kept: update 0"))
-        comparison(folder / "grid.png", [*listed], title=f"{title}. {legend}")
+        comparison(folder.grid, [*listed], title=f"{title}. {legend}")
     content = document(config, results, versions)
     content |= {"remarks": said, "tables": [table.plain() for table in scores]}
     texts = {
-        "table.md": f"{short}\nEvery metric:\n\n{of_cells(metrics)}\n{measured}\n",
-        "report.html": render(results, scores, metrics, **about),
+        folder.table: f"{short}\nEvery metric:\n\n{of_cells(metrics)}\n{measured}\n",
+        folder.page: render(results, scores, metrics, **about),
         # JSON has no NaN
-        "results.json": json.dumps(to_json(content), allow_nan=False, indent=1),
+        folder.results: json.dumps(to_json(content), allow_nan=False, indent=1),
     }
-    for name, text in texts.items():
-        with replacing(folder / name) as part:
+    for path, text in texts.items():
+        with replacing(path) as part:
             part.write_text(text, encoding="utf-8")
-    manifest.write_manifest(folder, {}, [*texts, *drawn])
+    written = [path.name for path in texts]
+    manifest.write_manifest(folder.path, {}, [*written, *drawn])
     return short
 
 

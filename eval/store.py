@@ -210,7 +210,7 @@ def open_stores(
             content = {"files": [file_sha256(path) for path in files.values()]}
         shown = {*spread(len(images.prompts), config.report.images)}
         stores[model, images.name] = Store(
-            Path(config.output) / "images" / model / images.name,
+            config.folder.images / model / images.name,
             content | {"images": images.copies, "prompts": images.prompts.prompts},
             scores[images.name],
             saved_prompts=None if config.keep_images else shown,

@@ -14,6 +14,7 @@ import house  # scripts/house.py
 import pytest
 
 from flowalign.backbone import families
+from flowalign.system.folder import RunFolder
 
 ROOT = Path(__file__).parent.parent
 ROOMS = ("flowalign.rewards", "flowalign.teachers", "flowalign.eval")
@@ -122,6 +123,17 @@ def test_the_house_has_twelve_entries() -> None:
     names = {p.name for p in (ROOT / "flowalign").iterdir() if p.name != "__pycache__"}
     rooms = {name if (ROOT / "flowalign" / name).is_dir() else f"{name}.py" for name in LEVELS}
     assert names == {"__init__.py", *rooms}
+
+
+def test_a_name_in_a_run_s_folder_stands_once() -> None:
+    names = {path.name for path in vars(RunFolder("run")).values() if path.suffix} - {"README.md"}
+    texts = [
+        (module, node.value)
+        for module, path in MODULES.items()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Constant) and node.value in names
+    ]
+    assert sorted(texts) == [("flowalign.system.folder", name) for name in sorted(names)]
 
 
 def test_a_line_does_one_thing() -> None:

@@ -69,7 +69,8 @@ def run_job(
         for _, text in preflight.misused_adapters({folder.name: config}) if main else ():
             log.warning("a finding of preflight: %s", text)
         if resume and not checkpoints(folder):
-            log.warning("--resume: no checkpoint in %s/checkpoints: from the first update", folder)
+            text = "--resume: no checkpoint in %s: from the first update"
+            log.warning(text, config.folder.checkpoints)
         clock = Clock(began, config.train.max_minutes)
         return train(config, resume=resume, any_world=any_world, clock=clock, on_update=on_update)
 
@@ -121,7 +122,7 @@ def train(
         if not (resume and loop.resume()):
             loop.begin()
         if main:
-            with files.replacing(folder / "config.yaml", durable=True) as part:
+            with files.replacing(config.folder.config, durable=True) as part:
                 part.write_text(to_yaml(config))
         loop.accelerator.wait_for_everyone()
         with report.live(loop.update):
@@ -129,7 +130,7 @@ def train(
             if main:
                 finish(config)
         processes.finish(loop.accelerator)
-    return folder / "adapter"
+    return config.folder.adapter
 
 
 @contextmanager

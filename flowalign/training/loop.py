@@ -246,7 +246,7 @@ class Loop:
         raise TrainingError(
             f"update {self.update}: the images drift from the {alarm.reference}, beyond "
             f"alarm.stop = {alarm.stop:g}: {'; '.join(map(str, worst))}. "
-            f"Look at {self.folder / 'report.html'}. "
+            f"Look at {self.config.folder.page}. "
             "If this is reward hacking, fix the reward and start a new run; "
             "if it is what you train for, raise alarm.stop and run again with --resume. "
             f"The last checkpoint is {self.checkpoints.latest() or 'missing'}."

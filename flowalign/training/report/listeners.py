@@ -22,7 +22,6 @@ from flowalign.training import metrics
 from flowalign.training.report import page, samples, trackers
 from flowalign.training.report.alarm import Alarm, measured
 from flowalign.training.report.drift.compare import Check
-from flowalign.training.run.resume import LOG
 from flowalign.types import EvalReport, EvalRow, Rollout
 
 log = logging.getLogger("flowalign")
@@ -49,7 +48,7 @@ class RunLog:
         if self.main:
             self.folder.mkdir(parents=True, exist_ok=True)
             row = to_json({metrics.UPDATE: update, **values})
-            files.append(self.folder / LOG, json.dumps(row, allow_nan=False) + "\n")
+            files.append(self.config.folder.log, json.dumps(row, allow_nan=False) + "\n")
             self.on_update(update, values)
         self.accelerator.log(dict(values), step=update)
 

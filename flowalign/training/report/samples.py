@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from flowalign.system.files import replacing
+from flowalign.system.folder import RunFolder
 from flowalign.system.images import pixels_of
 from flowalign.training.report.pictures import grid, score_text
 from flowalign.types import Example, Rollout
@@ -54,12 +55,12 @@ def write_examples(folder: Path, update: int, examples: Sequence[Example]) -> Pa
 
 
 def place(run: Path, kind: str, update: int) -> Path:
-    return run / "samples" / f"{kind}{update:06d}.{'json' if kind == DRIFT else 'png'}"
+    return RunFolder(run).samples / f"{kind}{update:06d}.{'json' if kind == DRIFT else 'png'}"
 
 
 def updates(run: Path, kind: str) -> list[int]:
     """After which updates a run has samples of a kind, in order."""
-    names = (path.stem for path in (run / "samples").glob(f"{kind}*.*"))
+    names = (path.stem for path in RunFolder(run).samples.glob(f"{kind}*.*"))
     return sorted({int(n.removeprefix(kind)) for n in names if re.fullmatch(rf"{kind}\d+", n)})
 
 

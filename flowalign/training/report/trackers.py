@@ -14,9 +14,8 @@ from accelerate import Accelerator
 from PIL import Image
 
 from flowalign.config import TrainingStage
+from flowalign.system.folder import RunFolder
 from flowalign.training.run.resume import checkpoints
-
-WANDB_RUN = "wandb_run.txt"  # the id under which a resumed run goes on
 
 
 def begin(accelerator: Accelerator, config: TrainingStage) -> None:
@@ -35,7 +34,7 @@ def begin(accelerator: Accelerator, config: TrainingStage) -> None:
 
 def _wandb_run(folder: Path) -> dict[str, str]:
     """W&B's options of the run in a folder: a run that has checkpoints goes on under its id."""
-    path = folder / WANDB_RUN
+    path = RunFolder(folder).wandb_run
     if path.is_file() and checkpoints(folder):
         return {"id": path.read_text().strip(), "resume": "allow"}
     path.write_text(run := uuid.uuid4().hex[:8])
