@@ -36,7 +36,7 @@ def main(argv: Sequence[str]) -> int:
         raise ValueError(
             f"--over: {', '.join(chained)} has several runs; use {metrics.EVALUATIONS}."
         )
-    from flowalign.training.report.pictures import held_out_plot  # matplotlib and torch
+    from flowalign.report.pictures import held_out_plot  # matplotlib and torch
 
     held_out_plot(logs, out, args.over)
     print(out)

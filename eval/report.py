@@ -18,14 +18,8 @@ from flowalign.eval.fidelity import GROUPS
 from flowalign.eval.stats import AVERAGE, FIDELITY, FIELDS, headline_row, part_of
 from flowalign.eval.suite import Benchmark, environment
 from flowalign.eval.table import Results, Table, markdown, metric_rows, of_cells, tables
-from flowalign.rewards import describe
-from flowalign.system import manifest
-from flowalign.system.escape import escaped
-from flowalign.system.files import replacing, to_json
-from flowalign.system.images import pixels_of
-from flowalign.training.data import spread, spread_text
-from flowalign.training.report import page
-from flowalign.training.report.pictures import (
+from flowalign.report import page
+from flowalign.report.pictures import (
     COLUMNS,
     LONGEST,
     Block,
@@ -34,7 +28,13 @@ from flowalign.training.report.pictures import (
     score_text,
     webp,
 )
-from flowalign.training.report.results import unlearnt
+from flowalign.report.results import unlearnt
+from flowalign.rewards import describe
+from flowalign.system import manifest
+from flowalign.system.escape import escaped
+from flowalign.system.files import replacing, to_json
+from flowalign.system.images import pixels_of
+from flowalign.training.data import spread, spread_text
 from flowalign.types import EvalRow
 
 Cells = Sequence[Sequence[str]]  # of a table, the heads first

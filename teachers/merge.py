@@ -23,12 +23,12 @@ from flowalign.backbone.adapters import Lora, describe, read_lora, write_lora
 from flowalign.backbone.shapes import public
 from flowalign.backbone.structure import read_family
 from flowalign.config import ADAPTER, ModelConfig
+from flowalign.report import results
+from flowalign.report.progress import quiet
 from flowalign.system.escape import escaped, table
 from flowalign.system.exit import refusing
 from flowalign.system.files import expanded
 from flowalign.system.folder import RunFolder
-from flowalign.training.report import results
-from flowalign.training.report.progress import quiet
 
 METHODS = ("concat", "svd", "ties", "dare")
 BLOCK = re.compile(r"transformer_blocks\.(\d+)\.")

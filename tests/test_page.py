@@ -13,9 +13,9 @@ from browser import Page
 
 from flowalign.commands.cli import main
 from flowalign.config import to_yaml
+from flowalign.report import samples
+from flowalign.report.pictures import png
 from flowalign.system.folder import RunFolder
-from flowalign.training.report import samples
-from flowalign.training.report.pictures import png
 from flowalign.types import Example
 
 PROMPT = '<b>a sign</b> that says "A&B"'

@@ -13,9 +13,9 @@ import pytest
 from flowalign.commands import cli
 from flowalign.config import to_yaml
 from flowalign.eval import report
+from flowalign.report.pictures import charts, read_metrics
+from flowalign.report.results import kept, summary
 from flowalign.system.folder import RunFolder
-from flowalign.training.report.pictures import charts, read_metrics
-from flowalign.training.report.results import kept, summary
 
 
 @pytest.mark.slow

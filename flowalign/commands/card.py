@@ -19,11 +19,11 @@ from flowalign import __version__, rewards
 from flowalign.backbone.adapters import is_hub_id, read_lora
 from flowalign.config import Stage, TrainingStage, to_yaml
 from flowalign.config.learning import ADVANTAGES
+from flowalign.report import results
 from flowalign.system.escape import block, code, escaped, table
 from flowalign.system.folder import RunFolder
 from flowalign.training import metrics
 from flowalign.training.preflight import span
-from flowalign.training.report import results
 
 # The models under Stability's community licence.
 STABILITY = [f"stable-diffusion-{size}" for size in ("3.5-medium", "3.5-large", "3-medium")]

@@ -17,9 +17,9 @@ from flowalign.commands.doctor.count import judges
 from flowalign.commands.prompts import actions as data
 from flowalign.commands.prompts.fetch import missing_sets
 from flowalign.config import ConfigError, Stage, load
+from flowalign.report.progress import quiet
 from flowalign.system.exit import refusing
 from flowalign.system.hub_files import HubError, HubFiles, Unreachable
-from flowalign.training.report.progress import quiet
 
 
 @refusing("fetch")

@@ -23,16 +23,16 @@ from flowalign.config import EvalStage, Stage, load, parse, read
 from flowalign.config.loading import run_config
 from flowalign.eval.compare import load_results
 from flowalign.eval.evaluation import evaluate as run_evaluation
+from flowalign.report import page
+from flowalign.report.pictures import score_text, sheet
+from flowalign.report.progress import OnMetrics, figures
+from flowalign.report.results import kept
 from flowalign.system.files import expanded, read_lines, replacing
 from flowalign.system.folder import RunFolder
 from flowalign.system.images import image_files, in_order, read_image, stacked
 from flowalign.system.packages import require
 from flowalign.training import metrics
 from flowalign.training.data import load_prompts
-from flowalign.training.report import page
-from flowalign.training.report.pictures import score_text, sheet
-from flowalign.training.report.progress import OnMetrics, figures
-from flowalign.training.report.results import kept
 from flowalign.training.run import lock
 from flowalign.types import Scores
 

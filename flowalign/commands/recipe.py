@@ -34,13 +34,12 @@ from flowalign.config.loading import override, varied
 from flowalign.config.stages import variant_keys
 from flowalign.eval.evaluation import evaluate
 from flowalign.eval.suite import image_sets
+from flowalign.report import page
+from flowalign.report.progress import recorded
 from flowalign.system import files, manifest
-from flowalign.system.folder import RunFolder
 from flowalign.system.manifest import Damaged
 from flowalign.teachers import merge as merging
 from flowalign.training.preflight import Launch, misused_adapters, once, world_problems
-from flowalign.training.report import page
-from flowalign.training.report.progress import recorded
 from flowalign.training.run import lock, processes
 from flowalign.training.run.resume import changed_rewards, rewards_code
 
@@ -110,11 +109,11 @@ def _run_stage(stage: Any, head: str, main: bool, train: Callable[[Any], object]
     if main:
         inputs = {source: file_digest(source) for source in stage.inputs.values()}
         folder = stage.folder
-        weights = [*folder.adapter.glob("*.safetensors"), *folder.adapter.glob("*.json")]
-        # what later stages and people read
-        texts = [folder.config, folder.log, folder.merge, folder.results, folder.table]
-        vouched = [*weights, *(path for path in texts if path.exists())]
-        paths = [path.relative_to(folder.path).as_posix() for path in vouched]
+        vouched = [  # what later stages and people read
+            *folder.adapter.glob("*.safetensors"), *folder.adapter.glob("*.json"),
+            folder.config, folder.log, folder.merge, folder.results, folder.table,
+        ]  # fmt: skip
+        paths = [path.relative_to(folder.path).as_posix() for path in vouched if path.exists()]
         about = {"inputs": inputs, "rewards": rewards_code(stage)}
         done = {"config": stage.model_dump(mode="json"), **about}
         manifest.write_manifest(folder.path, done, paths, file=folder.done.name)
@@ -162,13 +161,8 @@ def read_stages(config: Any, home: Path) -> tuple[dict[str, Stage], list[str]]:
             stages[name] = _read_stage(config, name, home, adapters)
         except ConfigError as error:
             problems += [f"stages.{name}.{text}" for text in error.problems]
-        adapters[name] = str(_folder_of(config, name).adapter)
+        adapters[name] = str(config.folder.stage(name).adapter)
     return stages, problems
-
-
-def _folder_of(config: Any, name: str) -> RunFolder:
-    """Of a stage of a recipe."""
-    return RunFolder(config.folder.path / name)
 
 
 def _read_stage(config: Any, name: str, home: Path, adapters: Mapping[str, str]) -> Stage:
@@ -190,7 +184,7 @@ def _read_stage(config: Any, name: str, home: Path, adapters: Mapping[str, str])
         raise ConfigError(["stage: 'recipe' inside a recipe. List its stages here instead."])
     data["model"] = config.model.model_dump(mode="json")  # all stages have one base
     data = varied(data, variant_keys(config.variant, kind), source="variant")
-    data["output"] = str(_folder_of(config, name).path)
+    data["output"] = str(config.folder.stage(name).path)
     stage = stage_class(kind) if kind in stage_names() else Stage
     if "seed" in stage.model_fields and "seed" not in keys:
         data["seed"] = config.seed
@@ -226,7 +220,7 @@ def _problems(
         place = f"stages.{name}." if config.is_recipe else ""
         # of wrong stages, too, which are blamed once
         earlier = names[: names.index(name)]
-        pending = [str(_folder_of(config, n).adapter) for n in earlier]
+        pending = [str(config.folder.stage(n).adapter) for n in earlier]
         resume = None if damages[name] is None else True
         start = replace(launch, resume=resume, pending=pending)
         problems += [f"{place}{text}" for text in world_problems(stage, start)]

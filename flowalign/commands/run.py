@@ -20,13 +20,13 @@ from flowalign.commands.build import wire
 from flowalign.commands.card import write_card
 from flowalign.config import ConfigError, Job, TrainingStage, to_yaml
 from flowalign.eval.suite import EvaluationError
+from flowalign.report import page, results
+from flowalign.report.progress import OnMetrics, quiet
 from flowalign.system import files
 from flowalign.system.signals import Clock
 from flowalign.training import preflight
 from flowalign.training.algorithm import TrainingError
 from flowalign.training.preflight import Launch, against_card, check_world, span
-from flowalign.training.report import page, results
-from flowalign.training.report.progress import OnMetrics, quiet
 from flowalign.training.run import lock, processes
 from flowalign.training.run.resume import checkpoints
 

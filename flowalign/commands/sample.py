@@ -26,12 +26,12 @@ from flowalign.commands.arguments import SHOWN
 from flowalign.commands.init import named_sources
 from flowalign.config import ConfigError, ModelConfig, SamplingConfig, load
 from flowalign.config.loading import card_of
+from flowalign.report.pictures import gallery, grid, png
+from flowalign.report.progress import quiet
 from flowalign.system import devices
 from flowalign.system.exit import refusing
 from flowalign.system.files import expanded, replacing
 from flowalign.system.folder import RunFolder
-from flowalign.training.report.pictures import gallery, grid, png
-from flowalign.training.report.progress import quiet
 from flowalign.training.rollout import generate
 from flowalign.types import PromptBatch
 

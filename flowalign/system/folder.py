@@ -6,8 +6,8 @@ from pathlib import Path
 
 
 class RunFolder:
-    """The paths in a folder. Each kind of stage has some of them; a stage of a recipe has a folder
-    of its own below, by its name. The disk is neither asked nor changed."""
+    """The paths in a folder, of which each kind of stage has some. The disk is neither asked nor
+    changed."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -35,3 +35,7 @@ class RunFolder:
         self.images = self.path / "images"
         # a finished stage of a recipe
         self.done = self.path / "done.json"  # a manifest: its config, and what it was made from
+
+    def stage(self, name: str) -> RunFolder:
+        """The folder of a stage of a recipe."""
+        return RunFolder(self.path / name)

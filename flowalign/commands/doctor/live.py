@@ -91,8 +91,8 @@ def _train(
 ) -> Pace:
     """Findings of a small run, and its pace."""
     small = small_run(config, folder)
-    loop, _, _ = build.wire(small)
-    loop.log.on_update = lambda update, metrics: None
+    loop, progress, _ = build.wire(small)
+    progress.main = False  # silent
     prepared = loop.prepare(loop.rollout(0))
     if isinstance(prepared, NotFinite):
         raise TrainingError(f"{prepared}. {prepared.remedy}.")

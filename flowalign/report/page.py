@@ -23,13 +23,15 @@ import jinja2
 
 from flowalign.config import AlarmConfig, TrainingStage, to_yaml
 from flowalign.config.loading import NoRun, run_config
+from flowalign.report import pictures, results, samples
+from flowalign.report.drift.compare import Check
+from flowalign.report.progress import figures
 from flowalign.system.exit import refusing
 from flowalign.system.files import read_lines, replacing
 from flowalign.system.folder import RunFolder
 from flowalign.training import metrics
-from flowalign.training.report import pictures, results, samples
-from flowalign.training.report.drift.compare import Check
-from flowalign.training.report.progress import figures
+from flowalign.training.evaluations import Evaluation
+from flowalign.training.events import Listener
 
 NEWEST = 20  # warnings that are shown
 
@@ -62,7 +64,7 @@ def render(template: str, **content: object) -> str:
     template names and `content` lacks raises jinja2.UndefinedError.
     """
     environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("flowalign.training.report"),
+        loader=jinja2.PackageLoader("flowalign.report"),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
@@ -72,6 +74,24 @@ def render(template: str, **content: object) -> str:
 
 
 # The page of a run -------------------------------------------------------------------------------
+
+
+class Page(Listener):
+    """Writes the page of a run at each evaluation that counts, and where a listener stops it."""
+
+    def __init__(self, config: TrainingStage) -> None:
+        self.config = config
+
+    def evaluated(self, update: int, evaluation: Evaluation) -> None:
+        if evaluation.counts:
+            self._write()
+
+    def stopped(self, update: int) -> None:
+        self._write()
+
+    def _write(self) -> None:
+        if self.main:
+            write(Path(self.config.output), self.config)
 
 
 def write(run: Path, config: TrainingStage | None = None) -> Path:
@@ -95,7 +115,7 @@ def write(run: Path, config: TrainingStage | None = None) -> Path:
         title=f"{run.absolute().name} ({kind})",
         written=time.strftime("%Y-%m-%d %H:%M:%S"),
         folder=run,
-        stages=[_stage(RunFolder(run / name), stage) for name, stage in stages.items()],
+        stages=[_stage(folder.stage(name), stage) for name, stage in stages.items()],
         warnings=read_lines(folder.warnings)[::-1][:NEWEST],
         clock=lambda seconds: time.strftime("%m-%d %H:%M", time.localtime(seconds)),
         facts=_facts(run, keys, curves),

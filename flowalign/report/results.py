@@ -81,13 +81,15 @@ def summary(config: Stage) -> str:
     folder = Path(config.output)
     adapters = {"kept": kept(folder)}
     paths = {"folder": folder} | _paths(folder)
-    for name in config.stages if isinstance(config, RecipeStage) else ():
+    stages = config.stages if isinstance(config, RecipeStage) else ()
+    for name in stages:
         adapters[f"{name}: kept"] = kept(folder / name)
         paths |= {f"{name}: {what}": path for what, path in _paths(folder / name).items()}
     lines = [f"\n{what}: {which}" for what, which in adapters.items() if which]
     labellers = config.labellers.values() if isinstance(config, TrainingStage) else ()
     teachers = dict.fromkeys(str(teacher.adapter) for teacher in labellers if teacher.adapter)
-    return "".join([*lines, "\n" * bool(lines), _text(paths, teachers)])
+    gap = "\n" if lines else ""
+    return "".join([*lines, gap, _text(paths, teachers)])
 
 
 def merged(adapter: str | Path) -> str:
