@@ -499,7 +499,7 @@ def prepare(setup: Setup, environment: Mapping[str, str]) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", **environment}
     sys.stdout = sys.stderr = open(setup.folder / "log.txt", "a")  # what the runs print
-    from flowalign.training.report.progress import quiet
+    from flowalign.report.progress import quiet
 
     quiet()
 

@@ -22,9 +22,9 @@ from torch import Tensor
 from flowalign import rewards
 from flowalign.commands.run import train
 from flowalign.config import TrainingAlarmConfig, TrainingStage, load
-from flowalign.training.report import samples
-from flowalign.training.report.drift.compare import Check
-from flowalign.training.report.progress import quiet
+from flowalign.report import samples
+from flowalign.report.drift.compare import Check
+from flowalign.report.progress import quiet
 from flowalign.types import Scores
 
 Metadata = Sequence[Mapping[str, Any]]

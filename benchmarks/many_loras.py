@@ -34,13 +34,13 @@ from flowalign import gallery
 from flowalign.backbone import Backbone
 from flowalign.commands import cli
 from flowalign.config import ModelConfig
+from flowalign.report.progress import quiet
 from flowalign.system.escape import table
 from flowalign.system.files import read_lines
 from flowalign.teachers.bank import Bank, Member
 from flowalign.teachers.merge import merge
 from flowalign.training import metrics
 from flowalign.training.data import load_prompts
-from flowalign.training.report.progress import quiet
 from flowalign.training.rollout import Noise, places, sample
 from flowalign.types import Rollout, Schedule
 

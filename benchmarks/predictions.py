@@ -35,9 +35,9 @@ from flowalign.commands.doctor import live
 from flowalign.commands.doctor.count import predict
 from flowalign.commands.doctor.meter import size_of
 from flowalign.commands.doctor.pace import times
+from flowalign.report.progress import quiet
 from flowalign.training import metrics
 from flowalign.training.loop import Loop
-from flowalign.training.report.progress import quiet
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 PROMPTS = "tiny/geneval_train"
@@ -189,8 +189,8 @@ def measured(stage: config.TrainingStage, updates: int) -> float:
         changes = [f"output={json.dumps(folder)}", f"train.updates={updates + 1}",
                    "train.trackers=[]"]  # fmt: skip
         run = config.parse(stage.model_dump(mode="json") | {"evaluation": None}, changes)
-        loop, *_ = build.wire(run)
-        loop.log.on_update = lambda update, values: None
+        loop, progress, _ = build.wire(run)
+        progress.main = False  # silent
         loop.run()
         lines = (Path(folder) / "metrics.jsonl").read_text().splitlines()
     kinds = (metrics.SECONDS_ROLLOUT, metrics.SECONDS_SCORE, metrics.SECONDS_UPDATE)

@@ -22,6 +22,7 @@ from flowalign.eval import stats
 from flowalign.system import manifest
 from flowalign.system.escape import escaped, shown, table
 from flowalign.system.exit import refusing
+from flowalign.system.folder import RunFolder
 from flowalign.types import EvalRow
 
 VERSION = 1  # of results.json; raised whenever an older reader would misread a newer file
@@ -43,7 +44,7 @@ def load_results(path: str | Path) -> dict[str, Any]:
     """A results.json, or that of a folder; Incomparable if it is none, is damaged by the manifest
     next to it, or is of another version. Its rows are not looked at."""
     path = Path(path)
-    path = path / "results.json" if path.is_dir() else path
+    path = RunFolder(path).results if path.is_dir() else path
     try:
         with suppress(manifest.Foreign):
             manifest.check_manifest(path.parent, [path.name])

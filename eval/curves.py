@@ -11,6 +11,7 @@ from pathlib import Path
 
 from flowalign.system.exit import refusing
 from flowalign.system.files import expanded
+from flowalign.system.folder import RunFolder
 from flowalign.training import metrics
 
 FORMATS = (".pdf", ".svg", ".png")
@@ -35,7 +36,7 @@ def main(argv: Sequence[str]) -> int:
         raise ValueError(
             f"--over: {', '.join(chained)} has several runs; use {metrics.EVALUATIONS}."
         )
-    from flowalign.training.report.pictures import held_out_plot  # matplotlib and torch
+    from flowalign.report.pictures import held_out_plot  # matplotlib and torch
 
     held_out_plot(logs, out, args.over)
     print(out)
@@ -52,7 +53,7 @@ def named_logs(texts: Sequence[str]) -> dict[str, list[Path]]:
         name, _, runs = text.rpartition("=")
         folders = [Path(expanded(run)) for run in runs.split("+")]
         name = name or (folders[-1].name if last.count(folders[-1].name) == 1 else runs)
-        logs[name] = [folder / "metrics.jsonl" for folder in folders]
+        logs[name] = [RunFolder(folder).log for folder in folders]
         for folder, log in zip(folders, logs[name], strict=True):
             if not log.is_file():
                 inside = ", ".join(

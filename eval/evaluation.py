@@ -22,14 +22,14 @@ from flowalign.eval.stats import headline_rows, lost
 from flowalign.eval.store import Store, StoreError, open_stores
 from flowalign.eval.suite import EvaluationError, ImageSet, Judged, build_sets, crossed, judge_set
 from flowalign.eval.table import Results
+from flowalign.report import results
+from flowalign.report.alarm import Alarm
+from flowalign.report.drift.compare import Pair, check_drift
+from flowalign.report.page import Panel
+from flowalign.report.progress import quiet
 from flowalign.system import files
 from flowalign.system.escape import harmless
 from flowalign.training.preflight import Launch, check_world, misused_adapters
-from flowalign.training.report import results
-from flowalign.training.report.alarm import Alarm
-from flowalign.training.report.drift.compare import Pair, check_drift
-from flowalign.training.report.page import Panel
-from flowalign.training.report.progress import quiet
 from flowalign.training.run import lock, processes
 
 log = logging.getLogger("flowalign")
@@ -234,5 +234,5 @@ def warn_of_drift(config: EvalStage, panels: Sequence[Panel]) -> None:
     if too_far:
         raise EvaluationError(
             f"images drift from the base, beyond alarm.stop: {'; '.join(too_far)}. The report is "
-            f"written: look at {Path(config.output) / 'report.html'}."
+            f"written: look at {config.folder.page}."
         )

@@ -10,7 +10,6 @@ import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from flowalign.config import EvalStage, to_yaml
@@ -19,14 +18,8 @@ from flowalign.eval.fidelity import GROUPS
 from flowalign.eval.stats import AVERAGE, FIDELITY, FIELDS, headline_row, part_of
 from flowalign.eval.suite import Benchmark, environment
 from flowalign.eval.table import Results, Table, markdown, metric_rows, of_cells, tables
-from flowalign.rewards import describe
-from flowalign.system import manifest
-from flowalign.system.escape import escaped
-from flowalign.system.files import replacing, to_json
-from flowalign.system.images import pixels_of
-from flowalign.training.data import spread, spread_text
-from flowalign.training.report import page
-from flowalign.training.report.pictures import (
+from flowalign.report import page
+from flowalign.report.pictures import (
     COLUMNS,
     LONGEST,
     Block,
@@ -35,7 +28,13 @@ from flowalign.training.report.pictures import (
     score_text,
     webp,
 )
-from flowalign.training.report.results import unlearnt
+from flowalign.report.results import unlearnt
+from flowalign.rewards import describe
+from flowalign.system import manifest
+from flowalign.system.escape import escaped
+from flowalign.system.files import replacing, to_json
+from flowalign.system.images import pixels_of
+from flowalign.training.data import spread, spread_text
 from flowalign.types import EvalRow
 
 Cells = Sequence[Sequence[str]]  # of a table, the heads first
@@ -43,7 +42,7 @@ Cells = Sequence[Sequence[str]]  # of a table, the heads first
 
 def write_files(config: EvalStage, results: Results) -> str:
     """Write all files into config.output; returns the tables as Markdown, without the details."""
-    folder = Path(config.output)
+    folder = config.folder
     versions = environment()
     drawn = []
     count = len(results.judged)
@@ -61,22 +60,23 @@ def write_files(config: EvalStage, results: Results) -> str:
     measured = escaped(" ".join(sentences), length=10_000)
     about = {"title": title, "conditions": sentences, "config": to_yaml(config)}
     if config.report.images:
-        drawn.append("grid.png")
+        drawn.append(folder.grid.name)
         legend = f"{results.shared.capitalize()} in every row; below each image its score."
         listed = blocks(results, dict.fromkeys(equal, "kept: update 0"))
-        comparison(folder / "grid.png", [*listed], title=f"{title}. {legend}")
+        comparison(folder.grid, [*listed], title=f"{title}. {legend}")
     content = document(config, results, versions)
     content |= {"remarks": said, "tables": [table.plain() for table in scores]}
     texts = {
-        "table.md": f"{short}\nEvery metric:\n\n{of_cells(metrics)}\n{measured}\n",
-        "report.html": render(results, scores, metrics, **about),
+        folder.table: f"{short}\nEvery metric:\n\n{of_cells(metrics)}\n{measured}\n",
+        folder.page: render(results, scores, metrics, **about),
         # JSON has no NaN
-        "results.json": json.dumps(to_json(content), allow_nan=False, indent=1),
+        folder.results: json.dumps(to_json(content), allow_nan=False, indent=1),
     }
-    for name, text in texts.items():
-        with replacing(folder / name) as part:
+    for path, text in texts.items():
+        with replacing(path) as part:
             part.write_text(text, encoding="utf-8")
-    manifest.write_manifest(folder, {}, [*texts, *drawn])
+    written = [path.name for path in texts]
+    manifest.write_manifest(folder.path, {}, [*written, *drawn])
     return short
 
 

@@ -30,13 +30,13 @@ from torch import Tensor
 
 from flowalign.config import EvalStage
 from flowalign.eval.stats import from_json
+from flowalign.report.pictures import png
 from flowalign.rewards import describe
 from flowalign.system.escape import shown
 from flowalign.system.files import append, read_lines, replacing, to_json
 from flowalign.system.images import read_image, stacked
 from flowalign.system.manifest import file_sha256, json_sha256
 from flowalign.training.data import spread
-from flowalign.training.report.pictures import png
 from flowalign.types import PromptBatch
 
 if TYPE_CHECKING:
@@ -210,7 +210,7 @@ def open_stores(
             content = {"files": [file_sha256(path) for path in files.values()]}
         shown = {*spread(len(images.prompts), config.report.images)}
         stores[model, images.name] = Store(
-            Path(config.output) / "images" / model / images.name,
+            config.folder.images / model / images.name,
             content | {"images": images.copies, "prompts": images.prompts.prompts},
             scores[images.name],
             saved_prompts=None if config.keep_images else shown,

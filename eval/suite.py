@@ -30,12 +30,12 @@ from flowalign.config.stages.evaluation import GivenImages
 from flowalign.eval.images import ImagesError, assign, check_images, find_images
 from flowalign.eval.stats import average, headline_row, lost, part_of, rows_of
 from flowalign.eval.store import ImageRow, Key, Store, is_valid
+from flowalign.report.pictures import png
 from flowalign.rewards import as_reward
 from flowalign.rewards.scoring import AsyncScorer, TaskRewards
 from flowalign.system.devices import current
 from flowalign.system.images import eight_bits
 from flowalign.training.data import load_prompts, spread
-from flowalign.training.report.pictures import png
 from flowalign.training.rollout import generate
 from flowalign.training.run.processes import missing_steps
 from flowalign.types import EvalReport, EvalRow, Example, PromptBatch, Reward, Scores

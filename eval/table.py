@@ -25,10 +25,10 @@ from flowalign.eval.stats import (
     shown,
 )
 from flowalign.eval.suite import Benchmark, Judged
+from flowalign.report.page import Panel
 from flowalign.rewards import as_reward, describe
 from flowalign.system import escape
 from flowalign.system.escape import escaped
-from flowalign.training.report.page import Panel
 from flowalign.types import EvalRow
 
 LOWER_IS_BETTER = {FIDELITY}

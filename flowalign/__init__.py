@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from flowalign.commands.python import evaluate, score, train
-    from flowalign.training.report.pictures import gallery
+    from flowalign.report.pictures import gallery
 
 __all__ = ["__version__", "evaluate", "gallery", "load", "score", "train"]
 __version__ = "0.1.0"
@@ -59,7 +59,7 @@ def load(model: str = "tiny", lora: str | Path | None = None, **kw: Any) -> Any:
 def __getattr__(name: str) -> Any:
     """The other names of `__all__`, and the modules, imported when they are first asked for."""
     if name in __all__:
-        room = "training.report.pictures" if name == "gallery" else "commands.python"
+        room = "report.pictures" if name == "gallery" else "commands.python"
         return getattr(import_module(f"flowalign.{room}"), name)
     if not name.startswith("_") and find_spec(f"flowalign.{name}"):
         return import_module(f"flowalign.{name}")

@@ -30,11 +30,12 @@ BUDGET = {
     "credit": 1453,
     "eval": 19468,
     "flowalign": 241,
+    "report": 10970,
     "rewards": 28644,
     "sde": 1041,
     "system": 6667,
     "teachers": 11105,
-    "training": 33852,
+    "training": 23410,
     "types": 1087,
 }
 SLACK = 1.05

@@ -17,13 +17,13 @@ from torch import Tensor
 
 from flowalign import sde
 from flowalign.config import ConfigError, GradientStage
+from flowalign.report.pictures import score_text
 from flowalign.rewards import as_reward
 from flowalign.rewards.gradient import gradient_problems, value_with_gradient
 from flowalign.teachers.forward import WithPolicies, differing_share
 from flowalign.teachers.scored import check_valid, reward_metrics
 from flowalign.training import metrics
 from flowalign.training.algorithm import STUDENT, Compared, Keeps, Pairs, Parts, Prepared
-from flowalign.training.report.pictures import score_text
 from flowalign.training.rollout import clean_schedule
 from flowalign.training.run.processes import Means
 from flowalign.types import Rollout, Schedule, StepLoss

@@ -23,15 +23,15 @@ from flowalign.backbone.adapters import Lora, describe, read_lora, write_lora
 from flowalign.backbone.shapes import public
 from flowalign.backbone.structure import read_family
 from flowalign.config import ADAPTER, ModelConfig
+from flowalign.report import results
+from flowalign.report.progress import quiet
 from flowalign.system.escape import escaped, table
 from flowalign.system.exit import refusing
 from flowalign.system.files import expanded
-from flowalign.training.report import results
-from flowalign.training.report.progress import quiet
+from flowalign.system.folder import RunFolder
 
 METHODS = ("concat", "svd", "ties", "dare")
 BLOCK = re.compile(r"transformer_blocks\.(\d+)\.")
-HELD = {ADAPTER: "an adapter", "config.yaml": "a run"}  # folders to which no merge is written
 
 
 @dataclass(frozen=True)
@@ -99,12 +99,14 @@ def merge(
     model: folder or Hub id of the base, for adapters of other programs' names, or without a base's.
     Returns the report. Raises ValueError for adapters that do not fit together (another base,
     layers of other sizes, DoRA), a wrong number of weights, an unknown method or a rank for
-    concat; HubError for one that cannot be had; FileExistsError if `out` holds one of HELD.
+    concat; HubError for one that cannot be had; FileExistsError if `out` holds an adapter or
+    a run.
     """
     weights = [1.0] * len(adapters) if weights is None else list(weights)
     _check_options(len(adapters), weights, method, rank, density)
     out = Path(expanded(out))
-    if what := next((what for file, what in HELD.items() if (out / file).exists()), None):
+    held = {out / ADAPTER: "an adapter", RunFolder(out).config: "a run"}
+    for what in (what for file, what in held.items() if file.exists()):
         raise FileExistsError(f"{out} already holds {what}. Remove it, or write elsewhere.")
     family = partial(read_family, ModelConfig(id=model)) if model else None
     loras = [read_lora(source, newest=True, family=family) for source in adapters]

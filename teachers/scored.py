@@ -19,12 +19,12 @@ from torch import Tensor
 
 from flowalign.config import AdvantageConfig, EarlierConfig
 from flowalign.config.learning import ADVANTAGES
+from flowalign.report.pictures import score_text
 from flowalign.rewards import as_reward
 from flowalign.rewards.scoring import AsyncScorer, TaskRewards
 from flowalign.training import metrics
 from flowalign.training.algorithm import Parts, Prepared, TrainingError, advantage_function
 from flowalign.training.losses import clip_fraction
-from flowalign.training.report.pictures import score_text
 from flowalign.training.rollout import OnImages
 from flowalign.training.run.processes import Means
 from flowalign.types import PromptBatch, Rollout, Scores

@@ -116,7 +116,7 @@ MUTATIONS = [Mutation(*row) for row in [
     ("evaluation: interval", "eval/stats.py", "np.interp(CONFIDENCE,", "np.interp(1 - CONFIDENCE,",
      "errors eval"),
     ("fidelity", "eval/fidelity.py", "(c2) - 2 * root", "(c2) + 2 * root", "fidelity"),
-    ("alarm", "flowalign/training/report/alarm.py", "SURE * math.hypot(low[1], high[1])",
+    ("alarm", "flowalign/report/alarm.py", "SURE * math.hypot(low[1], high[1])",
      "math.hypot(low[1], high[1]) / SURE", "alarm"),
 ]]  # fmt: skip
 

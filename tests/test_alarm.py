@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from flowalign.training.report.alarm import Alarm, measured
+from flowalign.report.alarm import Alarm
+from flowalign.training.evaluations import measured
 from flowalign.types import EvalRow
 
 

@@ -14,7 +14,7 @@ from huggingface_hub import ModelCard
 from flowalign.commands import recipe
 from flowalign.commands.card import judge, licence, write_card
 from flowalign.config import MergeStage, load, parse, to_yaml
-from flowalign.training.run.checkpoint import SCORES
+from flowalign.system.folder import RunFolder
 
 LOG = [
     {"update": 1, "loss": 1.0},
@@ -35,7 +35,7 @@ def trained(random_model: str, tmp_path_factory: pytest.TempPathFactory) -> Path
     backbone.name = random_model
     backbone.save_adapter("student", run / "adapter")
     (run / "config.yaml").write_text(to_yaml(config))
-    (run / "adapter" / SCORES).write_text(json.dumps({"headline": 0.6, "update": 2}))
+    RunFolder(run).scores.write_text(json.dumps({"headline": 0.6, "update": 2}))
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in LOG))
     write_card(run, config)
     return run
@@ -64,7 +64,7 @@ def test_the_card_says_base_licence_scores_and_config(trained: Path, random_mode
 
 def test_a_card_claims_no_score_of_another_adapter(run: Path) -> None:
     """Where no evaluation chose the adapter, as of a run that went on with evaluation=null."""
-    (run / "adapter" / SCORES).write_text("{}")
+    RunFolder(run).scores.write_text("{}")
     write_card(run, load(run / "config.yaml"))
     card = ModelCard.load(run / "adapter" / "README.md")
     assert "| red/reward |" not in card.text

@@ -1,4 +1,4 @@
-"""flowalign.training.report.drift: statistics of images made by hand, drift of a model that has and
+"""flowalign.report.drift: statistics of images made by hand, drift of a model that has and
 has not moved, and what a run makes of it."""
 
 import json
@@ -13,12 +13,13 @@ from scipy.stats import t as student_t
 
 from flowalign import config
 from flowalign.commands import train
+from flowalign.report import samples
+from flowalign.report.alarm import Alarm
+from flowalign.report.drift import compare, statistics
+from flowalign.report.drift.compare import SIGMAS, Drift, drift
+from flowalign.report.drift.monitor import Monitor
 from flowalign.training.algorithm import TrainingError
 from flowalign.training.loop import Loop
-from flowalign.training.report import samples
-from flowalign.training.report.alarm import Alarm
-from flowalign.training.report.drift import compare, statistics
-from flowalign.training.report.drift.compare import SIGMAS, Drift, drift
 
 SIDE, PERIOD = 64, 16
 GREY, BLACK = torch.full((3, SIDE, SIDE), 0.8), torch.zeros(3, SIDE, SIDE)
@@ -138,14 +139,18 @@ def validated(model: str, folder: Path, *given: str) -> config.TrainingStage:
     return config.parse(plain, [*OPEN, "alarm.images=16", *given])
 
 
+def monitor(loop: Loop) -> Monitor:
+    (found,) = [each for each in loop.listeners if isinstance(each, Monitor)]
+    return found
+
+
 def lines(loop: Loop) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (loop.folder / "metrics.jsonl").read_text().splitlines()]
 
 
 def test_a_model_that_has_not_moved_does_not_drift(random_model: str, tmp_path: Path) -> None:
     loop = fakes.wired(validated(random_model, tmp_path / "run"))
-    assert loop.monitor
-    check = loop.monitor.rollout(loop.rollout(3), 3)
+    check = monitor(loop).check(loop.rollout(3), 3)
     assert {found.name for found in check.drifts} >= {"dark", "entropy", "grid", "diversity"}
     # the base samples these images in a smaller batch, which rounds differently on some CPUs
     assert [found.sigmas for found in check.drifts] == pytest.approx(
@@ -162,13 +167,12 @@ def test_a_run_may_be_compared_with_what_it_starts_from(random_model: str, tmp_p
         validated(random_model, tmp_path / "run", *given[1:])
     for settings, moved in ((given[:1], True), (given, False)):
         loop = fakes.wired(validated(random_model, tmp_path / "run", *settings))
-        assert loop.monitor
-        check = loop.monitor.rollout(loop.rollout(3), 3)
+        check = monitor(loop).check(loop.rollout(3), 3)
         assert (max(abs(found.sigmas) for found in check.drifts) > 1e-3) is moved
         sizes = [row["sigmas"] for row in check.rows]
         assert sizes == sorted(sizes, reverse=True)  # the most drifted first
     fakes.shake(loop.backbone)  # the student alone
-    again = loop.monitor.rollout(loop.rollout(3), 3)
+    again = monitor(loop).check(loop.rollout(3), 3)
     assert max(abs(found.sigmas) for found in again.drifts) > 1e-3
 
 
@@ -197,8 +201,7 @@ def test_a_run_beyond_its_limit_stops_with_a_checkpoint(random_model: str, tmp_p
         loop.run()
     assert loop.checkpoints.latest() is not None
     assert 0 < loop.update < 6
-    warned = loop.alarm.drifting["the rollout"]
-    assert warned
+    assert monitor(loop).alarm.drifting["the rollout"]
 
 
 # Processes ---------------------------------------------------------------------------------------

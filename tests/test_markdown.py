@@ -12,8 +12,8 @@ import torch
 from test_hostile_files import harmless
 
 from flowalign.commands.evaluate import main
+from flowalign.report.pictures import grid
 from flowalign.system.escape import code, escaped, shown
-from flowalign.training.report.pictures import grid
 
 NASTY = [
     "<script>alert(1)</script>", "<img src=x onerror=alert(1)>", "a | b", "**bold**", "_a_ b_c",

@@ -20,6 +20,7 @@ from torch import Tensor
 from flowalign import config
 from flowalign.commands import build
 from flowalign.training.algorithm import Pairs, TrainingError
+from flowalign.training.events import Learned, Listener
 from flowalign.training.loop import Loop
 from flowalign.training.run import processes
 
@@ -58,11 +59,12 @@ def test_a_velocity_that_is_nan_skips_its_step_alone_and_is_named(
     spoil(loop, lambda pairs: loop.update == 1 and not int(pairs.columns[0]))
     seen = []
 
-    def note(update: int, values: Any) -> None:
-        average = [p.clone() for p in shadow(loop)]
-        seen.append((weights(loop), loop.step.count, loop.step.lr.get_last_lr(), average))
+    class Note(Listener):
+        def learned(self, update: int, learned: Learned) -> None:
+            average = [p.clone() for p in shadow(loop)]
+            seen.append((weights(loop), loop.step.count, loop.step.lr.get_last_lr(), average))
 
-    loop.log.on_update = note
+    loop.listeners.append(Note())
     with caplog.at_level(logging.WARNING, "flowalign"):
         loop.run()
     assert [row["skipped_steps"] for row in rows(loop)] == [0, 1, 0]

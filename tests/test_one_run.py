@@ -17,8 +17,8 @@ from flowalign.backbone import Backbone
 from flowalign.commands import train
 from flowalign.commands.evaluate import main as evaluate
 from flowalign.config import ConfigError, to_yaml
+from flowalign.system.folder import RunFolder
 from flowalign.training.run import lock
-from flowalign.training.run.lock import LOCK
 
 HOLD = """import sys, time
 from flowalign.training.run import lock
@@ -47,7 +47,7 @@ def test_a_folder_is_held_once_and_free_when_the_holder_is_killed(tmp_path: Path
 
 
 def test_what_a_killed_run_left_does_not_hold(tmp_path: Path) -> None:
-    (tmp_path / LOCK).touch()
+    RunFolder(tmp_path).lock.touch()
     lock.check_free(tmp_path)
 
 
@@ -86,7 +86,7 @@ def test_a_second_command_in_the_folder_is_refused(random_model, tmp_path, capsy
     given = command(kind, random_model, tmp_path / "run")
     with lock.holding(tmp_path / "run"):
         assert "is in use" in refused(kind, given, capsys)
-        assert {path.name for path in (tmp_path / "run").iterdir()} == {LOCK}
+        assert {*(tmp_path / "run").iterdir()} == {RunFolder(tmp_path / "run").lock}
 
 
 @pytest.mark.parametrize(
@@ -163,8 +163,8 @@ def test_a_folder_that_a_user_cannot_write_is_refused() -> None:
     with tempfile.TemporaryDirectory() as parent:
         run = Path(parent) / "run"
         run.mkdir()
-        (run / LOCK).touch()
-        (run / LOCK).chmod(0o666)
+        RunFolder(run).lock.touch()
+        RunFolder(run).lock.chmod(0o666)
         run.chmod(0o555)
         Path(parent).chmod(0o555)
         with no_root():

@@ -14,6 +14,7 @@ import house  # scripts/house.py
 import pytest
 
 from flowalign.backbone import families
+from flowalign.system.folder import RunFolder
 
 ROOT = Path(__file__).parent.parent
 ROOMS = ("flowalign.rewards", "flowalign.teachers", "flowalign.eval")
@@ -23,7 +24,7 @@ LEVELS = {
     for level, rooms in enumerate(
         (
             ("system", "types", "credit"), ("sde", "config"), ("backbone",), ("rewards",),
-            ("training",), ("teachers", "eval"), ("commands",),
+            ("training",), ("report",), ("teachers", "eval"), ("commands",),
         )
     )
     for room in rooms
@@ -118,10 +119,21 @@ def test_no_room_is_above_its_budget() -> None:
     assert house.above_budget(ROOT) == []
 
 
-def test_the_house_has_twelve_entries() -> None:
+def test_the_house_has_its_entries() -> None:
     names = {p.name for p in (ROOT / "flowalign").iterdir() if p.name != "__pycache__"}
     rooms = {name if (ROOT / "flowalign" / name).is_dir() else f"{name}.py" for name in LEVELS}
     assert names == {"__init__.py", *rooms}
+
+
+def test_a_name_in_a_run_s_folder_stands_once() -> None:
+    names = {path.name for path in vars(RunFolder("run")).values() if path.suffix} - {"README.md"}
+    texts = [
+        (module, node.value)
+        for module, path in MODULES.items()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Constant) and node.value in names
+    ]
+    assert sorted(texts) == [("flowalign.system.folder", name) for name in sorted(names)]
 
 
 def test_a_line_does_one_thing() -> None:
@@ -176,7 +188,7 @@ def test_a_wheel_holds_the_package_and_nothing_else(tmp_path: Path) -> None:
     kinds = ("json", "jsonl", "safetensors")
     data = [p for kind in kinds for p in ROOT.glob(f"flowalign/backbone/tiny/**/*.{kind}")]
     assert {str(path.relative_to(ROOT)) for path in data} <= names
-    assert "flowalign/training/report/templates/report.html.j2" in names
+    assert "flowalign/report/templates/report.html.j2" in names
 
 
 def test_only_the_backbone_knows_a_family_by_name() -> None:

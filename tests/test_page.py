@@ -13,9 +13,9 @@ from browser import Page
 
 from flowalign.commands.cli import main
 from flowalign.config import to_yaml
-from flowalign.training.report import page, samples
-from flowalign.training.report.pictures import png
-from flowalign.training.report.progress import WARNINGS
+from flowalign.report import samples
+from flowalign.report.pictures import png
+from flowalign.system.folder import RunFolder
 from flowalign.types import Example
 
 PROMPT = '<b>a sign</b> that says "A&B"'
@@ -33,13 +33,13 @@ def run(folder: Path) -> Path:
 
 def written(folder: Path) -> Page:
     assert main(["watch", str(folder)]) == 0
-    return Page((folder / page.PAGE).read_text())
+    return Page(RunFolder(folder).page.read_text())
 
 
 def test_a_run_that_goes_on(tmp_path: Path) -> None:
     folder = run(tmp_path / "run")
     row = {"time": 0.0, "update": 5, "text": "the judge is <gone>"}
-    (folder / WARNINGS).write_text(json.dumps(row) + "\n")
+    RunFolder(folder).warnings.write_text(json.dumps(row) + "\n")
     shown = written(folder)
     assert "updates5 of 10" in shown.text
     assert "reward0.500" in shown.text  # a line that is cut short does not count
@@ -100,12 +100,12 @@ def test_a_folder_without_a_page_of_its_own_is_refused(tmp_path, content: str | 
     assert main(["watch", str(tmp_path)]) == 2
     said = capsys.readouterr().err
     assert str(tmp_path / "inside" if content != "stage: eval" else tmp_path) in said
-    assert not (tmp_path / page.PAGE).exists()
+    assert not RunFolder(tmp_path).page.exists()
     assert main(["watch", str(tmp_path / "nowhere")]) == 2
 
 
 def test_the_page_of_a_finished_run(finished_run: fakes.FinishedRun) -> None:
-    shown = Page((finished_run.folder / page.PAGE).read_text())
+    shown = Page(RunFolder(finished_run.folder).page.read_text())
     assert "updates2 of 2" in shown.text and "Drift from the base" in shown.text
     assert shown.loaded() and all(source.startswith("data:") for source in shown.loaded())
     kinds = [source[:16] for source in shown.loaded()]

@@ -6,7 +6,7 @@ import torch
 from PIL import Image
 
 import flowalign
-from flowalign.training.report.pictures import (
+from flowalign.report.pictures import (
     gallery,
 )
 

@@ -25,8 +25,8 @@ from flowalign.eval.table import (
     of_cells,
     tables,
 )
+from flowalign.report.pictures import png
 from flowalign.system.escape import escaped
-from flowalign.training.report.pictures import png
 from flowalign.types import EvalRow, PromptBatch
 
 NAN = math.nan

@@ -13,9 +13,9 @@ import pytest
 from flowalign.commands import cli
 from flowalign.config import to_yaml
 from flowalign.eval import report
-from flowalign.training.report.pictures import charts, read_metrics
-from flowalign.training.report.progress import WARNINGS
-from flowalign.training.report.results import kept, summary
+from flowalign.report.pictures import charts, read_metrics
+from flowalign.report.results import kept, summary
+from flowalign.system.folder import RunFolder
 
 
 @pytest.mark.slow
@@ -36,7 +36,9 @@ def test_a_run_says_which_adapter_was_kept_and_warns_if_it_is_the_one_it_began_w
     assert fakes.command(*given) == 0
     assert "kept: update 0 of 2 (held-out " in capsys.readouterr().out
     assert (folder / "samples" / "update_000002.png").exists()  # the last, before it is due
-    warnings = [json.loads(line)["text"] for line in (folder / WARNINGS).read_text().splitlines()]
+    warnings = [
+        json.loads(line)["text"] for line in RunFolder(folder).warnings.read_text().splitlines()
+    ]
     (warning,) = [text for text in warnings if "update 0 of 2" in text]
     assert "optimizer.lr" in warning and "the base model" in warning
 
@@ -56,7 +58,7 @@ def test_a_run_says_which_adapter_was_kept_and_warns_if_it_is_the_one_it_began_w
     assert "kept:" not in capsys.readouterr().out
     card = (folder / "adapter" / "README.md").read_text()
     assert "results:" not in card and "(none were taken of this adapter)" in card
-    assert (folder / WARNINGS).read_text().count("update 0 of 2") == 1
+    assert RunFolder(folder).warnings.read_text().count("update 0 of 2") == 1
 
 
 def evaluated(folder: Path, chosen: int, headlines: list[float], **scores: float) -> Path:

@@ -174,9 +174,9 @@ def save(checkpoints: Checkpoints, update: int) -> Path:
 def test_what_is_in_the_way_of_a_checkpoint_is_replaced(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, 1)
     save(checkpoints, 1)
-    (checkpoints.folder / "update_000002").mkdir()
+    (checkpoints.run.checkpoints / "update_000002").mkdir()
     manifest.check_manifest(save(checkpoints, 2))
-    assert [path.name for path in checkpoints.folder.iterdir()] == ["update_000002"]
+    assert [path.name for path in checkpoints.run.checkpoints.iterdir()] == ["update_000002"]
 
 
 def test_a_resumed_run_rotates_what_a_killed_one_did_not(tmp_path: Path) -> None:

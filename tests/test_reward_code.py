@@ -222,7 +222,7 @@ def test_a_finished_stage_of_a_recipe_is_not_finished_with_another_code(tmp_path
     stage = load(fakes.evaluation("tiny", tmp_path, ["a"], mark), stage=EvalStage)
     about = {"config": stage.model_dump(mode="json"), "rewards": resume.rewards_code(stage)}
     Path(stage.output).mkdir()
-    manifest.write_manifest(stage.output, about, [], file=recipe.DONE)
+    manifest.write_manifest(stage.output, about, [], file=stage.folder.done.name)
     assert recipe.damage_of(stage) is None
     write(tmp_path, 2.0)
     assert "benchmarks.0.reward: the code of mine:red" in (recipe.damage_of(stage) or "")

@@ -14,12 +14,12 @@ from torch.testing import assert_close
 from flowalign import sde
 from flowalign.commands.run import train
 from flowalign.config import StatesConfig
+from flowalign.report import samples
+from flowalign.report.results import kept
 from flowalign.training import metrics
 from flowalign.training.algorithm import pairs_of
 from flowalign.training.loop import Loop
 from flowalign.training.losses import velocity_error
-from flowalign.training.report import samples
-from flowalign.training.report.results import kept
 from flowalign.training.student.opd import Labels, Opd, chosen
 from flowalign.training.student.sft import Sft
 

@@ -37,6 +37,7 @@ from flowalign.config import ADAPTER
 from flowalign.config.section import did_you_mean
 from flowalign.system.escape import shown
 from flowalign.system.files import replacing
+from flowalign.system.folder import RunFolder
 from flowalign.system.hub_address import HubAddress
 from flowalign.system.hub_files import FAILED, HTTP_ERROR, HubError, HubFiles
 from flowalign.system.manifest import Damaged, Foreign, check_manifest, write_manifest
@@ -81,7 +82,7 @@ def adapter_folder(source: str | Path, *, newest: bool = False) -> Path:
     if is_hub_id(str(source)):
         return _download(str(source), newest)
     folder = Path(source).expanduser()
-    of_run = folder / "adapter"
+    of_run = RunFolder(folder).adapter
     return of_run if (of_run / ADAPTER).is_file() and not (folder / ADAPTER).exists() else folder
 
 

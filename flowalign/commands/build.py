@@ -14,19 +14,23 @@ from flowalign.backbone import DTYPES, Backbone
 from flowalign.config import ConfigError, StudentConfig, TrainingStage
 from flowalign.eval import suite
 from flowalign.eval.suite import Benchmark
+from flowalign.report.alarm import Alarm
+from flowalign.report.drift.monitor import Monitor
+from flowalign.report.log import RunLog
+from flowalign.report.page import Page
+from flowalign.report.pictures import png
+from flowalign.report.progress import Progress
+from flowalign.report.samples import HELD_OUT, Samples
 from flowalign.rewards import RewardBase
 from flowalign.system.devices import resolve
 from flowalign.system.signals import Clock
 from flowalign.teachers.bank import Bank, Member
 from flowalign.training.algorithm import STUDENT, Parts, algorithm_class
 from flowalign.training.data import PromptSampler, spread, subset
+from flowalign.training.evaluations import Evaluate
+from flowalign.training.events import Listener
 from flowalign.training.loop import Loop
 from flowalign.training.preflight import Inputs, reward_problems
-from flowalign.training.report import samples, trackers
-from flowalign.training.report.drift.monitor import Monitor
-from flowalign.training.report.listeners import Evaluate
-from flowalign.training.report.pictures import png
-from flowalign.training.report.progress import Progress
 from flowalign.training.rollout import generate
 from flowalign.training.run import processes
 from flowalign.types import EvalReport, EvalRow, Example, Reward
@@ -52,12 +56,7 @@ def wire(
     progress = Progress(config, accelerator.is_main_process)
     parts = algorithm_parts(config, backbone, accelerator, built, inputs)
     benchmarks = held_out(config, built, inputs) if config.evaluates else []
-    monitor = None
-    if config.alarm:
-        start = None
-        if config.alarm.reference == "start" and config.lora.init:
-            start = inputs.adapter(config.lora.init)
-        monitor = Monitor(config, backbone, start)
+    heard = listeners(config, backbone, accelerator, progress, inputs)
     loop = Loop(
         config,
         backbone,
@@ -65,12 +64,29 @@ def wire(
         PromptSampler.of(config, inputs.prompts),
         algorithm_class(config)(parts),
         evaluator(parts, benchmarks, inputs),
-        progress.update,
+        heard,
         clock,
-        monitor,
     )
-    trackers.begin(accelerator, config)
     return loop, progress, built
+
+
+def listeners(
+    config: TrainingStage,
+    backbone: Backbone,
+    accelerator: Accelerator,
+    progress: Progress,
+    inputs: Inputs,
+) -> list[Listener]:
+    """Who hears of a run. The alarm comes before the log, which has its figures, and the page,
+    which shows the log, comes last."""
+    alarm = Alarm({task.name: task.reward.name for task in config.tasks if task.reward})
+    told: list[Listener] = [Samples(config, accelerator), alarm]
+    if config.alarm:
+        start = None
+        if config.alarm.reference == "start" and config.lora.init:
+            start = inputs.adapter(config.lora.init)
+        told.append(Monitor(config, backbone, alarm, start))
+    return [*told, RunLog(config, accelerator, progress), Page(config)]
 
 
 def build_rewards(config: TrainingStage, device: torch.device) -> dict[str, RewardBase]:
@@ -172,7 +188,7 @@ def evaluator(parts: Parts, benchmarks: Sequence[Benchmark], inputs: Inputs) -> 
     def evaluate() -> tuple[EvalRow | None, EvalReport]:
         report = suite.run(
             parts.backbone, sets, settings, parts.accelerator,
-            seconds=config.train.score_seconds, max_invalid_share=share, shown=samples.HELD_OUT,
+            seconds=config.train.score_seconds, max_invalid_share=share, shown=HELD_OUT,
         )  # fmt: skip
         if benchmarks:
             return suite.headline(report, benchmarks), report
@@ -181,7 +197,7 @@ def evaluator(parts: Parts, benchmarks: Sequence[Benchmark], inputs: Inputs) -> 
     def pictured() -> Iterator[Example]:
         for task in config.tasks:  # on every process: a sharded base needs all in a forward pass
             prompts = inputs.prompts(task.validation or task.prompts, task.name)
-            shown = spread(len(prompts), samples.HELD_OUT)
+            shown = spread(len(prompts), HELD_OUT)
             some = prompts.select(shown)
             images = generate(parts.backbone, some, settings, shown)
             for prompt, image in zip(some.prompts, images, strict=True):

@@ -19,14 +19,14 @@ from flowalign import __version__, rewards
 from flowalign.backbone.adapters import is_hub_id, read_lora
 from flowalign.config import Stage, TrainingStage, to_yaml
 from flowalign.config.learning import ADVANTAGES
+from flowalign.report import results
 from flowalign.system.escape import block, code, escaped, table
+from flowalign.system.folder import RunFolder
 from flowalign.training import metrics
 from flowalign.training.preflight import span
-from flowalign.training.report import results
 
 # The models under Stability's community licence.
 STABILITY = [f"stable-diffusion-{size}" for size in ("3.5-medium", "3.5-large", "3-medium")]
-REPORT = "report.md"  # of a merge: what was done, in its first line, and the error of each layer
 # Lines with tokens of the Hub and of OpenAI, passwords in URLs, and keys that are named so and have
 # a value.
 SECRET = re.compile(
@@ -42,7 +42,7 @@ def write_card(folder: Path, config: Stage) -> None:
     """Write folder/adapter/README.md for the run in a folder: its adapter, and the scores of its
     log; a merge has none."""
     base = config.model.id
-    adapter = read_lora(folder / "adapter")
+    adapter = read_lora(RunFolder(folder).adapter)
     title, scores = "Scores", "(none: a merge takes none)"
     if isinstance(config, TrainingStage):
         title = "Scores on held-out prompts while training"
@@ -69,7 +69,7 @@ def write_card(folder: Path, config: Stage) -> None:
         stage=config.stage,
         program=config.command,
         tasks=", ".join(escaped(task.name) for task in getattr(config, "tasks", ())),
-        source_text=json.dumps(str(folder / "adapter"), ensure_ascii=False),
+        source_text=json.dumps(str(RunFolder(folder).adapter), ensure_ascii=False),
         lora=adapter,
         rank=span(adapter.ranks),
         scale=span(adapter.scales),
@@ -84,7 +84,7 @@ def write_card(folder: Path, config: Stage) -> None:
     if count:
         text = "the model card leaves out what looks like a token or a password"
         log.warning("%s: %s. Rewards can read theirs from the environment.", folder, text)
-    page.save(folder / "adapter" / "README.md")
+    page.save(RunFolder(folder).card)
 
 
 def score_table(rows: Sequence[Mapping[str, Any]], own: Mapping[str, Any]) -> str:
@@ -138,7 +138,7 @@ def origins(folder: Path, config: Any) -> str:
         ]
     if config.credited and config.credited.advantage not in ADVANTAGES:
         lines.append(f"advantages by {code(config.credited.advantage)}")
-    if (report := folder / REPORT).is_file():
+    if (report := RunFolder(folder).merge).is_file():
         first = report.read_text(encoding="utf-8").partition("\n")[0]
         lines.append(f"merged as: {escaped(first)}")
     return "\n".join(f"- {line}" for line in lines)

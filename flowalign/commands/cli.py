@@ -21,7 +21,7 @@ COMMANDS = {
         "Train from a config, as `accelerate launch train.py`.",
     ),
     "watch": (
-        "flowalign.training.report.page:main",
+        "flowalign.report.page:main",
         "Write the page that shows a run, as it is now.",
     ),
     "eval": ("flowalign.commands.evaluate:main", "Score models on held-out prompts."),

@@ -17,9 +17,9 @@ from flowalign.commands.doctor.count import judges
 from flowalign.commands.prompts import actions as data
 from flowalign.commands.prompts.fetch import missing_sets
 from flowalign.config import ConfigError, Stage, load
+from flowalign.report.progress import quiet
 from flowalign.system.exit import refusing
 from flowalign.system.hub_files import HubError, HubFiles, Unreachable
-from flowalign.training.report.progress import quiet
 
 
 @refusing("fetch")
@@ -64,7 +64,7 @@ def needed(stages: Iterable[Stage]) -> dict[HubFiles, str]:
 def _adapters_here(stages: Collection[Stage]) -> Iterator[str]:
     """Say which adapters on this machine, shipped ones too, are not there, and are written by none
     of the stages."""
-    written = {str(Path(stage.output) / "adapter") for stage in stages}
+    written = {str(stage.folder.adapter) for stage in stages}
     sources = dict.fromkeys(source for stage in stages for source in stage.inputs.values())
     for source in sources:
         if source not in written and not adapters.is_hub_id(source):

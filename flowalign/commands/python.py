@@ -23,15 +23,16 @@ from flowalign.config import EvalStage, Stage, load, parse, read
 from flowalign.config.loading import run_config
 from flowalign.eval.compare import load_results
 from flowalign.eval.evaluation import evaluate as run_evaluation
+from flowalign.report import page
+from flowalign.report.pictures import score_text, sheet
+from flowalign.report.progress import OnMetrics, figures
+from flowalign.report.results import kept
 from flowalign.system.files import expanded, read_lines, replacing
+from flowalign.system.folder import RunFolder
 from flowalign.system.images import image_files, in_order, read_image, stacked
 from flowalign.system.packages import require
 from flowalign.training import metrics
 from flowalign.training.data import load_prompts
-from flowalign.training.report import page
-from flowalign.training.report.pictures import score_text, sheet
-from flowalign.training.report.progress import OnMetrics, figures
-from flowalign.training.report.results import kept
 from flowalign.training.run import lock
 from flowalign.types import Scores
 
@@ -90,35 +91,35 @@ class Run:
     @property
     def adapter(self) -> Path:
         """What `flowalign.load(model, lora=...)` takes."""
-        return self.folder / "adapter"
+        return RunFolder(self.folder).adapter
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
         """The lines of its log, an update each."""
-        return read_lines(self.folder / "metrics.jsonl")
+        return read_lines(RunFolder(self.folder).log)
 
     @cached_property
     def results(self) -> dict[str, Any]:
         """results.json of an evaluation: every number of every model, and every image's scores."""
-        return json.loads((self.folder / "results.json").read_text(encoding="utf-8"))
+        return json.loads(RunFolder(self.folder).results.read_text(encoding="utf-8"))
 
     def plot(self) -> Image.Image:
         """The curves of a run, or the images of all models of an evaluation."""
-        grid = self.folder / "grid.png"
-        return read_image(grid if grid.is_file() else self.folder / "metrics.png")
+        folder = RunFolder(self.folder)
+        return read_image(folder.grid if folder.grid.is_file() else folder.curves)
 
     def to_pandas(self) -> Any:
         """As a DataFrame: every metric of every model of an evaluation, a row each, or the log of a
         run. Raises MissingPackage without pandas."""
         rows = self.metrics
-        if (self.folder / "results.json").is_file():
+        if RunFolder(self.folder).results.is_file():
             models = self.results["models"].items()
             rows = [{"model": name, **row} for name, about in models for row in about["rows"]]
         return require("pandas", "to_pandas needs").DataFrame(rows)
 
     def __repr__(self) -> str:
         lines = [f"kept: {chosen}" for chosen in [kept(self.folder)] if chosen]
-        if (self.folder / "results.json").is_file():
+        if RunFolder(self.folder).results.is_file():
             heads, *rows, _ = self.results["tables"][0]["rows"]  # the last has the counts
             pairs = ((name, zip(heads[1:], row, strict=True)) for name, *row in rows)
             lines = [f"{name}: {', '.join(map(' '.join, both))}" for name, both in pairs]
@@ -129,7 +130,7 @@ class Run:
         return "\n".join([str(self.folder), *lines[: LINES - 1 - len(cut)], *cut])
 
     def _repr_html_(self) -> str:
-        tables = self.results.get("tables", []) if (self.folder / "results.json").is_file() else []
+        tables = self.results.get("tables", []) if RunFolder(self.folder).results.is_file() else []
         return "".join(page.table(table["rows"]) for table in tables) or str(self.folder)
 
 
@@ -221,8 +222,9 @@ def train(
 def remove_run(folder: Path) -> None:
     """Remove the folder of a run, a recipe or an evaluation, if it holds one and none runs there.
     Raises ValueError for a folder that is another's."""
-    ran, evaluated = ((folder / name).is_file() for name in ("config.yaml", "results.json"))
-    if not (ran or evaluated):
+    run = RunFolder(folder)
+    ran = run.config.is_file()
+    if not (ran or run.results.is_file()):
         return
     lock.check_free(folder)
     keys = run_config(folder) if ran else load_results(folder)["config"]

@@ -18,7 +18,7 @@ from typing import Any
 from accelerate.utils.memory import clear_device_cache
 
 from flowalign.backbone.adapters import file_digest
-from flowalign.commands.card import REPORT, write_card
+from flowalign.commands.card import write_card
 from flowalign.config import (
     ConfigError,
     MergeStage,
@@ -34,23 +34,17 @@ from flowalign.config.loading import override, varied
 from flowalign.config.stages import variant_keys
 from flowalign.eval.evaluation import evaluate
 from flowalign.eval.suite import image_sets
+from flowalign.report import page
+from flowalign.report.progress import recorded
 from flowalign.system import files, manifest
 from flowalign.system.manifest import Damaged
 from flowalign.teachers import merge as merging
 from flowalign.training.preflight import Launch, misused_adapters, once, world_problems
-from flowalign.training.report import page
-from flowalign.training.report.progress import recorded
 from flowalign.training.run import lock, processes
 from flowalign.training.run.resume import changed_rewards, rewards_code
 
 HERE = Launch(resume=False)  # by one process
 REFERENCE = "stage:"
-# The manifest of a finished stage. It tells the stage's config and the inputs it was made from.
-DONE = "done.json"
-PROVED = (  # the files that it vouches for: what later stages and people read
-    "adapter/*.safetensors", "adapter/*.json", "config.yaml", "metrics.jsonl", "report.md",
-    "results.json", "table.md",
-)  # fmt: skip
 
 log = logging.getLogger("flowalign")
 
@@ -79,7 +73,7 @@ def run(
     with lock.holding(folder, record):
         if record:
             complete = {name: stage.model_dump(mode="json") for name, stage in stages.items()}
-            with files.replacing(folder / "config.yaml") as part:  # without the files that it uses
+            with files.replacing(config.folder.config) as part:  # without the files that it uses
                 part.write_text(to_yaml(config.model_copy(update={"stages": complete})))
         if main:
             files.remove_leftovers(folder)
@@ -115,23 +109,27 @@ def _run_stage(stage: Any, head: str, main: bool, train: Callable[[Any], object]
     clear_device_cache(garbage_collection=True)  # the stage's models refer to one another
     if main:
         inputs = {source: file_digest(source) for source in stage.inputs.values()}
-        folder = Path(stage.output)
-        paths = [path.relative_to(folder).as_posix() for n in PROVED for path in folder.glob(n)]
+        folder = stage.folder
+        vouched = [  # what later stages and people read
+            *folder.adapter.glob("*.safetensors"), *folder.adapter.glob("*.json"),
+            folder.config, folder.log, folder.merge, folder.results, folder.table,
+        ]  # fmt: skip
+        paths = [path.relative_to(folder.path).as_posix() for path in vouched if path.exists()]
         about = {"inputs": inputs, "rewards": rewards_code(stage)}
         done = {"config": stage.model_dump(mode="json"), **about}
-        manifest.write_manifest(folder, done, paths, file=DONE)
+        manifest.write_manifest(folder.path, done, paths, file=folder.done.name)
 
 
 def merged(stage: MergeStage) -> merging.MergeReport:
     """Merge into <output>/adapter, with its card; <output>/report.md says what was done."""
-    folder = Path(stage.output)
-    with lock.holding(folder):
-        shutil.rmtree(folder / "adapter", ignore_errors=True)  # of a merge that was killed
+    folder = stage.folder
+    with lock.holding(folder.path):
+        shutil.rmtree(folder.adapter, ignore_errors=True)  # of a merge that was killed
         settings = stage.model_dump(exclude={"stage", "output", "model", "adapters"})
-        report = merging.merge(stage.adapters, folder / "adapter", model=stage.model.id, **settings)
-        (folder / REPORT).write_text(f"{report}\n")
-        (folder / "config.yaml").write_text(to_yaml(stage))
-        write_card(folder, stage)
+        report = merging.merge(stage.adapters, folder.adapter, model=stage.model.id, **settings)
+        folder.merge.write_text(f"{report}\n")
+        folder.config.write_text(to_yaml(stage))
+        write_card(folder.path, stage)
     return report
 
 
@@ -164,7 +162,7 @@ def read_stages(config: Any, home: Path) -> tuple[dict[str, Stage], list[str]]:
             stages[name] = _read_stage(config, name, home, adapters)
         except ConfigError as error:
             problems += [f"stages.{name}.{text}" for text in error.problems]
-        adapters[name] = str(Path(config.output) / name / "adapter")
+        adapters[name] = str(config.folder.stage(name).adapter)
     return stages, problems
 
 
@@ -187,7 +185,7 @@ def _read_stage(config: Any, name: str, home: Path, adapters: Mapping[str, str])
         raise ConfigError(["stage: 'recipe' inside a recipe. List its stages here instead."])
     data["model"] = config.model.model_dump(mode="json")  # all stages have one base
     data = varied(data, variant_keys(config.variant, kind), source="variant")
-    data["output"] = str(Path(config.output) / name)
+    data["output"] = str(config.folder.stage(name).path)
     stage = stage_class(kind) if kind in stage_names() else Stage
     if "seed" in stage.model_fields and "seed" not in keys:
         data["seed"] = config.seed
@@ -222,7 +220,8 @@ def _problems(
     for name, stage in stages.items():
         place = f"stages.{name}." if config.is_recipe else ""
         # of wrong stages, too, which are blamed once
-        pending = [str(Path(config.output) / n / "adapter") for n in names[: names.index(name)]]
+        earlier = names[: names.index(name)]
+        pending = [str(config.folder.stage(n).adapter) for n in earlier]
         resume = None if damages[name] is None else True
         start = replace(launch, resume=resume, pending=pending)
         problems += [f"{place}{text}" for text in world_problems(stage, start)]
@@ -243,10 +242,10 @@ def _problems(
 def damage_of(stage: Stage) -> str | None:
     """None for a finished stage, "" for one that is not, and what is damaged in one that was, or
     which rewards have other code now."""
-    if not (Path(stage.output) / DONE).exists():
+    if not stage.folder.done.exists():
         return ""
     try:
-        done = manifest.check_manifest(stage.output, file=DONE).about
+        done = manifest.check_manifest(stage.output, file=stage.folder.done.name).about
     except Damaged as error:
         return str(error)
     return "; ".join(changed_rewards(stage, done)) or None
@@ -255,7 +254,7 @@ def damage_of(stage: Stage) -> str | None:
 def _stale(stage: Stage, again: Collection[str] = ()) -> list[str]:
     """What of a finished stage is not as the recipe asks for now. again: the folders of stages that
     run first; what was read of them is compared after that."""
-    done = manifest.read_manifest(stage.output, file=DONE).about
+    done = manifest.read_manifest(stage.output, file=stage.folder.done.name).about
     remedy = f"Delete {stage.output} to run it again, or choose another `output`."
     now = stage.model_dump(mode="json")
     then = done["config"]

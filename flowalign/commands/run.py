@@ -20,13 +20,13 @@ from flowalign.commands.build import wire
 from flowalign.commands.card import write_card
 from flowalign.config import ConfigError, Job, TrainingStage, to_yaml
 from flowalign.eval.suite import EvaluationError
+from flowalign.report import page, results
+from flowalign.report.progress import OnMetrics, quiet
 from flowalign.system import files
 from flowalign.system.signals import Clock
 from flowalign.training import preflight
 from flowalign.training.algorithm import TrainingError
 from flowalign.training.preflight import Launch, against_card, check_world, span
-from flowalign.training.report import page, results
-from flowalign.training.report.progress import OnMetrics, quiet
 from flowalign.training.run import lock, processes
 from flowalign.training.run.resume import checkpoints
 
@@ -69,7 +69,8 @@ def run_job(
             for _, text in preflight.misused_adapters({folder.name: config}):
                 log.warning("a finding of preflight: %s", text)
         if resume and not checkpoints(folder):
-            log.warning("--resume: no checkpoint in %s/checkpoints: from the first update", folder)
+            text = "--resume: no checkpoint in %s: from the first update"
+            log.warning(text, config.folder.checkpoints)
         clock = Clock(began, config.train.max_minutes)
         return train(config, resume=resume, any_world=any_world, clock=clock, on_update=on_update)
 
@@ -121,7 +122,7 @@ def train(
         if not (resume and loop.resume()):
             loop.begin()
         if main:
-            with files.replacing(folder / "config.yaml", durable=True) as part:
+            with files.replacing(config.folder.config, durable=True) as part:
                 part.write_text(to_yaml(config))
         loop.accelerator.wait_for_everyone()
         with report.live(loop.update):
@@ -129,7 +130,7 @@ def train(
             if main:
                 finish(config)
         processes.finish(loop.accelerator)
-    return folder / "adapter"
+    return config.folder.adapter
 
 
 @contextmanager

@@ -26,11 +26,12 @@ from flowalign.commands.arguments import SHOWN
 from flowalign.commands.init import named_sources
 from flowalign.config import ConfigError, ModelConfig, SamplingConfig, load
 from flowalign.config.loading import card_of
+from flowalign.report.pictures import gallery, grid, png
+from flowalign.report.progress import quiet
 from flowalign.system import devices
 from flowalign.system.exit import refusing
 from flowalign.system.files import expanded, replacing
-from flowalign.training.report.pictures import gallery, grid, png
-from flowalign.training.report.progress import quiet
+from flowalign.system.folder import RunFolder
 from flowalign.training.rollout import generate
 from flowalign.types import PromptBatch
 
@@ -75,7 +76,7 @@ def settle(args: argparse.Namespace, lora: Lora | None = None, *others: Lora) ->
             text = f"{one.file} is an adapter of another base than {model!r}: it {reason}"
             raise ValueError(f"--model: {text}. Give the base that it is of.")
     try:  # the run that trained the LoRA leaves its config above the adapter's folder
-        run = load(lora.file.parent.parent / "config.yaml") if lora else None
+        run = load(RunFolder(lora.file.parent.parent).config) if lora else None
     except ConfigError:  # there is none, or it is another program's
         run = None
     if run:

@@ -37,6 +37,7 @@ from flowalign.config.stages import (
 )
 from flowalign.config.stages.base import Stage
 from flowalign.config.stages.training import TrainingStage
+from flowalign.system.folder import RunFolder
 from flowalign.system.hub_address import secrets
 
 C = TypeVar("C", bound=Stage)
@@ -124,12 +125,13 @@ class NoRun(ValueError):
 
 def run_config(run: Path) -> Mapping[str, Any]:
     """The keys in the config of a run's or a recipe's folder. Raises NoRun."""
+    path = RunFolder(run).config
     try:
-        config = read(run / "config.yaml")
+        config = read(path)
         config["stage"]
         return config
     except (ConfigError, TypeError, KeyError, OSError) as error:
-        inside = ", ".join(str(path.parent) for path in sorted(run.glob("*/config.yaml"))[:8])
+        inside = ", ".join(str(path.parent) for path in sorted(run.glob(f"*/{path.name}"))[:8])
         raise NoRun(
             f"{run} is no run: it has no config.yaml with a `stage`. Name the `output` folder of a "
             f"run of `flowalign train`{f', such as {inside}' if inside else ''}."

@@ -142,7 +142,7 @@ class AlarmConfig(Section):
 
     warn: Positive = 3.0
     """Sigmas of a statistic's drift beyond which it is warned of. One sigma is half of what honest
-    training moved it; see flowalign.training.report.drift.compare."""
+    training moved it; see flowalign.report.drift.compare."""
     stop: Positive | None = Field(default=None, examples=[6.0])
     """Sigmas beyond which the run ends; null = never."""
 

@@ -1,14 +1,14 @@
-"""The one training loop: rollout -> prepare -> learn -> report.
+"""The one training loop: rollout -> prepare -> learn -> tell.
 
 What is learnt is the business of an algorithm (`flowalign.training.algorithm`), how a step is taken
-of `flowalign.training.step`, and what a run shows of `flowalign.training.report.listeners`.
+of `flowalign.training.step`, and what a run shows of its listeners (`flowalign.training.events`).
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -21,14 +21,12 @@ from flowalign.backbone import Backbone
 from flowalign.config import ConfigError, TrainingStage
 from flowalign.system.files import to_json
 from flowalign.system.signals import Clock, Interrupted, Requests
-from flowalign.training import metrics, nonfinite
+from flowalign.training import events, metrics, nonfinite
 from flowalign.training.algorithm import STUDENT, Algorithm, Prepared, TrainingError
 from flowalign.training.data import PromptSampler
+from flowalign.training.evaluations import Evaluate, Evaluations
+from flowalign.training.events import Learned, Listener, Stop
 from flowalign.training.nonfinite import NotFinite
-from flowalign.training.report.alarm import Alarm
-from flowalign.training.report.drift.compare import Check
-from flowalign.training.report.drift.monitor import Monitor
-from flowalign.training.report.listeners import Evaluate, Evaluations, OnUpdate, RunLog
 from flowalign.training.rollout import Noise, sample, shard
 from flowalign.training.run import checkpoint, resume
 from flowalign.training.run.processes import from_main
@@ -39,7 +37,10 @@ log = logging.getLogger("flowalign")
 
 
 class Loop:
-    """A run: its prompts, its optimizer steps, its checkpoints, and those who listen to it."""
+    """A run: its prompts, its optimizer steps, its checkpoints, and those who listen to it.
+
+    Its listeners are told of everything in their order; all processes tell them the same.
+    """
 
     def __init__(
         self,
@@ -49,9 +50,8 @@ class Loop:
         prompts: PromptSampler,
         algorithm: Algorithm[Any],
         evaluate: Evaluate | None = None,
-        on_update: OnUpdate = lambda update, values: None,
+        listeners: Sequence[Listener] = (),
         clock: Clock | None = None,
-        monitor: Monitor | None = None,
     ) -> None:
         self.config = config
         self.backbone = backbone
@@ -74,18 +74,16 @@ class Loop:
         several = accelerator.num_processes > 1
         clock = clock or Clock(time.monotonic(), config.train.max_minutes)
         self.requests = Requests(gather_object if several else None, clock)
-        # listeners
-        rewards = {task.name: task.reward.name for task in config.tasks if task.reward}
-        self.monitor = monitor
-        self.alarm = Alarm(rewards)
-        self.log = RunLog(config, accelerator, self.alarm, on_update)
-        self.evaluations = Evaluations(config, evaluate, self.log)
+        self.listeners = list(listeners)
+        self.evaluations = Evaluations(config, evaluate)
 
     # The main path -----------------------------------------------------------------------------
 
     def run(self) -> None:
         """To the configured end. A signal, or the clock, ends it earlier and leaves a checkpoint of
         the last complete update (`flowalign.system.signals`)."""
+        for listener in self.listeners:
+            listener.began(self.update)
         self._note_complete()
         with self.requests:
             try:
@@ -105,7 +103,7 @@ class Loop:
             )
 
     def _updates(self) -> None:
-        """Rollout, prepare, learn, report; then evaluate and save, where that is due."""
+        """Rollout, prepare, learn, tell; then evaluate and save, where that is due."""
         longest: float | None = None  # seconds from one update to the next; at least one is done
         while self.update < self.config.train.updates and not self.evaluations.stalled:
             self.requests.stop_point(longest)
@@ -116,13 +114,13 @@ class Loop:
                 rollout = self.rollout(self.update)
             with self._timed(metrics.SECONDS_SCORE):
                 prepared = self.prepare(rollout)
-            drift = self._compare_with_base(rollout)  # now: no thread asks a reward any more
+            figures = self._tell_rollout(rollout)  # now: no thread asks a reward any more
             with self.requests.uninterrupted():  # an update is learnt completely, or not at all
                 self._complete = False
                 with self._timed(metrics.SECONDS_UPDATE):
                     values = self.learn(prepared)
                 self.update += 1
-                self._report(rollout, prepared, values, drift)
+                self._tell_learned(rollout, prepared, values, figures)
                 del rollout, prepared  # before anything else is sampled
                 self._note_complete()
             self._check_skips()
@@ -181,24 +179,46 @@ class Loop:
         self.first_skip = None if taken else self.first_skip or fault
         if fault:
             text = f"{skipped} of {steps} optimizer steps skipped, as {fault}"
-            self.log.warn(self.update + 1, [text])
+            events.warn(self.update + 1, [text])
         return values
 
-    def _report(
+    def _tell_rollout(self, rollout: Rollout) -> dict[str, float]:
+        """Figures that listeners took of a rollout. Raises TrainingError, with a checkpoint of the
+        last complete update, where one stops the run."""
+        began = time.perf_counter()
+        figures: dict[str, float] = {}
+        try:
+            with self.backbone.uncounted():
+                for listener in self.listeners:
+                    figures |= listener.rollout(self.update, rollout)
+        except Stop as reason:
+            checkpoint.set_rng(self._rng)  # a reward may have drawn since
+            with self.requests.uninterrupted():
+                self.save()
+                for listener in self.listeners:
+                    listener.stopped(self.update)
+            latest = self.checkpoints.latest() or "missing"
+            text = f"update {self.update}: {reason} The last checkpoint is {latest}."
+            raise TrainingError(text) from None
+        if figures:
+            self._seconds[metrics.SECONDS_HEARD] = time.perf_counter() - began
+        return figures
+
+    def _tell_learned(
         self,
         rollout: Rollout,
         prepared: Prepared | NotFinite,
         values: dict[str, float],
-        drift: dict[str, float],
+        figures: Mapping[str, float],
     ) -> None:
         images = len(rollout) * self.accelerator.num_processes  # an equal shard each
         speed = images / (time.perf_counter() - self._began)
-        values |= {**self._seconds, metrics.IMAGES_PER_SECOND: speed, **drift}
+        values |= {**self._seconds, metrics.IMAGES_PER_SECOND: speed, **figures}
         values[metrics.EVALUATIONS] = sum(gather_object([self.backbone.evaluations]))
-        if isinstance(prepared, Prepared):
-            self.log.rollout(self.update, rollout, prepared.notes)
-        self.log.warn(self.update, self.alarm.update(values))
-        self.log.write(self.update, values)
+        sound = prepared if isinstance(prepared, Prepared) else None
+        learned = Learned(rollout, sound, values)
+        for listener in self.listeners:
+            listener.learned(self.update, learned)
 
     @contextmanager
     def _timed(self, seconds: str) -> Iterator[None]:
@@ -207,7 +227,7 @@ class Loop:
         yield
         self._seconds[seconds] = time.perf_counter() - began
 
-    # Evaluation and drift ----------------------------------------------------------------------
+    # Evaluation --------------------------------------------------------------------------------
 
     def _evaluate(self) -> None:
         """If it is due, score the averaged adapter on held-out prompts; keep the best one."""
@@ -219,38 +239,13 @@ class Loop:
             measured = self.algorithm.held_out()  # by all, as the base may be sharded
             more = from_main(lambda: measured)  # whose numbers end the run on all, or on none
             with self.requests.uninterrupted():
-                if self.evaluations.note(self.update, headline, report, more, self._keep_adapter):
+                evaluation = self.evaluations.note(self.update, headline, report, more)
+                if evaluation.best:
+                    self._keep_adapter(self.evaluations.best)
+                for listener in self.listeners:
+                    listener.evaluated(self.update, evaluation)
+                if evaluation.counts:
                     self._note_complete()
-
-    def _compare_with_base(self, rollout: Rollout) -> dict[str, float]:
-        """Where it is due, the drift of a rollout from the base's images."""
-        if self.monitor is None or not self.monitor.due(rollout, self.update):
-            return {}
-        with self._timed(metrics.SECONDS_DRIFT), self.backbone.uncounted():
-            check = self.monitor.rollout(rollout, self.update)
-            values = self.log.drift(self.update, check)
-        self._stop_at_drift(check)
-        return values
-
-    def _stop_at_drift(self, check: Check) -> None:
-        """Raise TrainingError, with a checkpoint of the last complete update, where a statistic of
-        the images is beyond alarm.stop; on all processes, as all know the same."""
-        alarm = self.config.alarm
-        assert alarm
-        if not (worst := [drift for drift in check.drifts if drift.beyond(alarm.stop)]):
-            return
-        checkpoint.set_rng(self._rng)  # a reward may have drawn since
-        with self.requests.uninterrupted():
-            self.save()
-            self.log.page()
-        raise TrainingError(
-            f"update {self.update}: the images drift from the {alarm.reference}, beyond "
-            f"alarm.stop = {alarm.stop:g}: {'; '.join(map(str, worst))}. "
-            f"Look at {self.folder / 'report.html'}. "
-            "If this is reward hacking, fix the reward and start a new run; "
-            "if it is what you train for, raise alarm.stop and run again with --resume. "
-            f"The last checkpoint is {self.checkpoints.latest() or 'missing'}."
-        )
 
     def _keep_adapter(self, scores: Mapping[str, float]) -> None:
         save = partial(self.backbone.save_adapter, STUDENT)
@@ -265,7 +260,7 @@ class Loop:
         if not (fault := self.first_skip):
             if idle:
                 text = "no optimizer step was taken: float16's loss scale was falling all along"
-                self.log.warn(self.update, [text])
+                events.warn(self.update, [text])
         elif idle or self.skipped >= self.config.train.max_skipped:
             latest = self.checkpoints.latest()  # none is written while updates are skipped
             good = f"The last good checkpoint is {latest}." if latest else "There is no checkpoint."
@@ -304,8 +299,8 @@ class Loop:
     def save(self) -> Path:
         """A complete checkpoint of this moment. Raises OSError on all processes if it cannot be
         written; the older ones are then as they were."""
-        alarm = to_json(self.alarm.state())
-        progress = {"steps": self.step.count, **self.evaluations.state(), "alarm": alarm}
+        heard = {each.key: to_json(each.state()) for each in self.listeners if each.key}
+        progress = {"steps": self.step.count, **self.evaluations.state(), **heard}
         return self.checkpoints.save(
             self.update,
             tensors=self.step.tensors(),
@@ -341,12 +336,13 @@ class Loop:
         self.step.load_states(states, progress["steps"])
         self.update = progress["update"]
         self.evaluations.load(progress)
-        self.alarm.load(progress["alarm"])
-        if changed := resume.changed_rewards(self.config, saved.about):  # and that is allowed
+        changed = resume.changed_rewards(self.config, saved.about)  # and that is allowed
+        for listener in self.listeners:
+            if listener.key in progress:
+                listener.load(progress[listener.key], comparable=not changed)
+        if changed:
             self.evaluations.best = {}
-            self.alarm.trained = []
-            self.alarm.watched = []
-            self.log.warn(self.update, [f"--resume: {text}" for text in changed])
+            events.warn(self.update, [f"--resume: {text}" for text in changed])
         evaluated = self.evaluations.last
         from_main(lambda: self.checkpoints.restore(folder, self.update, evaluated))
         return True

@@ -19,7 +19,7 @@ SKIPPED = "skipped_steps"  # optimizer steps that were left out, as a number was
 SECONDS_ROLLOUT = "seconds/rollout"
 SECONDS_SCORE = "seconds/score"  # rewards or labels, without what ran during the rollout
 SECONDS_UPDATE = "seconds/update"
-SECONDS_DRIFT = "seconds/image_drift"  # where the alarm looked at the rollout
+SECONDS_HEARD = "seconds/image_drift"  # where a listener, the alarm, looked at the rollout
 SECONDS = (SECONDS_ROLLOUT, SECONDS_SCORE, SECONDS_UPDATE)
 IMAGES_PER_SECOND = "images_per_second"  # of all processes
 # Of all processes: forward passes of the transformer for one image (two with CFG), a backward pass

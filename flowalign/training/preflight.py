@@ -28,6 +28,7 @@ from flowalign.config import ConfigError, Judged, ModelConfig, Stage, TrainingSt
 from flowalign.config.learning import ADVANTAGES, RewardConfig
 from flowalign.config.loading import card_of
 from flowalign.system import packages
+from flowalign.system.folder import RunFolder
 from flowalign.system.images import IMAGES, image_files
 from flowalign.training.algorithm import advantage_function, algorithm_class
 from flowalign.training.data import PromptError, load_prompts
@@ -414,7 +415,7 @@ def misused_adapters(stages: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             if stage.stage == "opd" and key.startswith("teachers."):
                 for text in _left_out(stage, trainings):
                     yield "note", f"{name}: {key}: {source} {text}"
-        made[Path(stage.output, "adapter")] = stage
+        made[stage.folder.adapter] = stage
 
 
 def _left_out(student: Any, trainings: Iterable[Training]) -> Iterator[str]:
@@ -437,7 +438,8 @@ def _trainings(source: str, made: Mapping[Path, Any]) -> list[Training]:
     stage: Any = made.get(Path(source))
     if not stage and not adapters.is_hub_id(source):
         with suppress(ConfigError):
-            stage = load(adapters.adapter_folder(source).parent / "config.yaml", stage=Stage)
+            run = RunFolder(adapters.adapter_folder(source).parent)
+            stage = load(run.config, stage=Stage)
     if not stage:
         return []
     if not stage.trains:

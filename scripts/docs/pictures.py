@@ -19,15 +19,15 @@ from pathlib import Path
 from typing import Any
 
 from flowalign.eval.stats import headline_rows
-from flowalign.system.images import pixels_of
-from flowalign.training.data import spread, spread_text
-from flowalign.training.report.pictures import (
+from flowalign.report.pictures import (
     COLUMNS,
     Block,
     Row,
     comparison,
     score_text,
 )
+from flowalign.system.images import pixels_of
+from flowalign.training.data import spread, spread_text
 
 DOCS = Path(__file__).parents[2] / "docs"
 TASKS = {"geneval": "GenEval", "ocr": "OCR", "preference": "preference"}

@@ -31,8 +31,8 @@ import yaml
 from flowalign.backbone.adapters import read_lora, write_lora
 from flowalign.backbone.tiny import MODEL, TEACHERS
 from flowalign.config import EvalStage, load
+from flowalign.report.results import evaluations, kept
 from flowalign.teachers.merge import merge
-from flowalign.training.report.results import evaluations, kept
 
 CONFIG = Path(__file__).parents[2] / "configs" / "tiny" / "eval.yaml"
 CARD = """---

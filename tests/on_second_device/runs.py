@@ -168,7 +168,7 @@ def test_an_evaluation_gives_the_numbers_of_the_cpu(
 
 
 def _references(folder: Path, count: int) -> None:
-    from flowalign.training.report.pictures import png
+    from flowalign.report.pictures import png
 
     folder.mkdir()
     for index in range(count):

@@ -17,7 +17,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from operator import attrgetter
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -192,7 +191,7 @@ def forecasts(stages: Mapping[str, Stage], device: Device) -> list[Forecast]:
         # for this machine's CPU only where the run itself would be on it
         kind = "cuda" if asked or not is_here(stage.model) else "cpu"
         one = Forecast(name, stage, device, kind, ranks)
-        adapter = Path(stage.output) / "adapter"
+        adapter = stage.folder.adapter
         try:
             if (stage.trains or stage.merges) and not (adapter / ADAPTER).is_file():
                 of = partial(ranks_of, ranks=ranks, model=stage.model)

@@ -15,9 +15,9 @@ from flowalign.commands.doctor.advise import Device, Forecast
 from flowalign.commands.findings import Finding, fault, healthy, note, ok, show
 from flowalign.config import LABELS, TrainingStage, assignments, label_of
 from flowalign.eval.suite import environment
+from flowalign.report.progress import quiet
 from flowalign.system.exit import refusing
 from flowalign.training.preflight import Launch, misused_adapters, own_code, unexamined
-from flowalign.training.report.progress import quiet
 
 CPU_MODEL = 2**31  # bytes of the largest model that a CPU samples from
 

@@ -35,10 +35,10 @@ from flowalign.commands.doctor.meter import (
 )
 from flowalign.config import Stage, TrainingStage
 from flowalign.config.model import LoraConfig, ModelConfig
+from flowalign.report.drift.monitor import checked
 from flowalign.rewards import declared, leaves
 from flowalign.training.algorithm import STUDENT, Compared, algorithm_class
 from flowalign.training.data import PromptError, load_prompts
-from flowalign.training.report.drift.monitor import checked
 from flowalign.types import Conditioning, Source
 
 Ranks = Mapping[str, int]  # {layer: rank} of an adapter

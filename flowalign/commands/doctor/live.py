@@ -91,8 +91,8 @@ def _train(
 ) -> Pace:
     """Findings of a small run, and its pace."""
     small = small_run(config, folder)
-    loop, _, _ = build.wire(small)
-    loop.log.on_update = lambda update, metrics: None
+    loop, progress, _ = build.wire(small)
+    progress.main = False  # silent
     prepared = loop.prepare(loop.rollout(0))
     if isinstance(prepared, NotFinite):
         raise TrainingError(f"{prepared}. {prepared.remedy}.")
@@ -141,7 +141,7 @@ def small_run(config: TrainingStage, folder: str) -> TrainingStage:
 
 def _pace(small: TrainingStage, folder: Path, device_type: str, judging: dict[str, float]) -> Pace:
     """From the seconds that all updates but the first took, in total."""
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in small.folder.log.read_text().splitlines()]
     timed = [line for line in lines if metrics.SECONDS_UPDATE in line][1:]
     rolled, waited, updated = (sum(line[name] for line in timed) for name in metrics.SECONDS)
     flops = dict.fromkeys(KINDS, 0.0)

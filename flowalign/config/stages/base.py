@@ -13,6 +13,7 @@ from flowalign.config.learning import AdvantageConfig, RewardConfig
 from flowalign.config.model import LoraConfig, ModelConfig
 from flowalign.config.run import BenchmarkConfig, SamplingConfig
 from flowalign.config.section import Location, Section
+from flowalign.system.folder import RunFolder
 
 # {layer: rank} of an adapter that a stage reads, or of a fresh one
 RanksOf = Callable[[str | None, LoraConfig], Mapping[str, int]]
@@ -46,6 +47,10 @@ class Stage(Section):
     """Whether it is a merge of adapters."""
     is_recipe: ClassVar[bool] = False
     """Whether it runs other stages."""
+
+    @property
+    def folder(self) -> RunFolder:
+        return RunFolder(self.output)
 
     @property
     def samples(self) -> bool:

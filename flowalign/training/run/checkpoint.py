@@ -25,26 +25,24 @@ from torch import Tensor
 
 from flowalign.system import files, manifest
 from flowalign.system.devices import current
+from flowalign.system.folder import RunFolder
 from flowalign.training.run import resume
 from flowalign.training.run.processes import from_main
 
-ADAPTER = "adapter"  # below the folder of a run: the best adapter that was evaluated, else the last
-COPY = "kept"  # the same below a checkpoint, whose adapter.safetensors is what is being trained
-SCORES = "scores.json"  # headline and update of the evaluation that chose it, {} if none did
+COPY = "kept"  # the run's adapter below a checkpoint: adapter.safetensors is what is being trained
 
 
 class Checkpoints:
     """The checkpoints of a run: RUN/checkpoints/update_000020, ..., the newest `keep` of them."""
 
     def __init__(self, run: Path, keep: int) -> None:
-        self.run = run
+        self.run = RunFolder(run)
         self.keep = keep
-        self.folder = run / resume.CHECKPOINTS
 
     def all(self) -> list[Path]:
         """Those with a manifest, oldest first. Whether their files are as it says,
         `flowalign.training.run.resume.newest` finds out."""
-        named = resume.checkpoints(self.run)
+        named = resume.checkpoints(self.run.path)
         return [path for path in named if (path / manifest.MANIFEST).is_file()]
 
     def latest(self) -> Path | None:
@@ -69,15 +67,15 @@ class Checkpoints:
         drawn, rest = get_rng()
         # as bytes: gather_object fails to unpickle these tensors (torch 2.11)
         rngs: list[tuple[bytes, str]] = gather_object([(save(drawn), json.dumps(rest))])
-        final = self.folder / f"update_{update:06d}"  # six digits: names sort as numbers
+        final = self.run.checkpoints / f"update_{update:06d}"  # six digits: names sort as numbers
 
         def write() -> None:
             with files.replacing(final, durable=True, swap=True) as part:
                 part.mkdir()
-                if (self.run / resume.LOG).exists():
-                    shutil.copyfile(self.run / resume.LOG, part / resume.LOG)
+                if self.run.log.exists():
+                    shutil.copyfile(self.run.log, RunFolder(part).log)
                 if best:
-                    shutil.copytree(self.run / ADAPTER, part / COPY)
+                    shutil.copytree(self.run.adapter, part / COPY)
                 # all bytes pass through Python: a full disk is then an OSError, and no error of
                 # torch's or safetensors' own
                 for name, values in tensors.items():
@@ -99,9 +97,9 @@ class Checkpoints:
     def restore(self, folder: Path, update: int, evaluated: int) -> None:
         """Set the run back to the moment of one of them, which is sound; see `resume.truncate_to`.
         Its adapter becomes the copy in it, if there is one. A killed run may not have rotated."""
-        resume.truncate_to(self.run, folder, update, evaluated)
+        resume.truncate_to(self.run.path, folder, update, evaluated)
         if (folder / COPY).is_dir():
-            with files.replacing(self.run / ADAPTER, durable=True, swap=True) as part:
+            with files.replacing(self.run.adapter, durable=True, swap=True) as part:
                 shutil.copytree(folder / COPY, part)
         self._rotate(update)
 
@@ -110,9 +108,9 @@ class Checkpoints:
         update were skipped by a resume, and do not count."""
         complete = [path for path in self.all() if resume.update_of(path) <= update]
         oldest = resume.update_of(complete[-self.keep :][0])
-        for old in resume.checkpoints(self.run):
+        for old in resume.checkpoints(self.run.path):
             if resume.update_of(old) < oldest:
-                aside = self.folder / f".{old.name}"
+                aside = self.run.checkpoints / f".{old.name}"
                 os.replace(old, aside)  # it disappears at once, as it came
                 shutil.rmtree(aside)
 
@@ -149,10 +147,10 @@ def write_best_adapter(
     run: Path, save_adapter: Callable[[Path], None], scores: Mapping[str, float]
 ) -> None:
     """Replace the adapter of a run. save_adapter: writes its weights into a folder."""
-    with files.replacing(run / ADAPTER, durable=True, swap=True) as part:
+    with files.replacing(RunFolder(run).adapter, durable=True, swap=True) as part:
         part.mkdir()
         save_adapter(part)
-        (part / SCORES).write_text(json.dumps(dict(scores)))
+        (part / RunFolder(run).scores.name).write_text(json.dumps(dict(scores)))
         manifest.write_manifest(part, {"scores": dict(scores)})
 
 

@@ -15,20 +15,19 @@ from pathlib import Path
 import filelock
 
 from flowalign.config import ConfigError
-
-LOCK = ".lock"
-# what a run or an evaluation writes into
-SUBFOLDERS = ("adapter", "checkpoints", "images", "samples", "tensorboard", "wandb")
+from flowalign.system.folder import RunFolder
 
 log = logging.getLogger("flowalign")
 
 
 def unwritable(run: str | Path) -> Path | None:
     """The first path that keeps this process from writing a run: its folder or the one that this
-    would be made in, one of SUBFOLDERS or below, or a log. None = there is none."""
-    run = Path(run)
+    would be made in, one of its folders or below, or a log. None = there is none."""
+    folder = RunFolder(run)
+    run = folder.path
     folders = [next(path for path in (run, *run.parents) if os.path.lexists(path))]
-    for root in (run / name for name in SUBFOLDERS if os.path.lexists(run / name)):
+    roots = [folder.adapter, folder.checkpoints, folder.images, folder.samples]
+    for root in filter(os.path.lexists, [*roots, folder.tensorboard, folder.wandb]):
         folders.append(root)
         for parent, names, _ in os.walk(root):
             folders += [Path(parent, name) for name in names]
@@ -70,7 +69,7 @@ def holding(folder: str | Path, active: bool = True) -> Iterator[None]:
         yield
     finally:
         with suppress(OSError):
-            (folder / LOCK).unlink(missing_ok=True)  # while it is ours; filelock notices
+            RunFolder(folder).lock.unlink(missing_ok=True)  # while it is ours; filelock notices
             for path in made:  # of a run that was refused, and left nothing
                 path.rmdir()
         lock.release()
@@ -78,7 +77,7 @@ def holding(folder: str | Path, active: bool = True) -> Iterator[None]:
 
 def _acquire(folder: Path) -> filelock.BaseFileLock:
     """The lock of a folder, held; without it where the file system has no locks."""
-    lock = filelock.FileLock(folder / LOCK, blocking=False)
+    lock = filelock.FileLock(RunFolder(folder).lock, blocking=False)
     try:
         lock.acquire()
     except filelock.Timeout:

@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -108,7 +107,7 @@ def start(config: TrainingStage) -> Accelerator:
         kwargs_handlers=[AutocastKwargs(enabled=False)],
         log_with=list(config.train.trackers) or None,
         project_config=ProjectConfiguration(
-            project_dir=config.output, logging_dir=str(Path(config.output) / "tensorboard")
+            project_dir=config.output, logging_dir=str(config.folder.tensorboard)
         ),
     )
     if asked and (problems := list(_fsdp_problems(config, started.state))):

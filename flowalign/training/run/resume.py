@@ -21,13 +21,10 @@ from flowalign.config.loading import load, parse
 from flowalign.rewards import code_of
 from flowalign.system import manifest
 from flowalign.system.files import read_lines, replacing
+from flowalign.system.folder import RunFolder
 from flowalign.system.manifest import Damaged
 from flowalign.training import metrics
-from flowalign.training.report.progress import WARNINGS
 
-CHECKPOINTS = "checkpoints"  # below the folder of a run
-LOG = "metrics.jsonl"  # of a run; each checkpoint has a copy
-SAMPLES = "samples"
 SAMPLE = re.compile(r"[a-z_]+_(\d{6,})\.\w+")  # update_000020.png, held_out_000020.json
 NAME = re.compile(r"update_(\d{6,})")
 # what a resumed run may change, such as train.updates
@@ -43,7 +40,7 @@ def update_of(folder: Path) -> int:
 
 def checkpoints(run: Path) -> list[Path]:
     """The folders of a run that are named as checkpoints, sound or not, oldest first."""
-    folders = [path for path in (run / CHECKPOINTS).glob("update_*") if update_of(path) >= 0]
+    folders = [path for path in RunFolder(run).checkpoints.glob("update_*") if update_of(path) >= 0]
     return sorted((path for path in folders if path.is_dir()), key=update_of)
 
 
@@ -185,15 +182,15 @@ def problems(
 def _unfinished(run: Path, config: TrainingStage) -> Iterator[str]:
     """Of a folder without checkpoints: log or adapter of anything but a run of this config which
     ended before its first checkpoint."""
-    numbers = (row.get(metrics.UPDATE) for row in read_lines(run / LOG))
+    folder = RunFolder(run)
+    numbers = (row.get(metrics.UPDATE) for row in read_lines(folder.log))
     updates = [number for number in numbers if isinstance(number, int)]
-    if not updates and not (run / "adapter").exists():
+    if not updates and not folder.adapter.exists():
         return
     try:
-        old = load(run / "config.yaml")
-        card = run / "adapter" / "README.md"
+        old = load(folder.config)
         # a run writes its card at its end
-        early = max(updates) <= old.train.checkpoint_every and not card.exists()
+        early = max(updates) <= old.train.checkpoint_every and not folder.card.exists()
         ours = not _changed(config, old.model_dump(mode="json"))
     except (ConfigError, OSError, ValueError, AttributeError):
         early = ours = False
@@ -210,19 +207,20 @@ def _unfinished(run: Path, config: TrainingStage) -> Iterator[str]:
 def truncate_to(run: Path, checkpoint: Path, update: int, evaluated: int) -> None:
     """Set log, samples and warnings back to the moment of this checkpoint. update, evaluated:
     rollouts done, and done at the last evaluation that counted; a later one is taken again."""
-    for path in (run / SAMPLES).glob("*"):
+    folder = RunFolder(run)
+    for path in folder.samples.glob("*"):
         if (match := SAMPLE.fullmatch(path.name)) and int(match[1]) > update:
             path.unlink()
-    if (run / WARNINGS).exists():
-        warned = read_lines(run / WARNINGS)
-        _write_lines(run / WARNINGS, [row for row in warned if row.get("update", 0) <= update])
+    if folder.warnings.exists():
+        warned = read_lines(folder.warnings)
+        _write_lines(folder.warnings, [row for row in warned if row.get("update", 0) <= update])
     rows = [
         row
-        for row in read_lines(checkpoint / LOG)
+        for row in read_lines(RunFolder(checkpoint).log)
         if row.get(metrics.UPDATE, 0) <= evaluated
         or not any(name.startswith(metrics.EVAL) for name in row)
     ]
-    _write_lines(run / LOG, rows)
+    _write_lines(folder.log, rows)
 
 
 def _write_lines(path: Path, rows: list[dict[str, Any]]) -> None:
@@ -233,7 +231,8 @@ def _write_lines(path: Path, rows: list[dict[str, Any]]) -> None:
 def clear_run(run: Path) -> None:
     """Remove what a run left that ended before its first checkpoint, so that it starts again. The
     log goes last: it tells whose the rest is, should this be killed."""
-    for name in (SAMPLES, "adapter"):
-        shutil.rmtree(run / name, ignore_errors=True)
-    for name in (WARNINGS, LOG):
-        (run / name).unlink(missing_ok=True)
+    folder = RunFolder(run)
+    shutil.rmtree(folder.samples, ignore_errors=True)
+    shutil.rmtree(folder.adapter, ignore_errors=True)
+    folder.warnings.unlink(missing_ok=True)
+    folder.log.unlink(missing_ok=True)

@@ -6,14 +6,23 @@ decides the same. With `alarm.reference: start` the base has the LoRA that the r
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+
 from accelerate.utils import gather_object
 
 from flowalign.backbone import Backbone
 from flowalign.backbone.adapters import Lora
 from flowalign.config import TrainingStage
+from flowalign.report import samples
+from flowalign.report.alarm import Alarm
+from flowalign.report.drift.compare import Check, Pair, check_drift
+from flowalign.report.pictures import png
+from flowalign.system.files import to_json
+from flowalign.training import metrics
 from flowalign.training.data import spread
-from flowalign.training.report.drift.compare import Check, Pair, check_drift
-from flowalign.training.report.pictures import png
+from flowalign.training.events import Listener, Stop, warn
 from flowalign.training.rollout import Noise, sample
 from flowalign.types import Rollout, Source
 
@@ -31,11 +40,12 @@ def checked(config: TrainingStage) -> tuple[int, int]:
     return min(rollout.prompts, max(1, limit // copies)), copies
 
 
-class Monitor:
-    """The checks of one run. start: what the run starts from, where it is the reference."""
+class Monitor(Listener):
+    """The checks of one run, of which an alarm warns. start: what the run starts from, where it is
+    the reference."""
 
     def __init__(
-        self, config: TrainingStage, backbone: Backbone, start: Lora | None = None
+        self, config: TrainingStage, backbone: Backbone, alarm: Alarm, start: Lora | None = None
     ) -> None:
         assert config.alarm
         self.reference = None if start is None else START
@@ -44,6 +54,29 @@ class Monitor:
         self.settings = config.alarm
         self.config = config
         self.backbone = backbone
+        self.alarm = alarm
+
+    def rollout(self, update: int, rollout: Rollout) -> Mapping[str, float]:
+        """The drift of a rollout, where it is due. Raises Stop if a statistic is beyond
+        alarm.stop; on all processes, as all know the same."""
+        if not self.due(rollout, update):
+            return {}
+        limits = self.settings
+        check = self.check(rollout, update)
+        warn(update, self.alarm.drift(check.drifts, limits.warn, "the rollout", limits.reference))
+        if self.main:
+            samples.write_drift(Path(self.config.output), update, to_json(asdict(check)))
+        if worst := [drift for drift in check.drifts if drift.beyond(limits.stop)]:
+            raise Stop(
+                f"the images drift from the {limits.reference}, beyond alarm.stop = "
+                f"{limits.stop:g}: {'; '.join(map(str, worst))}. "
+                f"Look at {self.config.folder.page}. "
+                "If this is reward hacking, fix the reward and start a new run; "
+                "if it is what you train for, raise alarm.stop and run again with --resume."
+            )
+        beyond = sum(drift.beyond(limits.warn) for drift in check.drifts)
+        figures = {metrics.IMAGE_DRIFT + drift.name: drift.sigmas for drift in check.drifts}
+        return {**figures, metrics.DRIFT_ALARMS: beyond}
 
     def due(self, rollout: Rollout, update: int) -> bool:
         """Whether this rollout is to be checked: it has images, of the student or of its old policy
@@ -52,7 +85,7 @@ class Monitor:
         on_time = update > 0 and update % self.settings.every == 0
         return rollout.images is not None and by_student and on_time
 
-    def rollout(self, rollout: Rollout, update: int) -> Check:
+    def check(self, rollout: Rollout, update: int) -> Check:
         """Compare a rollout with the base's images for its prompts and noise: the first COPIES
         images of some prompts, evenly spaced over the batch of all processes. Each process samples
         those that it has, and all return the same check. A pair with an image that is not finite is

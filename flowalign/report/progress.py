@@ -13,9 +13,9 @@ from pathlib import Path
 
 from flowalign.config import TrainingStage
 from flowalign.system.escape import harmless
+from flowalign.system.folder import RunFolder
 from flowalign.training import metrics
 
-WARNINGS = "warnings.jsonl"  # of a run or recipe, in its folder
 LONGEST = 4000  # characters of a warning
 CLOCK = "%Y-%m-%d %H:%M:%S"  # of every line of a log
 OnMetrics = Callable[[dict[str, float]], object]
@@ -93,11 +93,13 @@ def recorded(
     time (Unix, seconds) and update. A full disk does not end the run. active: whether this process
     keeps that file."""
 
+    path = RunFolder(folder).warnings
+
     class Recorder(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
             row = {"time": record.created, "update": update()}
             row["text"] = record.getMessage()[:LONGEST]
-            with suppress(OSError), open(folder / WARNINGS, "a", encoding="utf-8") as file:
+            with suppress(OSError), open(path, "a", encoding="utf-8") as file:
                 file.write(json.dumps(row) + "\n")
 
     logger = logging.getLogger("flowalign")

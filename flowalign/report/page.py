@@ -23,15 +23,16 @@ import jinja2
 
 from flowalign.config import AlarmConfig, TrainingStage, to_yaml
 from flowalign.config.loading import NoRun, run_config
+from flowalign.report import pictures, results, samples
+from flowalign.report.drift.compare import Check
+from flowalign.report.progress import figures
 from flowalign.system.exit import refusing
 from flowalign.system.files import read_lines, replacing
+from flowalign.system.folder import RunFolder
 from flowalign.training import metrics
-from flowalign.training.report import pictures, results, samples
-from flowalign.training.report.drift.compare import Check
-from flowalign.training.report.progress import WARNINGS, figures
-from flowalign.training.run.resume import LOG
+from flowalign.training.evaluations import Evaluation
+from flowalign.training.events import Listener
 
-PAGE = "report.html"
 NEWEST = 20  # warnings that are shown
 
 
@@ -63,7 +64,7 @@ def render(template: str, **content: object) -> str:
     template names and `content` lacks raises jinja2.UndefinedError.
     """
     environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("flowalign.training.report"),
+        loader=jinja2.PackageLoader("flowalign.report"),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
@@ -75,51 +76,71 @@ def render(template: str, **content: object) -> str:
 # The page of a run -------------------------------------------------------------------------------
 
 
+class Page(Listener):
+    """Writes the page of a run at each evaluation that counts, and where a listener stops it."""
+
+    def __init__(self, config: TrainingStage) -> None:
+        self.config = config
+
+    def evaluated(self, update: int, evaluation: Evaluation) -> None:
+        if evaluation.counts:
+            self._write()
+
+    def stopped(self, update: int) -> None:
+        self._write()
+
+    def _write(self) -> None:
+        if self.main:
+            write(Path(self.config.output), self.config)
+
+
 def write(run: Path, config: TrainingStage | None = None) -> Path:
     """Write the page of a run or a recipe, and metrics.png, which it shows; returns the page. None
     of the run's files needs to be complete. config: None = what the run wrote. An evaluation wrote
     its page itself. Raises NoRun for a folder without a run."""
     keys = config.model_dump(mode="json") if config else run_config(run)
     kind = keys["stage"]
-    out = run / PAGE
-    curves = pictures.read_metrics(run / LOG)
+    folder = RunFolder(run)
+    out = folder.page
+    curves = pictures.read_metrics(folder.log)
     if kind == "eval":
         if not out.is_file():
             raise NoRun(f"{run} holds an evaluation without a table. Run `flowalign eval` again.")
         return out
     charts = pictures.charts(curves)
-    pictures.metrics_plot(charts, run / pictures.CURVES, title=run.absolute().name)
+    stages = keys.get("stages") or {}
+    pictures.metrics_plot(charts, folder.curves, title=run.absolute().name)
     text = render(
         "run.html.j2",
         title=f"{run.absolute().name} ({kind})",
         written=time.strftime("%Y-%m-%d %H:%M:%S"),
         folder=run,
-        stages=[_stage(run / name, stage) for name, stage in (keys.get("stages") or {}).items()],
-        warnings=read_lines(run / WARNINGS)[::-1][:NEWEST],
+        stages=[_stage(folder.stage(name), stage) for name, stage in stages.items()],
+        warnings=read_lines(folder.warnings)[::-1][:NEWEST],
         clock=lambda seconds: time.strftime("%m-%d %H:%M", time.localtime(seconds)),
         facts=_facts(run, keys, curves),
         as_table=table,
         meanings={chart.title: chart.about for chart in charts},
         pictures=_pictures(run),
         drifts=_drifts(run, keys.get("alarm") or {}),
-        config=to_yaml(config) if config else (run / "config.yaml").read_text("utf-8"),
+        config=to_yaml(config) if config else folder.config.read_text("utf-8"),
     )
     with replacing(out) as part:
         part.write_text(text, encoding="utf-8")
     return out
 
 
-def _stage(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
+def _stage(folder: RunFolder, config: Mapping[str, Any]) -> dict[str, Any]:
     """A stage of a recipe. tables: of an evaluation."""
     found: dict[str, Any] = {}
     with suppress(OSError, ValueError):
-        found = json.loads((folder / "results.json").read_text(encoding="utf-8"))
+        found = json.loads(folder.results.read_text(encoding="utf-8"))
     return {
-        "name": folder.name,
+        "name": folder.path.name,
         "kind": config.get("stage"),
-        "begun": folder.is_dir(),
-        "facts": _facts(folder, config, pictures.read_metrics(folder / LOG)),
-        "page": f"{quote(folder.name)}/{PAGE}" if (folder / PAGE).is_file() else "",
+        "begun": folder.path.is_dir(),
+        "facts": _facts(folder.path, config, pictures.read_metrics(folder.log)),
+        "page": f"{quote(folder.path.name)}/{folder.page.name}" if folder.page.is_file() else "",
         "remarks": found.get("remarks", []),
         "tables": found.get("tables", []),
     }
@@ -142,7 +163,7 @@ def _facts(
 
 
 def _pictures(run: Path) -> list[tuple[str, str]]:
-    found = {"Curves": run / pictures.CURVES}
+    found = {"Curves": RunFolder(run).curves}
     held_out, training = (samples.updates(run, k) for k in (samples.EVALUATION, samples.TRAINING))
     for n in [*held_out[:1], *held_out[-1:]]:  # before and after
         found[f"Held-out prompts at update {n}"] = samples.place(run, samples.EVALUATION, n)

@@ -14,9 +14,17 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from accelerate import Accelerator
+from torch import Tensor
+
+from flowalign.config import TrainingStage
+from flowalign.report import trackers
+from flowalign.report.pictures import grid, score_text
 from flowalign.system.files import replacing
+from flowalign.system.folder import RunFolder
 from flowalign.system.images import pixels_of
-from flowalign.training.report.pictures import grid, score_text
+from flowalign.training.evaluations import Evaluation
+from flowalign.training.events import Learned, Listener
 from flowalign.types import Example, Rollout
 
 KEPT = 200  # newest files of a kind
@@ -26,6 +34,29 @@ TRAINING, EVALUATION = "update_", "held_out_"  # what the names of the files beg
 DRIFT = "drift_rollout_"
 
 
+class Samples(Listener):
+    """Keeps some images of a rollout, where they are due, and of the last; and of each evaluation.
+    The trackers get them, too."""
+
+    def __init__(self, config: TrainingStage, accelerator: Accelerator) -> None:
+        self.config = config
+        self.accelerator = accelerator
+        self.folder = Path(config.output)
+
+    def learned(self, update: int, learned: Learned) -> None:
+        train = self.config.train
+        due = update % train.sample_every == 0 or update == train.updates
+        prepared = learned.prepared
+        if self.main and due and prepared and learned.rollout.images is not None:
+            path = write_rollout(self.folder, update, learned.rollout, prepared.notes)
+            trackers.image(self.accelerator, "samples", path, update)
+
+    def evaluated(self, update: int, evaluation: Evaluation) -> None:
+        if self.main and evaluation.report.examples:
+            path = write_examples(self.folder, update, evaluation.report.examples)
+            trackers.image(self.accelerator, "held_out", path, update)
+
+
 def write_rollout(folder: Path, update: int, rollout: Rollout, notes: Sequence[str]) -> Path:
     """Keep some images of a rollout that has them; returns the picture. notes: one an image."""
     assert rollout.images is not None
@@ -33,10 +64,7 @@ def write_rollout(folder: Path, update: int, rollout: Rollout, notes: Sequence[s
     rows = list(range(0, len(rollout), max(1, copies // COPIES)))[:SHOWN]
     about = zip(rollout.batch.select(rows).prompts, [notes[row] for row in rows], strict=True)
     captions = [f"{prompt}\n{note}".strip() for prompt, note in about]
-    path = place(folder, TRAINING, update)
-    grid(path, list(rollout.images[rows]), captions, title=path.stem)
-    _remove_old(folder, TRAINING)
-    return path
+    return _write_grid(folder, TRAINING, update, list(rollout.images[rows]), captions)
 
 
 def write_examples(folder: Path, update: int, examples: Sequence[Example]) -> Path:
@@ -44,9 +72,15 @@ def write_examples(folder: Path, update: int, examples: Sequence[Example]) -> Pa
     images = [pixels_of(example.picture) for example in examples]
     notes = ["" if e.score is None else score_text(e.score) for e in examples]
     captions = [f"{e.prompt}\n{note}".strip() for e, note in zip(examples, notes, strict=True)]
-    path = place(folder, EVALUATION, update)
+    return _write_grid(folder, EVALUATION, update, images, captions)
+
+
+def _write_grid(
+    folder: Path, kind: str, update: int, images: Sequence[Tensor], captions: Sequence[str]
+) -> Path:
+    path = place(folder, kind, update)
     grid(path, images, captions, title=path.stem)
-    _remove_old(folder, EVALUATION)
+    _remove_old(folder, kind)
     return path
 
 
@@ -54,12 +88,12 @@ def write_examples(folder: Path, update: int, examples: Sequence[Example]) -> Pa
 
 
 def place(run: Path, kind: str, update: int) -> Path:
-    return run / "samples" / f"{kind}{update:06d}.{'json' if kind == DRIFT else 'png'}"
+    return RunFolder(run).samples / f"{kind}{update:06d}.{'json' if kind == DRIFT else 'png'}"
 
 
 def updates(run: Path, kind: str) -> list[int]:
     """After which updates a run has samples of a kind, in order."""
-    names = (path.stem for path in (run / "samples").glob(f"{kind}*.*"))
+    names = (path.stem for path in RunFolder(run).samples.glob(f"{kind}*.*"))
     return sorted({int(n.removeprefix(kind)) for n in names if re.fullmatch(rf"{kind}\d+", n)})
 
 

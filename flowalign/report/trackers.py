@@ -14,9 +14,8 @@ from accelerate import Accelerator
 from PIL import Image
 
 from flowalign.config import TrainingStage
+from flowalign.system.folder import RunFolder
 from flowalign.training.run.resume import checkpoints
-
-WANDB_RUN = "wandb_run.txt"  # the id under which a resumed run goes on
 
 
 def begin(accelerator: Accelerator, config: TrainingStage) -> None:
@@ -26,17 +25,17 @@ def begin(accelerator: Accelerator, config: TrainingStage) -> None:
         folder.mkdir(parents=True, exist_ok=True)
     options: dict[str, dict[str, Any]] = {}
     if accelerator.is_main_process and "wandb" in config.train.trackers:
-        options = {"wandb": {"name": folder.name, "dir": str(folder), **_wandb_run(folder)}}
+        options = {"wandb": {"name": folder.name, "dir": str(folder), **_wandb_run(config.folder)}}
     accelerator.init_trackers(config.train.project, init_kwargs=options)
     for tracker in accelerator.trackers:
         if tracker.name != "tensorboard":  # its hyperparameters are scalars alone
             tracker.store_init_configuration(config.model_dump(mode="json"))
 
 
-def _wandb_run(folder: Path) -> dict[str, str]:
+def _wandb_run(folder: RunFolder) -> dict[str, str]:
     """W&B's options of the run in a folder: a run that has checkpoints goes on under its id."""
-    path = folder / WANDB_RUN
-    if path.is_file() and checkpoints(folder):
+    path = folder.wandb_run
+    if path.is_file() and checkpoints(folder.path):
         return {"id": path.read_text().strip(), "resume": "allow"}
     run = uuid.uuid4().hex[:8]
     path.write_text(run)

@@ -8,11 +8,11 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from flowalign.report.drift.compare import Drift
 from flowalign.training import metrics
-from flowalign.training.report.drift.compare import Drift
-from flowalign.types import EvalRow
+from flowalign.training.evaluations import Evaluation, Measured
+from flowalign.training.events import Learned, Listener, warn
 
-Measured = tuple[float, float]  # a mean and its standard error
 SURE = 2.0  # standard errors of a difference that count as a change
 COLLAPSED = 0.25  # a held-out reward below this share of the first one is a collapse
 LASTING = 5  # updates in a row that must look wrong
@@ -20,17 +20,11 @@ CLIPPED = 0.5  # share of clipped policy ratios above which little is learnt
 FARTHER = 10.0  # times the first distance to the teachers, which should only fall
 
 
-def measured(row: EvalRow) -> Measured:
-    """The mean of a held-out number, and its standard error over prompts; of a share at least the
-    error of independent images. A tag may have two prompts, whose means agree by chance: their
-    spread alone would make it certain."""
-    alone = max(0.0, row.mean * (1 - row.mean)) / max(1, row.n)
-    return row.mean, max(row.stderr, math.sqrt(alone))
-
-
-class Alarm:
+class Alarm(Listener):
     """Compares what is trained (reward, or minus distillation loss) with every held-out number.
     rewards: their names by task."""
+
+    key = "alarm"
 
     def __init__(self, rewards: Mapping[str, str] | None = None) -> None:
         self.rewards = dict(rewards or {})
@@ -40,6 +34,14 @@ class Alarm:
         self.first_distance: float | None = None  # to the teachers, or the loss of a cold start
         self.lasting: dict[str, int] = {}  # updates in a row that look so, by what is wrong
         self.drifting: dict[str, list[str]] = {}  # {where: statistics that were warned of}
+
+    def learned(self, update: int, learned: Learned) -> None:
+        warn(update, self.update(learned.values))
+
+    def evaluated(self, update: int, evaluation: Evaluation) -> None:
+        if evaluation.counts:
+            evaluation.alarms += self.look(evaluation.rows)
+            evaluation.values[metrics.ALARMS] = len(evaluation.alarms)
 
     def update(self, values: Mapping[str, float]) -> list[str]:
         """Note an update. Returns a sentence when LASTING updates in a row had too many clipped
@@ -135,8 +137,12 @@ class Alarm:
         """Everything; an error that is not known is NaN."""
         return dict(vars(self))
 
-    def load(self, state: Mapping[str, Any]) -> None:
+    def load(self, state: Mapping[str, Any], comparable: bool = True) -> None:
         vars(self).update(state, rewards=self.rewards)
+        if not comparable:
+            self.trained = []
+            self.watched = []
+            return
         self.trained = [_measured(pair) for pair in state["trained"]]
         self.watched = [{k: _measured(v) for k, v in seen.items()} for seen in state["watched"]]
 

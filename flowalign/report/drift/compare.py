@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from flowalign.report.drift.statistics import measure
+from flowalign.report.pictures import webp
 from flowalign.system.images import pixels_of
-from flowalign.training.report.drift.statistics import measure
-from flowalign.training.report.pictures import webp
 
 CONFIDENCE = 0.90  # of the intervals: 95 % on the side that the alarm asks for
 SHOWN = 8  # prompts of a check, with their images

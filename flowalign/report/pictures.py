@@ -225,7 +225,6 @@ def _save(figure: Figure, path: Path) -> None:
 
 ACROSS = 3  # charts in a row
 WINDOW = 9  # updates of a moving average
-CURVES = "metrics.png"  # the plot of a run
 NOISY, LOG = "noisy", "log"  # drawn as points with their moving average; on a logarithmic axis
 DISTANCE = "held-out distance to the teachers"
 KINDS = (  # title, axis, metrics or the beginning of their names, style

@@ -11,12 +11,8 @@ from typing import Any
 
 from flowalign.config import RecipeStage, Stage, TrainingStage, read
 from flowalign.system.files import read_lines
+from flowalign.system.folder import RunFolder
 from flowalign.training import metrics
-from flowalign.training.run.checkpoint import ADAPTER, SCORES
-from flowalign.training.run.resume import LOG
-
-# What is named below the folder of a run, and of each stage of a recipe.
-FILES = {"report": "report.html", "grid": "grid.png", "table": "table.md", "adapter": ADAPTER}
 
 
 @dataclass(frozen=True)
@@ -39,7 +35,8 @@ class Kept:
 
 def evaluations(folder: Path) -> list[dict[str, Any]]:
     """The rows of a run's log that hold an evaluation, without the numbers that are none."""
-    rows = [row for row in read_lines(folder / LOG) if row.get(metrics.HEADLINE) is not None]
+    lines = read_lines(RunFolder(folder).log)
+    rows = [row for row in lines if row.get(metrics.HEADLINE) is not None]
     return [{name: value for name, value in row.items() if value is not None} for row in rows]
 
 
@@ -47,7 +44,7 @@ def kept(folder: Path) -> Kept | None:
     """Of the run in a folder, by what the run itself wrote beside its adapter; None if no
     evaluation chose that."""
     try:
-        chosen = json.loads((folder / ADAPTER / SCORES).read_text()).get("update")
+        chosen = json.loads(RunFolder(folder).scores.read_text()).get("update")
     except (OSError, ValueError, AttributeError):
         return None
     rows = evaluations(folder)
@@ -62,13 +59,13 @@ def unlearnt(adapter: str | None) -> str:
     chosen = kept(folder) if adapter else None
     if chosen is None or chosen.row[metrics.UPDATE] or chosen.row == chosen.last:
         return ""
-    start = (read(folder / "config.yaml").get("lora") or {}).get("init") or "the base model"
+    start = (read(RunFolder(folder).config).get("lora") or {}).get("init") or "the base model"
     return f"kept: {chosen}. Nothing that was learnt is in it; it equals {start}"
 
 
 def untrained(config: TrainingStage) -> str:
     """A warning of such an adapter, with what to do; "" for any other."""
-    if not (said := unlearnt(f"{config.output}/{ADAPTER}")):
+    if not (said := unlearnt(str(config.folder.adapter))):
         return ""
     assert config.evaluation
     return (
@@ -101,8 +98,11 @@ def merged(adapter: str | Path) -> str:
     return _text({"adapter": Path(adapter)})
 
 
-def _paths(folder: Path) -> dict[str, Path]:
-    return {what: folder / name for what, name in FILES.items() if (folder / name).exists()}
+def _paths(path: Path) -> dict[str, Path]:
+    """What is named of a run, and of each stage of a recipe."""
+    run = RunFolder(path)
+    paths = {"report": run.page, "grid": run.grid, "table": run.table, "adapter": run.adapter}
+    return {what: path for what, path in paths.items() if path.exists()}
 
 
 def _text(paths: Mapping[str, Path], teachers: Iterable[str] = ()) -> str:
