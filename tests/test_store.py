@@ -21,6 +21,7 @@ from flowalign.config import SamplingConfig
 from flowalign.eval import suite
 from flowalign.eval.store import Store
 from flowalign.eval.suite import Benchmark, ImageSet
+from flowalign.rewards import RewardBase
 from flowalign.system.images import pixels_of
 from flowalign.system.signals import Interrupted
 from flowalign.types import PromptBatch, Scores
@@ -28,7 +29,7 @@ from flowalign.types import PromptBatch, Scores
 PROMPTS = [f'a "{letter}"' for letter in "ABCDE"]
 
 
-class Watched:
+class Watched(RewardBase):
     """Redness that remembers what it was asked, fails on some prompts, and is interrupted, or kills
     its process, at the call `stop`. Set on the class, as a config's options are part of a run."""
 
