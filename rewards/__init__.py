@@ -91,26 +91,7 @@ def register(name: str) -> Callable[[Factory], Factory]:
 
 def names() -> list[str]:
     """Every reward that is known by name, sorted."""
-    return sorted({*_registered, *_paths()})
-
-
-def look_up(name: str, options: Mapping[str, Any]) -> type[RewardBase]:
-    """The class of the reward of that name (or dotted path). Raises ValueError if there is none.
-
-    options: by them a function with three parameters is a reward, or makes one (`as_class`).
-    """
-    path = _paths().get(name, name)
-    if name in _registered:
-        factory = _registered[name]
-    elif ":" in path:
-        factory = load(path)
-    else:
-        raise ValueError(
-            f"no reward {name!r}.{did_you_mean(name, names())} Use one of {names()}, register "
-            "yours with @flowalign.rewards.register(name), or give its path "
-            "'package.module:attribute'."
-        )
-    return as_class(factory, options)
+    return sorted(_table())
 
 
 def build(name: str, **options: Any) -> RewardBase:
@@ -118,9 +99,10 @@ def build(name: str, **options: Any) -> RewardBase:
 
     Raises ValueError as `check` does, and whatever the reward's own constructor raises.
     """
-    check(name, options)
+    spec = RewardSpec(name, options)
+    spec.check()
     with settings_kept(name):
-        reward = look_up(name, options)(**options)
+        reward = spec.reward_class(**options)
     if isinstance(reward, Wrapped) and not callable(reward.reward):
         raise ValueError(f"{name!r} makes a {type(reward.reward).__name__}, which is no reward.")
     return reward
@@ -159,10 +141,19 @@ class RewardSpec:
 
     @property
     def reward_class(self) -> type[RewardBase]:
-        """Its class. Raises ValueError if no reward has that name."""
+        """What the look-up gives: always a class. Raises ValueError if no reward has that name."""
+        code = _table().get(self.name, self.name)
+        if not isinstance(code, str):
+            return as_class(code, self.options)
+        if ":" not in code:
+            raise ValueError(
+                f"no reward {self.name!r}.{did_you_mean(self.name, names())} Use one of {names()}, "
+                "register yours with @flowalign.rewards.register(name), or give its path "
+                "'package.module:attribute'."
+            )
         if _is_dotted_path(self.name) and not self.trusted:
             return RewardBase
-        return look_up(self.name, self.options)
+        return as_class(load(code), self.options)
 
     def parts(self) -> Iterator[RewardSpec]:
         """The rewards that a combination is made of, at any depth; any other reward itself."""
@@ -234,8 +225,7 @@ class RewardSpec:
         rewards = [self.name, *(part.name for part in replace(self, trusted=False).parts())]
         digests = {}
         for name in [*rewards, *self.own_code]:
-            module = _paths().get(name, name).partition(":")[0]
-            digest = source.digest(_registered.get(name, module))
+            digest = source.digest(_table().get(name, name))
             if digest or name in rewards:
                 digests[name] = digest or uuid4().hex  # not known: of nothing that was scored
         return digests
@@ -294,16 +284,17 @@ def load(path: str, what: str = "reward") -> Any:
         ) from error
 
 
-def _paths() -> dict[str, str]:
-    """The dotted path of every reward that the table or an installed package names."""
-    return {point.name: point.value for point in entry_points("flowalign.rewards")} | REWARDS
+def _table() -> dict[str, Any]:
+    """{name: its dotted path, or what was registered} of every reward that is known by name."""
+    points = {point.name: point.value for point in entry_points("flowalign.rewards")}
+    return points | REWARDS | _registered
 
 
 def _is_dotted_path(text: str) -> bool:
     """Whether a name is a dotted path, and in no table."""
     module, _, attribute = text.partition(":")
     parts = [*module.split("."), *attribute.split(".")]
-    return all(part.isidentifier() for part in parts) and text not in names()
+    return all(part.isidentifier() for part in parts) and text not in _table()
 
 
 def _dotted_paths(value: Any) -> Iterator[str]:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial, wraps
+from functools import wraps
 from typing import Any
 
 from torch import Tensor
 
 from flowalign.system.hub_files import HubFiles
 from flowalign.system.images import stacked
-from flowalign.types import Metadata, Reward, Scores
+from flowalign.types import Metadata, Scores
 
 CLIP_L = {"openai/clip-vit-large-patch14": 1.7}  # GB
 VIT_H = 2 * 632e6 * 257  # operations of CLIP ViT-H/14 at 224 pixels: 2 x weights x tokens
@@ -170,14 +170,14 @@ MEMBERS = (
 class Wrapped(RewardBase):
     """A reward that is no RewardBase: a function, or an object with some of its members."""
 
-    def __init__(self, reward: Reward) -> None:
+    def __init__(self, reward: Any, **options: Any) -> None:
         self.reward = reward
-        function = reward.func if isinstance(reward, partial) else reward
-        self.name = getattr(function, "__name__", type(function).__name__)
-        vars(self).update(_members(reward))
+        self.options = options  # of a function
+        self.name = getattr(reward, "__name__", type(reward).__name__)
+        _adopt(self, reward)
 
     def __call__(self, images: Any, prompts: Sequence[str], metadata: Metadata) -> Scores:
-        return self.reward(images, prompts, metadata)
+        return self.reward(images, prompts, metadata, **self.options)
 
 
 def as_class(factory: Callable[..., Any], options: Mapping[str, Any]) -> type[RewardBase]:
@@ -190,29 +190,33 @@ def as_class(factory: Callable[..., Any], options: Mapping[str, Any]) -> type[Re
         return factory
     signature = inspect.signature(factory)
     parameters = [*signature.parameters.values()]
-    needed = [p for p in parameters[:INPUTS] if p.default is p.empty and p.kind < p.VAR_POSITIONAL]
-    inputs = [p for p in needed if p.name not in options]
+    required = [p for p in parameters if p.default is p.empty and p.kind < p.VAR_POSITIONAL]
+    inputs = [p for p in required[:INPUTS] if p.name not in options]
     is_reward = len(inputs) == INPUTS and not inspect.isclass(factory)
     if is_reward:
         signature = signature.replace(parameters=parameters[INPUTS:])
 
     class Found(Wrapped):
+        __signature__ = signature
+
         @wraps(factory.__init__ if inspect.isclass(factory) else factory)  # for its annotations
         def __init__(self, **options: Any) -> None:
             if is_reward:
-                super().__init__(partial(factory, **options))
+                super().__init__(factory, **options)
             else:
                 super().__init__(factory(**options))
 
-    Found.__signature__ = signature  # type: ignore[attr-defined]
-    for name, value in _members(factory).items():
-        if not isinstance(value, property):
-            setattr(Found, name, staticmethod(value) if callable(value) else value)
+    _adopt(Found, factory)
     return Found
 
 
-def _members(reward: Any) -> dict[str, Any]:
-    members = {name: getattr(reward, name) for name in MEMBERS if hasattr(reward, name)}
-    if not isinstance(members.get("weights"), Mapping):  # may be weights of a network
-        members.pop("weights", None)
-    return members
+def _adopt(wrapper: Any, wrapped: Any) -> None:
+    """Give a wrapper, a class or an object, the MEMBERS of what it wraps."""
+    for name in MEMBERS:
+        value = getattr(wrapped, name, None)
+        if name == "weights" and not isinstance(value, Mapping):
+            continue  # weights of a network
+        if inspect.isclass(wrapper) and callable(value):
+            value = staticmethod(value)
+        if value is not None and not isinstance(value, property):
+            setattr(wrapper, name, value)

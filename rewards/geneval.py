@@ -11,10 +11,10 @@ import torch
 from pydantic import BaseModel, Field, ValidationError, field_validator
 from torch import Tensor
 
-from flowalign.rewards import load
+from flowalign.rewards import load, with_device
 from flowalign.rewards.base import VIT_L, Cost, RewardBase
 from flowalign.rewards.geneval_judge import COLORS, Verdict, judge, partial_credit
-from flowalign.rewards.options import Device, check_call, hub_files, with_device
+from flowalign.rewards.options import Device, check_call, hub_files
 from flowalign.rewards.weights import hub_file
 from flowalign.system.escape import shown
 from flowalign.system.hub_files import HubFiles

@@ -32,8 +32,9 @@ FRAME = {OURS + name for name in ("base", "options", "scoring", "source")}  # no
 
 
 def digest(code: Any) -> str | None:
-    """Of a module, by its name, or of a class or function. None where no file or cell holds it."""
-    module = code if isinstance(code, str) else code.__module__
+    """Of a module, by its name or a dotted path, or of a class or function. None where no file or
+    cell holds it."""
+    module = code.partition(":")[0] if isinstance(code, str) else code.__module__
     if module == "__main__":
         content = _cells(code)
     else:

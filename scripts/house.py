@@ -30,7 +30,7 @@ BUDGET = {
     "credit": 1453,
     "eval": 19468,
     "flowalign": 241,
-    "rewards": 28644,
+    "rewards": 28762,
     "sde": 1041,
     "system": 6667,
     "teachers": 11105,
