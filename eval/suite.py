@@ -22,7 +22,6 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor
 
-from flowalign import rewards
 from flowalign.backbone import Backbone
 from flowalign.config import BenchmarkConfig, ConfigError, ModelConfig, RewardConfig, SamplingConfig
 from flowalign.config.section import Size
@@ -31,14 +30,14 @@ from flowalign.eval.images import ImagesError, assign, check_images, find_images
 from flowalign.eval.stats import average, headline_row, lost, part_of, rows_of
 from flowalign.eval.store import ImageRow, Key, Store, is_valid
 from flowalign.report.pictures import png
-from flowalign.rewards import as_reward
+from flowalign.rewards import RewardBase, RewardSpec
 from flowalign.rewards.scoring import AsyncScorer, TaskRewards
 from flowalign.system.devices import current
 from flowalign.system.images import eight_bits
 from flowalign.training.data import load_prompts, spread
 from flowalign.training.rollout import generate
 from flowalign.training.run.processes import missing_steps
-from flowalign.types import EvalReport, EvalRow, Example, PromptBatch, Reward, Scores
+from flowalign.types import EvalReport, EvalRow, Example, PromptBatch, Scores
 
 log = logging.getLogger("flowalign")
 
@@ -53,7 +52,7 @@ class Benchmark:
 
     name: str
     prompts: PromptBatch
-    reward: Reward
+    reward: RewardBase
     copies: int = 1  # images per prompt
     source: str | None = None  # the name of the images, if other benchmarks score them too
 
@@ -65,7 +64,7 @@ class Benchmark:
     @property
     def headline(self) -> str | None:
         """The part of the scores that is the benchmark's number; None = the value itself."""
-        return as_reward(self.reward).headline
+        return self.reward.headline
 
 
 @dataclass(frozen=True)
@@ -131,16 +130,17 @@ def image_sets(
 def crossed(configs: Sequence[BenchmarkConfig]) -> list[BenchmarkConfig]:
     """The benchmarks, each with the rewards of the others that can score its prompts among its
     `rewards`. GenEval, say, needs metadata, and OCR a text in quotes."""
-    others = {name: spec for config in configs for name, spec in config.judges.items()}
+    others = {name: reward for config in configs for name, reward in config.judges.items()}
     found = []
     for config in configs:
         batch = load_prompts(config.prompts, config.name)
         more = dict[str, RewardConfig]()
-        for name, spec in others.items():
+        for name, reward in others.items():
             with suppress(ValueError, KeyError, TypeError, AttributeError):
-                rewards.check_prompts(spec.name, spec.options, batch.prompts, batch.metadata)
+                spec = RewardSpec(reward.name, reward.options)
+                spec.check_prompts(batch.prompts, batch.metadata)
                 if name not in config.judges:
-                    more[name] = spec
+                    more[name] = reward
         found.append(config.model_copy(update={"rewards": config.rewards | more}))
     return found
 
@@ -158,7 +158,7 @@ def build_sets(
     if problems:
         raise ConfigError(problems)
     # only now: building a reward may load a large model; several benchmarks may have the same
-    built = dict[str, Reward]()
+    built = dict[str, RewardBase]()
     for index, (config, images) in enumerate(zip(configs, sets, strict=True)):
         source = config.name if config.rewards else None
         judges = []
@@ -166,7 +166,7 @@ def build_sets(
             try:
                 said = options.model_dump_json()
                 if said not in built:
-                    built[said] = rewards.build_on(device, options.name, options.options)
+                    built[said] = RewardSpec(options.name, options.options).build(device)
                 judges.append(Benchmark(name, images.prompts, built[said], images.copies, source))
             except (ImportError, ValueError, OSError) as error:
                 problems.append(f"{config_key}.{index}.{key}: {error}")
@@ -326,7 +326,7 @@ def _unscored(judge: Benchmark, rows: Mapping[Key, ImageRow], keys: list[Key]) -
     completely: a score's last bits depend on what is judged with it. Images that the reward failed
     on are judged alone, as judges may cost money; by a groupwise one with their prompt."""
     missing = [key for key in keys if not is_valid(rows.get(key))]
-    if as_reward(judge.reward).groupwise:
+    if judge.reward.groupwise:
         prompts = {prompt for prompt, _ in missing}
         return [key for key in keys if key[0] in prompts]
     return keys if any(key not in rows for key in missing) else missing
@@ -398,7 +398,7 @@ class _Scoring:
         self._collect()  # first: behind a slow reward images would fill the memory
         for judge in self.judges:
             groups = [unscored[judge.name]]
-            if as_reward(judge.reward).groupwise:  # a set may list a prompt twice
+            if judge.reward.groupwise:  # a set may list a prompt twice
                 groups = [[*keys] for _, keys in groupby(*groups, key=lambda key: key[0])]
             for keys in filter(None, groups):
                 prompts = judge.prompts.select([prompt for prompt, _ in keys])

@@ -26,7 +26,7 @@ from flowalign.eval.stats import (
 )
 from flowalign.eval.suite import Benchmark, Judged
 from flowalign.report.page import Panel
-from flowalign.rewards import as_reward, describe
+from flowalign.rewards import describe
 from flowalign.system import escape
 from flowalign.system.escape import escaped
 from flowalign.types import EvalRow
@@ -61,7 +61,7 @@ class Results:
     def counts_in(self, benchmark: Benchmark) -> str | None:
         """The average that a benchmark counts in: "average", or with a `matrix` "own" or "others";
         None for a judge that counts in none."""
-        if not as_reward(benchmark.reward).averaged:
+        if not benchmark.reward.averaged:
             return None
         own = "own" if self.crossed else "average"
         return own if benchmark in self.columns else "others"
@@ -72,7 +72,7 @@ class Results:
         the judges on their own prompts, that on those of other tasks, and the cell that lost most
         to the first model. None where no judge has prompts besides its own. Kept, as the tables and
         results.json have it."""
-        cells = [b for b in self.benchmarks if as_reward(b.reward).averaged]
+        cells = [b for b in self.benchmarks if b.reward.averaged]
         own = [b for b in cells if b in self.columns]
         if len(own) == len(cells):
             return None
@@ -134,7 +134,7 @@ class Results:
         averaged = []
         for benchmark in self.columns:
             name = benchmark.name
-            reward = as_reward(benchmark.reward)
+            reward = benchmark.reward
             columns[name] = number(benchmark, None)
             averaged += [columns[name]] * reward.averaged
             columns |= {f"{name}_{part}": number(benchmark, part) for part in reward.columns}

@@ -3,13 +3,15 @@
 A reward is any `flowalign.types.Reward`. A name is looked up, in this order, among the rewards
 registered in this process, the REWARDS table, the installed entry points of the group
 "flowalign.rewards", and last as a dotted path "package.module:attribute". Its module is one that
-Python finds, else one in the current folder, else one next to the config. A name stands for a
-factory (a class or function that takes the options and returns a Reward), or for a plain function
-(images, prompts, metadata, **options) -> Scores, which is itself the reward. A dotted path runs the
-code of its module, so commands that only examine a config ask `own_code` first.
-The annotations of a factory's options are checked when a config is read (`options.check_call`).
-A reward that computes with torch may take the option `device`; runs fill it in (`build_on`).
-What a reward may say of itself are the attributes of `RewardBase`. A reward of the user's may be a
+Python finds, else one in the current folder, else one next to the config. There stands a class, a
+function that takes the options and returns a Reward, or a plain function (images, prompts,
+metadata, **options) -> Scores, which is itself the reward. A look-up always gives a class
+(`base.as_class`); `RewardSpec`, a name with its options, answers for it before it is built.
+A dotted path runs the code of its module, so commands that only examine a config ask
+`RewardSpec.own_code` first.
+The annotations of a class's options are checked when a config is read (`options.check_call`).
+A reward that computes with torch may take the option `device`; runs fill it in.
+What a reward may say of itself are the members of `RewardBase`. A reward of the user's may be a
 subclass of it, or a callable that has some of them.
 """
 
@@ -18,13 +20,12 @@ from __future__ import annotations
 if __name__ != "flowalign.rewards":
     raise ImportError("import this package as flowalign.rewards, so that nothing exists twice.")
 
-import functools
 import importlib
-import inspect
 import json
 import pkgutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 from uuid import uuid4
@@ -33,17 +34,16 @@ import torch
 
 from flowalign.config.section import did_you_mean
 from flowalign.rewards import source
-from flowalign.rewards.base import Cost, RewardBase, as_reward, reward_class
-from flowalign.rewards.options import check_call
+from flowalign.rewards.base import Cost, RewardBase, Wrapped, as_class
+from flowalign.rewards.options import check_call, with_device
 from flowalign.rewards.scoring import score, settings_kept
-from flowalign.system.devices import resolve
+from flowalign.system.hub_files import HubFiles
 from flowalign.system.packages import entry_points, installed
-from flowalign.types import Metadata, Reward
+from flowalign.types import Metadata
 
 __all__ = [
-    "REWARDS", "Cost", "RewardBase", "add_config_folder", "as_reward", "build", "build_on", "check",
-    "check_prompts", "code_of", "declared", "describe", "has_no_weights", "is_groupwise", "leaves",
-    "load", "missing_packages", "names", "own_code", "register", "score", "with_device",
+    "REWARDS", "Cost", "RewardBase", "RewardSpec", "add_config_folder", "build", "check",
+    "check_prompts", "describe", "load", "names", "register", "score",
 ]  # fmt: skip
 
 Factory = TypeVar("Factory", bound=Callable[..., Any])
@@ -69,7 +69,6 @@ REWARDS: dict[str, str] = {
 }
 
 _registered: dict[str, Callable[..., Any]] = {}
-_INPUTS = 3  # images, prompts, metadata
 
 
 def register(name: str) -> Callable[[Factory], Factory]:
@@ -92,51 +91,21 @@ def register(name: str) -> Callable[[Factory], Factory]:
 
 def names() -> list[str]:
     """Every reward that is known by name, sorted."""
-    return sorted({*_registered, *_paths()})
+    return sorted(_table())
 
 
-def build(name: str, **options: Any) -> Reward:
+def build(name: str, **options: Any) -> RewardBase:
     """The reward of that name (or dotted path), built with these options.
 
     Raises ValueError as `check` does, and whatever the reward's own constructor raises.
     """
-    check(name, options)
-    factory = _find(name)
-    if not _is_reward(factory, options):
-        with settings_kept(name):
-            reward: Reward = factory(**options)
-        if not callable(reward):
-            raise ValueError(f"{name!r} makes a {type(reward).__name__}, which is no reward.")
-        return reward
-    # update_wrapper: a plain function keeps its name and what it says of itself (`groupwise`)
-    return functools.update_wrapper(functools.partial(factory, **options), factory)
-
-
-def build_on(
-    device: str | torch.device | None, name: str, options: Mapping[str, Any]
-) -> RewardBase:
-    """As `build`, for a run: with the option `device` filled in, for a reward that takes it and is
-    not given one (None = this thread's accelerator, or the CPU).
-
-    Calls `connect()`. Raises ConnectionError or TimeoutError if the reward's service does not
-    answer.
-    """
-    reward = as_reward(build(name, **with_device(_find(name), options, device)))
-    vars(reward)["code_digests"] = code_of(name, options)
-    try:
-        reward.connect()
-    except (ConnectionError, TimeoutError) as error:
-        raise type(error)(f"reward {name!r} has no service: {error}. Start it first.") from error
+    spec = RewardSpec(name, options)
+    spec.check()
+    with settings_kept(name):
+        reward = spec.reward_class(**options)
+    if isinstance(reward, Wrapped) and not callable(reward.reward):
+        raise ValueError(f"{name!r} makes a {type(reward.reward).__name__}, which is no reward.")
     return reward
-
-
-def with_device(
-    factory: Callable[..., Any], options: Mapping[str, Any], device: str | torch.device | None
-) -> Mapping[str, Any]:
-    """The options with that device, if the factory has the option and they do not give it."""
-    if options.get("device") is not None or "device" not in inspect.signature(factory).parameters:
-        return options
-    return {**options, "device": str(resolve(device))}
 
 
 def check(name: str, options: Mapping[str, Any]) -> None:
@@ -145,29 +114,7 @@ def check(name: str, options: Mapping[str, Any]) -> None:
     Imports the reward's module, but builds nothing and loads no model. What an option may be is
     read off the reward's signature: see `flowalign.rewards.options.check_call`.
     """
-    factory = _find(name)
-    check_call(f"reward {name!r}", factory, options, _INPUTS * _is_reward(factory, options))
-
-
-def declared(name: str, *, imports: bool = True) -> type[RewardBase]:
-    """What the reward of that name says of itself before it is built, and without a model.
-
-    imports: whether to look for it in the code at a dotted path; without, such a reward says
-    nothing. Raises ValueError if no reward has that name.
-    """
-    return RewardBase if _is_dotted_path(name) and not imports else reward_class(_find(name))
-
-
-def leaves(
-    name: str, options: Mapping[str, Any], *, imports: bool = True
-) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(name, options) of the rewards that a composed one is made of, at any depth; of any other,
-    its name and options. imports: as for `declared`."""
-    parts = declared(name, imports=imports).made_of(**options)
-    if not parts:
-        yield name, dict(options)
-    for part in parts:
-        yield from leaves(part["name"], part.get("options") or {}, imports=imports)
+    RewardSpec(name, options).check()
 
 
 def check_prompts(
@@ -177,64 +124,135 @@ def check_prompts(
 
     name, options: as for `check`, which is called before. Loads no model.
     """
-    for part, given in leaves(name, options):
-        declared(part).check_prompts(prompts, metadata, **given)
+    RewardSpec(name, options).check_prompts(prompts, metadata)
 
 
-def own_code(name: Any, options: Any = ()) -> list[str]:
-    """The dotted paths that a reward and its options name, at any depth. To check or to build it
-    runs the code of their modules; this runs none."""
-    if isinstance(name, str):
-        return [name] * _is_dotted_path(name) + own_code(options)
-    values = name.values() if isinstance(name, Mapping) else name
-    nested = (value for value in values if isinstance(value, str | Mapping | Sequence))
-    return [path for value in nested for path in own_code(value)]
+@dataclass(frozen=True)
+class RewardSpec:
+    """A reward by its name and options, and all that is known of it before it is built.
+
+    trusted: whether the code at a dotted path may be imported to answer. Without, such a reward has
+    the defaults of RewardBase.
+    """
+
+    name: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    trusted: bool = True
+
+    @property
+    def reward_class(self) -> type[RewardBase]:
+        """What the look-up gives: always a class. Raises ValueError if no reward has that name."""
+        code = _table().get(self.name, self.name)
+        if not isinstance(code, str):
+            return as_class(code, self.options)
+        if ":" not in code:
+            raise ValueError(
+                f"no reward {self.name!r}.{did_you_mean(self.name, names())} Use one of {names()}, "
+                "register yours with @flowalign.rewards.register(name), or give its path "
+                "'package.module:attribute'."
+            )
+        if _is_dotted_path(self.name) and not self.trusted:
+            return RewardBase
+        return as_class(load(code), self.options)
+
+    def parts(self) -> Iterator[RewardSpec]:
+        """The rewards that a combination is made of, at any depth; any other reward itself."""
+        components = self.reward_class.made_of(**self.options)
+        if not components:
+            yield self
+        for component in components:
+            options = component.get("options") or {}
+            yield from replace(self, name=component["name"], options=options).parts()
+
+    def check(self) -> None:
+        """Raise ValueError if no reward has that name, or if it does not take these options."""
+        check_call(f"reward {self.name!r}", self.reward_class, self.options)
+
+    def check_prompts(self, prompts: Sequence[str], metadata: Metadata) -> None:
+        """Raise ValueError if it says that it cannot judge images of one of these prompts."""
+        for part in self.parts():
+            part.reward_class.check_prompts(prompts, metadata, **part.options)
+
+    @property
+    def groupwise(self) -> bool:
+        """Whether it, or one of its parts, compares all images of a prompt."""
+        return any(part.reward_class.groupwise is True for part in self.parts())
+
+    @property
+    def differentiable(self) -> bool:
+        """Whether it has a gradient."""
+        return self.reward_class.differentiable is True
+
+    @property
+    def may_be_sum(self) -> bool:
+        """Whether it may be a weighted sum: one of the user's may set its `weights` when built."""
+        built_in = self.name in REWARDS and self.name not in _registered
+        return not built_in or self.reward_class.weights is not None
+
+    @property
+    def cost(self) -> Cost | None:
+        """What an image costs; None = not known."""
+        return self.reward_class.image_cost(**self.options)
+
+    @property
+    def downloads(self) -> Mapping[str, float] | None:
+        """{file: GB} that it needs; None = not known."""
+        return self.reward_class.files(**self.options)
+
+    @property
+    def hub_files(self) -> list[HubFiles]:
+        """What it reads from the Hub."""
+        return self.reward_class.hub_files(**self.options)
+
+    @property
+    def missing_packages(self) -> list[str]:
+        """Packages that it or its parts import when they are built, and that are not here."""
+        needed: dict[str, None] = {}
+        for part in self.parts():
+            needed |= dict.fromkeys(part.reward_class.packages(**part.options))
+        return [name for name in needed if not installed(name)]
+
+    @property
+    def own_code(self) -> list[str]:
+        """The dotted paths that it and its options name, at any depth. To check or to build it runs
+        the code of their modules; this runs none."""
+        return [*_dotted_paths([self.name, self.options])]
+
+    @property
+    def code_digests(self) -> dict[str, str]:
+        """{name: digest of its code} of it, its parts, and the modules that its options name by a
+        dotted path. Runs none of that code. See `flowalign.rewards.source`."""
+        rewards = [self.name, *(part.name for part in replace(self, trusted=False).parts())]
+        digests = {}
+        for name in [*rewards, *self.own_code]:
+            digest = source.digest(_table().get(name, name))
+            if digest or name in rewards:
+                digests[name] = digest or uuid4().hex  # not known: of nothing that was scored
+        return digests
+
+    def build(self, device: str | torch.device | None = None) -> RewardBase:
+        """Build it for a run: with the option `device` filled in, if it takes it and is not given
+        one (None = this thread's accelerator, or the CPU).
+
+        Calls `connect()`. Raises ValueError as `check` does, ConnectionError or TimeoutError if the
+        reward's service does not answer, and whatever its constructor raises.
+        """
+        reward = build(self.name, **with_device(self.reward_class, self.options, device))
+        vars(reward)["code_digests"] = self.code_digests
+        try:
+            reward.connect()
+        except (ConnectionError, TimeoutError) as error:
+            text = f"reward {self.name!r} has no service: {error}. Start it first."
+            raise type(error)(text) from error
+        return reward
 
 
-def missing_packages(name: str, options: Mapping[str, Any]) -> list[str]:
-    """Packages that a reward imports when it is built with these options, and that are not here."""
-    parts = leaves(name, options)
-    needed = [package for part, given in parts for package in declared(part).packages(**given)]
-    return [package for package in dict.fromkeys(needed) if not installed(package)]
-
-
-def is_groupwise(name: str, options: Mapping[str, Any]) -> bool:
-    """Whether a reward, or one that it is made of, compares all images of a prompt, as far as it
-    says so before it is built."""
-    return any(declared(part).groupwise is True for part, _ in leaves(name, options))
-
-
-def is_differentiable(name: str) -> bool:
-    """Whether a reward has a gradient, as far as it says so before it is built."""
-    return declared(name).differentiable is True
-
-
-def has_no_weights(name: str) -> bool:
-    """Whether a reward is known to be no weighted sum before it is built. One of the user's may set
-    its `weights` when it is."""
-    return name in REWARDS and name not in _registered and declared(name).weights is None
-
-
-def code_of(name: str, options: Mapping[str, Any]) -> dict[str, str]:
-    """{name: digest of its code} of a reward, of those that it is made of, and of the modules that
-    its options name by a dotted path. Runs none of that code. See `flowalign.rewards.source`."""
-    needed = [name, *(part for part, _ in leaves(name, options, imports=False))]
-    digests = {}
-    for part in [*needed, *own_code(options)]:
-        module = _paths().get(part, part).partition(":")[0]
-        found = source.digest(_registered.get(part, module))
-        if found or part in needed:
-            digests[part] = found or uuid4().hex  # not known: of nothing that was scored before
-    return digests
-
-
-def describe(reward: Reward) -> dict[str, Any]:
+def describe(reward: RewardBase) -> dict[str, Any]:
     """What a reward's scores depend on, fit for JSON: its own `describe()`, and at least its name
-    and, if it was built by its name (`build_on`), its code.
+    and, if a `RewardSpec` built it, its code.
 
     A description that fails is no reason to lose results: it is replaced by its error.
     """
-    reward = as_reward(reward)
     name = {"name": reward.name}
     code = {"code": reward.code_digests} if reward.code_digests else {}
     try:
@@ -266,36 +284,26 @@ def load(path: str, what: str = "reward") -> Any:
         ) from error
 
 
-def _find(name: str) -> Callable[..., Any]:
-    """The factory or function behind a name, in the order that this module's head states."""
-    if name in _registered:
-        return _registered[name]
-    path = _paths().get(name, name)
-    if ":" not in path:
-        raise ValueError(
-            f"no reward {name!r}.{did_you_mean(name, names())} Use one of {names()}, register "
-            "yours with @flowalign.rewards.register(name), or give its path "
-            "'package.module:attribute'."
-        )
-    return load(path)
+def _table() -> dict[str, Any]:
+    """{name: its dotted path, or what was registered} of every reward that is known by name."""
+    points = {point.name: point.value for point in entry_points("flowalign.rewards")}
+    return points | REWARDS | _registered
 
 
 def _is_dotted_path(text: str) -> bool:
     """Whether a name is a dotted path, and in no table."""
     module, _, attribute = text.partition(":")
     parts = [*module.split("."), *attribute.split(".")]
-    return all(part.isidentifier() for part in parts) and text not in names()
+    return all(part.isidentifier() for part in parts) and text not in _table()
 
 
-def _paths() -> dict[str, str]:
-    """The dotted path of every reward that the table or an installed package names."""
-    return {point.name: point.value for point in entry_points("flowalign.rewards")} | REWARDS
-
-
-def _is_reward(factory: Callable[..., Any], options: Mapping[str, Any]) -> bool:
-    """Whether it is a function that begins with the inputs of a reward: three parameters without
-    a default that no option is for."""
-    first = [*inspect.signature(factory).parameters.values()][:_INPUTS]
-    needed = [p for p in first if p.default is p.empty and p.kind < p.VAR_POSITIONAL]
-    inputs = [parameter for parameter in needed if parameter.name not in options]
-    return not inspect.isclass(factory) and len(inputs) == _INPUTS
+def _dotted_paths(value: Any) -> Iterator[str]:
+    """Those in a text, or in a list or mapping of texts, at any depth."""
+    if isinstance(value, str):
+        if _is_dotted_path(value):
+            yield value
+    elif isinstance(value, Mapping):
+        yield from _dotted_paths([*value.values()])
+    elif isinstance(value, Sequence):
+        for inner in value:
+            yield from _dotted_paths(inner)

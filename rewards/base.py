@@ -5,19 +5,20 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial, wraps
+from functools import wraps
 from typing import Any
 
 from torch import Tensor
 
 from flowalign.system.hub_files import HubFiles
 from flowalign.system.images import stacked
-from flowalign.types import Metadata, Reward, Scores
+from flowalign.types import Metadata, Scores
 
 CLIP_L = {"openai/clip-vit-large-patch14": 1.7}  # GB
 VIT_H = 2 * 632e6 * 257  # operations of CLIP ViT-H/14 at 224 pixels: 2 x weights x tokens
 VIT_L = 2 * 304e6 * 257  # CLIP ViT-L/14 at 224 pixels
 KEPT_H, KEPT_L = 0.44e9, 0.37e9  # bytes that they keep of an image for its gradient, in float32
+INPUTS = 3  # images, prompts, metadata
 
 
 @dataclass(frozen=True)
@@ -33,9 +34,9 @@ class Cost:
 class RewardBase:
     """A reward, with the defaults of everything that it may say of itself.
 
-    A subclass overrides what differs. Any other callable works as well: `as_reward` reads the same
-    names off it. The class methods are asked before a reward is built, with its options; they must
-    not load a model.
+    A subclass overrides what differs. Any other callable works as well: `Wrapped` reads MEMBERS
+    off it. The class methods are asked before a reward is built, with its options; they must not
+    load a model.
 
     name: for logs and results; by default the name of the class.
     code_digests: of its code, by name; set where it is built by its name.
@@ -166,35 +167,56 @@ MEMBERS = (
 )  # fmt: skip
 
 
-class Adapted(RewardBase):
-    """A reward that is no RewardBase: a function, or an object with some of its attributes."""
+class Wrapped(RewardBase):
+    """A reward that is no RewardBase: a function, or an object with some of its members."""
 
-    def __init__(self, reward: Reward) -> None:
+    def __init__(self, reward: Any, **options: Any) -> None:
         self.reward = reward
-        function = reward.func if isinstance(reward, partial) else reward
-        self.name = getattr(function, "__name__", type(function).__name__)
-        vars(self).update(_members(reward))
+        self.options = options  # of a function
+        self.name = getattr(reward, "__name__", type(reward).__name__)
+        _adopt(self, reward)
 
     def __call__(self, images: Any, prompts: Sequence[str], metadata: Metadata) -> Scores:
-        return self.reward(images, prompts, metadata)
+        return self.reward(images, prompts, metadata, **self.options)
 
 
-def as_reward(reward: Reward) -> RewardBase:
-    """A reward with all that RewardBase has: itself, or an adapter around it."""
-    return reward if isinstance(reward, RewardBase) else Adapted(reward)
+def as_class(factory: Callable[..., Any], options: Mapping[str, Any]) -> type[RewardBase]:
+    """The class of a reward: a RewardBase itself, a subclass of Wrapped for anything else.
 
-
-def reward_class(factory: Callable[..., Any]) -> type[RewardBase]:
-    """What a class or a function that makes rewards says of them before it is called."""
+    A function that begins with the inputs of a reward, three parameters without a default that no
+    option is for, is the reward. Any other function, and a class, makes it from the options.
+    """
     if inspect.isclass(factory) and issubclass(factory, RewardBase):
         return factory
-    members = _members(factory).items()
-    plain = {name: staticmethod(value) if callable(value) else value for name, value in members}
-    return type("Declared", (RewardBase,), plain)
+    signature = inspect.signature(factory)
+    parameters = [*signature.parameters.values()]
+    required = [p for p in parameters if p.default is p.empty and p.kind < p.VAR_POSITIONAL]
+    inputs = [p for p in required[:INPUTS] if p.name not in options]
+    is_reward = len(inputs) == INPUTS and not inspect.isclass(factory)
+    if is_reward:
+        signature = signature.replace(parameters=parameters[INPUTS:])
+
+    class Found(Wrapped):
+        __signature__ = signature
+
+        @wraps(factory.__init__ if inspect.isclass(factory) else factory)  # for its annotations
+        def __init__(self, **options: Any) -> None:
+            if is_reward:
+                super().__init__(factory, **options)
+            else:
+                super().__init__(factory(**options))
+
+    _adopt(Found, factory)
+    return Found
 
 
-def _members(reward: Any) -> dict[str, Any]:
-    members = {name: getattr(reward, name) for name in MEMBERS if hasattr(reward, name)}
-    if not isinstance(members.get("weights"), Mapping):  # may be weights of a network
-        members.pop("weights", None)
-    return members
+def _adopt(wrapper: Any, wrapped: Any) -> None:
+    """Give a wrapper, a class or an object, the MEMBERS of what it wraps."""
+    for name in MEMBERS:
+        value = getattr(wrapped, name, None)
+        if name == "weights" and not isinstance(value, Mapping):
+            continue  # weights of a network
+        if inspect.isclass(wrapper) and callable(value):
+            value = staticmethod(value)
+        if value is not None and not isinstance(value, property):
+            setattr(wrapper, name, value)

@@ -3,7 +3,7 @@
 A component is given as in a config, {name, options}: a name of flowalign.rewards and its options.
 An image that a component failed on is invalid, with the component's reason; a component of weight 0
 has no such effect. parts: every component's value under its label, and its own parts as label/part.
-device: where components compute that are not given one (`flowalign.rewards.build_on`).
+device: where components compute that are not given one (`flowalign.rewards.RewardSpec.build`).
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Composed(RewardBase):
     def __init__(self, specs: Mapping[str, Spec], device: Device, **settings: float) -> None:
         self.settings = settings
         self.components = {
-            label: registry.build_on(device, spec["name"], spec.get("options") or {})
+            label: registry.RewardSpec(spec["name"], spec.get("options") or {}).build(device)
             for label, spec in specs.items()
         }
         self.groupwise = any(reward.groupwise for reward in self.components.values())

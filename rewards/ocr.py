@@ -8,7 +8,7 @@ import unicodedata
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import cache, partial
 from importlib.metadata import version
@@ -29,6 +29,8 @@ from flowalign.system.packages import installed, require
 from flowalign.types import Metadata, Scores
 
 Line = tuple[str, float]
+Words = Sequence[str]
+Row = Mapping[str, Any]  # the metadata of an image
 Letters = frozenset[str] | None  # what an engine can write; None = it has no list
 CONFIDENCE = 0.5  # lines of less are dropped, as PaddleOCR 2.x, the peers' engine, does
 QUESTION = "Which text does the image show? Reply with that text only, and do not repeat any of it."
@@ -52,15 +54,6 @@ def target_of(prompt: str) -> str:
 def normalize(text: str) -> str:
     """Lower case without U+0020 spaces (other white space stays): what the rules compare."""
     return text.replace(" ", "").lower()  # as the peers, who keep tabs and newlines
-
-
-def compared(target: str, lines: Sequence[Line] | None) -> tuple[str, str]:
-    """The target, and the text of the lines of confidence > 0, normalized. Unless the target is
-    ASCII, which is compared as the peers do, both are `plain` first."""
-    read = "".join(text for text, confidence in lines or () if confidence > 0)
-    if not target.isascii():
-        target, read = map(plain, (target, read))
-    return normalize(target), normalize(read)
 
 
 # What fonts, keyboards and engines write in several ways: the plain form of each.
@@ -89,6 +82,69 @@ def unwritable(text: str, letters: frozenset[str]) -> list[str]:
     return list(dict.fromkeys(missing))
 
 
+# Rules: what an image has to show, and how well it does -------------------------------------------
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A way to compare what is read with the texts that an image has to show.
+
+    words: what is compared of a text. score: the numbers of an image, from its wanted words, the
+    read words, and its metadata: value, parts, and the groups that it belongs to. several: whether
+    it may have several texts; then `text` of the metadata may hold them, too.
+    """
+
+    name: str
+    words: Callable[[str], Words]
+    score: Callable[[Any, Any, Row], dict[str, float]]
+    several: bool = True
+
+    def texts(self, prompt: str, metadata: Row, letters: Callable[[], Letters]) -> list[str]:
+        """What an image of this prompt has to show. ValueError where there is no such text, where
+        more than one is possible, or where it has others than the engine's letters."""
+        keys = ("target", "text") if self.several else ("target",)
+        key = next((key for key in keys if key in metadata), None)
+        found = metadata[key] if key else self._quoted(prompt)
+        texts = [found] if isinstance(found, str) else found
+        is_list = isinstance(texts, list) and all(isinstance(text, str) for text in texts)
+        is_many = is_list and len(texts) > 1 and not self.several
+        if not is_list or is_many or not self.compared(texts, [])[0]:
+            where = f"in its metadata a `{key}`" if key else "between quotes"
+            want = "words" if self.several else "one text"
+            text = f"{where} {found!r}; rule {self.name!r} wants {want}."
+            raise ValueError(f"prompt {prompt!r} has {text}")
+        text = " ".join(texts)
+        known = None if text.isascii() else letters()
+        if known and (missing := unwritable(text, known)):
+            raise ValueError(
+                f"prompt {prompt!r} wants letters that this engine never writes: "
+                f"{' '.join(missing)}. Leave it out, or use `engine: vlm`, or `paddleocr` with a "
+                "`lang` that has them."
+            )
+        return texts
+
+    def _quoted(self, prompt: str) -> list[str]:
+        before, *rest = prompt.split('"')
+        inches = rest and before.endswith((*string.digits, "\\"))
+        is_pairs = self.several and len(rest) % 2 == 0
+        if inches or (len(rest) > 2 and not is_pairs):
+            raise ValueError(
+                f"prompt {prompt!r}: which text its {len(rest)} double quotes mean is not clear "
+                "(inch marks, escaped quotes?). Give `target` in the metadata."
+            )
+        return [target_of(prompt), *rest[2:-1:2]]
+
+    def compared(self, texts: Sequence[str], lines: Sequence[Line]) -> tuple[Words, Words]:
+        """The words of the texts, and of the lines of confidence > 0. Unless the texts are ASCII,
+        which is compared as the peers do, both are `plain` first."""
+        target = " ".join(texts)
+        joint = "\n" if self.several else ""
+        page = joint.join(text for text, confidence in lines if confidence > 0)
+        if not target.isascii():
+            target, page = map(plain, (target, page))
+        return self.words(target), self.words(page)
+
+
 def text_reward(target: str, lines: Sequence[Line] | None) -> float:
     """The published OCR rule, in [0,1]; its mean is what papers call OCR accuracy.
 
@@ -98,50 +154,56 @@ def text_reward(target: str, lines: Sequence[Line] | None) -> float:
     what is read for them, are compared as `plain` text.
     Source: Flow-OPD@434ab16 flow_grpo/ocr.py (OcrScorer). Raises ValueError for a blank target.
     """
-    wanted, read = compared(target, lines)
+    wanted, read = RULES["published"].compared([target], lines or [])
     if not wanted:
         raise ValueError(f"the target text {target!r} is blank; nothing can be compared with it.")
-    if wanted in read:  # Levenshtein would count the surplus text
-        return 1.0
-    return 1 - min(Levenshtein.distance(wanted, read), len(wanted)) / len(wanted)
+    return RULES["published"].score(wanted, read, {})["value"]
+
+
+def published(wanted: str, read: str, metadata: Row) -> dict[str, float]:
+    """`text_reward`; "exact", 1 where nothing else is read, else 0; by the target's length."""
+    value = 1.0
+    if wanted not in read:  # Levenshtein would count the surplus text
+        value -= min(Levenshtein.distance(wanted, read), len(wanted)) / len(wanted)
+    longest = max(4, 1 << (len(wanted) - 1).bit_length())
+    shortest = longest // 2 + 1 if longest > 4 else 1
+    group = f"letters_{shortest:02}_to_{longest:02}"
+    return {"value": value, "exact": float(wanted == read), group: value}
+
+
+def cvtg2k(wanted: Words, read: Words, metadata: Row) -> dict[str, float]:
+    """CVTG-2K: a word is right if it is read, however often it is asked for. `ned`: the mean over
+    words of 1 - Levenshtein / longer length to the closest word, as difflib finds it. By regions.
+    weight: the number of words, over which the benchmark's means are.
+    Source: NJU-PCALab/TextCrafter, unified_metrics_eval.py."""
+    close = [(word, get_close_matches(word, read or [""], 1, cutoff=0)[0]) for word in wanted]
+    ned = fmean(1 - Levenshtein.distance(*p) / (max(map(len, p)) + 1e-5) for p in close)
+    value = fmean(word in read for word in wanted)
+    group = f"regions_{metadata['regions']}"
+    by_group = {group: value, f"{group}_ned": ned}
+    return {"value": value, "ned": ned, **by_group, "weight": len(wanted)}
+
+
+def longtext(wanted: Words, read: Words, metadata: Row) -> dict[str, float]:
+    """LongText-Bench: each word (in Chinese, character) that is read is right once. By length.
+    weight: as for `cvtg2k`. Source: X-Omni, textbench/summary_scores.py."""
+    value = (Counter(wanted) & Counter(read)).total() / len(wanted)
+    length = metadata.get("length")
+    group = {f"length_{length}": value} if length in ("short", "long") else {}
+    return {"value": value, **group, "weight": len(wanted)}
 
 
 # What LongText-Bench removes: all but Chinese, Latin and French letters, digits and white space.
 OTHERS = re.compile(r"[^\u4e00-\u9fa5a-zA-Z0-9\sàâäéèêëîïôöùûüçÀÂÄÉÈÊËÎÏÔÖÙÛÜÇ]")
-WORDS: Mapping[str, Callable[[str], list[str]]] = {  # rules of several texts: what they count
-    "cvtg2k": lambda text: text.lower().split(),
-    "longtext": lambda text: OTHERS.sub("", text).lower().split(),
-    "longtext_zh": lambda text: list("".join(OTHERS.sub("", text).split())),
+RULES = {
+    rule.name: rule
+    for rule in (
+        Rule("published", normalize, published, several=False),
+        Rule("cvtg2k", lambda text: text.lower().split(), cvtg2k),
+        Rule("longtext", lambda text: OTHERS.sub("", text).lower().split(), longtext),
+        Rule("longtext_zh", lambda text: "".join(OTHERS.sub("", text).split()), longtext),
+    )
 }
-
-
-def word_scores(
-    rule: str, texts: Sequence[str], lines: Sequence[Line] | None, metadata: Mapping[str, Any]
-) -> dict[str, float]:
-    """A benchmark's numbers of one image. value: the share of the words of `texts` that are read.
-
-    "cvtg2k": a word is right if it is read, however often it is asked for; `ned` is the mean over
-    words of 1 - Levenshtein / longer length to the closest word, as difflib finds it.
-    "longtext", "longtext_zh" (characters): each that is read is right once. Numbers again by
-    regions or length. weight: the number of words, over which the benchmarks' means are.
-    Sources: NJU-PCALab/TextCrafter, unified_metrics_eval.py; X-Omni, textbench/summary_scores.py.
-    """
-    target = " ".join(texts)
-    page = "\n".join(text for text, confidence in lines or () if confidence > 0)
-    if not target.isascii():
-        target, page = map(plain, (target, page))
-    wanted, read = WORDS[rule](target), WORDS[rule](page)
-    if rule != "cvtg2k":
-        value = (Counter(wanted) & Counter(read)).total() / len(wanted)
-        length = metadata.get("length")
-        named = {f"length_{length}": value} if length in ("short", "long") else {}
-        return {"value": value, **named, "weight": len(wanted)}
-    close = [(word, get_close_matches(word, read or [""], 1, cutoff=0)[0]) for word in wanted]
-    ned = fmean(1 - Levenshtein.distance(*p) / (max(map(len, p)) + 1e-5) for p in close)
-    value = fmean(word in read for word in wanted)
-    regions = metadata.get("regions", len(texts))
-    named = {f"regions_{regions}": value, f"regions_{regions}_ned": ned}
-    return {"value": value, "ned": ned, **named, "weight": len(wanted)}
 
 
 # Engines: numbers from different ones are not comparable ------------------------------------------
@@ -298,13 +360,12 @@ class OCR(RewardBase):
 
     engine: "rapidocr", "paddleocr", "vlm" (with that engine's options), or an Engine object.
     workers: images read at once, each by an engine of its own (an Engine object reads alone).
-    rule: "published" (`text_reward`), or of several texts "cvtg2k", "longtext", "longtext_zh"
-        (`word_scores`).
+    rule: "published" (`text_reward`), or of several texts `cvtg2k`, `longtext`, "longtext_zh".
     The target is `target` of the image's metadata (for several texts a list, or LongText-Bench's
     `text`), else what the prompt puts in quotes. An image without text scores 0. A failing engine
     and a prompt without a target raise: see `flowalign.rewards.score`.
     parts: "exact", 1 where the text equals the target but for case and spaces, else 0, and the
-    value under the length of the target; of several texts those of `word_scores`.
+    value under the length of the target; of several texts those of their rule.
     `engine.name` says what read: engine, models, settings. workers change no result.
     """
 
@@ -331,7 +392,7 @@ class OCR(RewardBase):
         if isinstance(engine, str):
             self.engines = [ENGINES[engine](**engine_options) for _ in range(workers)]
         self.engine: Any = self.engines[0]
-        self.rule = rule
+        self.rule = RULES[rule]
         self.settings = {"engine": self.engine.name, "rule": rule}
 
     @classmethod
@@ -358,34 +419,28 @@ class OCR(RewardBase):
     def check_prompts(cls, prompts: Sequence[str], metadata: Metadata, **options: Any) -> None:
         """Raise ValueError for the first prompt that has no target text, or whose target has
         letters that the engine cannot write."""
-        rule = options.get("rule", "published")
+        rule = RULES[options.get("rule", "published")]
         engine = str(options.get("engine", "rapidocr"))
         letters = partial(alphabet, engine, options.get("lang", "en"))
         for number, (prompt, meta) in enumerate(zip(prompts, metadata, strict=True), 1):
             try:
-                _texts(rule, prompt, meta, letters)
+                rule.texts(prompt, meta, letters)
             except ValueError as error:
                 raise ValueError(f"number {number} of {len(prompts)}: {error}") from None
 
     def __call__(self, images: Tensor, prompts: Sequence[str], metadata: Metadata) -> Scores:
         """images [B,3,H,W] in [0,1] -> Scores of B, on the CPU; reasons say what was read."""
         pairs = zip(prompts, metadata, strict=True)
-        targets = [_texts(self.rule, *pair, self.alphabet) for pair in pairs]
+        targets = [self.rule.texts(*pair, self.alphabet) for pair in pairs]
         pages = self._read([to_uint8(image) for image in images])
         rows = []
         reasons = {}
         for row, (texts, lines, meta) in enumerate(zip(targets, pages, metadata, strict=True)):
-            if self.rule == "published":
-                wanted, read = compared(texts[0], lines)
-                value = text_reward(texts[0], lines)
-                longest = max(4, 1 << (len(wanted) - 1).bit_length())
-                shortest = longest // 2 + 1 if longest > 4 else 1
-                length = f"letters_{shortest:02}_to_{longest:02}"
-                rows.append({"value": value, "exact": float(wanted == read), length: value})
-            else:
+            wanted, read = self.rule.compared(texts, lines)
+            rows.append(self.rule.score(wanted, read, {"regions": len(texts), **meta}))
+            if self.rule.several:
                 wanted = " ".join(texts)
                 read = " ".join(text for text, _ in lines)
-                rows.append(word_scores(self.rule, texts, lines, meta))
             reasons[row] = f"read {repr(read) if read else 'nothing'} for {wanted!r}"
         return Scores.of_rows(rows, reasons)
 
@@ -408,52 +463,3 @@ class OCR(RewardBase):
 
         with ThreadPoolExecutor(len(self.engines)) as pool:  # the engines release the GIL
             return list(pool.map(read, pictures))
-
-
-def _quoted(prompt: str, rule: str) -> list[str]:
-    """The text that a prompt puts in quotes, or all of them for a rule of several. ValueError where
-    there is none, or where it is not clear what the quotes mean."""
-    before, *rest = prompt.split('"')
-    too_many = len(rest) > 2 and (rule not in WORDS or len(rest) % 2)
-    if rest and (too_many or before.endswith((*string.digits, "\\"))):
-        raise ValueError(
-            f"prompt {prompt!r}: which text its {len(rest)} double quotes mean is not clear (inch "
-            "marks, escaped quotes?). Give `target` in the metadata."
-        )
-    first = target_of(prompt)
-    return [first, *rest[2:-1:2]] if rule in WORDS else [first]
-
-
-def _texts(
-    rule: str,
-    prompt: str,
-    metadata: Mapping[str, Any],
-    letters: Callable[[], frozenset[str] | None],
-) -> list[str]:
-    """What an image of this prompt has to say. ValueError where there is no such text, where more
-    than one is possible, or where it has others than the engine's letters."""
-    if "target" in metadata:
-        key = "target"
-    elif "text" in metadata and rule in WORDS:
-        key = "text"
-    else:
-        key = ""
-    target = metadata[key] if key else _quoted(prompt, rule)
-    texts = [target] if isinstance(target, str) else target
-    is_list = isinstance(texts, list) and all(isinstance(text, str) for text in texts)
-    joined_texts = " ".join(texts) if is_list else ""
-    if rule in WORDS:
-        fits = WORDS[rule](joined_texts)
-    else:
-        fits = normalize(plain(joined_texts)) and len(texts) == 1
-    if not fits:
-        where = f"in its metadata a `{key}`" if key else "between quotes"
-        want = "words" if rule in WORDS else "one text"
-        raise ValueError(f"prompt {prompt!r} has {where} {target!r}; rule {rule!r} wants {want}.")
-    known = None if joined_texts.isascii() else letters()
-    if known and (missing := unwritable(joined_texts, known)):
-        raise ValueError(
-            f"prompt {prompt!r} wants letters that this engine never writes: {' '.join(missing)}. "
-            "Leave it out, or use `engine: vlm`, or `paddleocr` with a `lang` that has them."
-        )
-    return texts

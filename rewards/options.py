@@ -31,6 +31,7 @@ from pydantic import (
 from pydantic_core import ErrorDetails
 
 from flowalign.config.section import did_you_mean
+from flowalign.system.devices import resolve
 from flowalign.system.hub_address import HubAddress, secrets
 from flowalign.system.hub_files import TEXTS, WEIGHTS, HubFiles
 
@@ -113,19 +114,27 @@ Url = Annotated[str, AfterValidator(_check_url)]  # the address of a server, wit
 Pretrained = Annotated[str, AfterValidator(check_model)]
 
 
-def check_call(
-    what: str, function: Callable[..., Any], options: Mapping[str, Any], inputs: int = 0
-) -> None:
+def with_device(
+    function: Callable[..., Any], options: Mapping[str, Any], device: str | torch.device | None
+) -> Mapping[str, Any]:
+    """The options with that device, if the function has the option and they do not give it.
+    device: None = this thread's accelerator, or the CPU."""
+    if options.get("device") is not None or "device" not in inspect.signature(function).parameters:
+        return options
+    return {**options, "device": str(resolve(device))}
+
+
+def check_call(what: str, function: Callable[..., Any], options: Mapping[str, Any]) -> None:
     """Raise ValueError, naming every fault, if a function or class does not take these options.
 
     Types are strict: "3" and true are no numbers. Annotations that pydantic cannot read, and
     values that JSON cannot hold, are left to the function. Then its static method
     `check_options(**options)` is asked, if it has one, for what concerns several options at once.
-    what: for the message, such as "reward 'ocr'". inputs: parameters that are no options.
+    what: for the message, such as "reward 'ocr'".
     """
     if leaks := list(secrets(options, what)):
         raise ValueError("\n".join(leaks))
-    parameters = list(inspect.signature(function).parameters.values())[inputs:]
+    parameters = list(inspect.signature(function).parameters.values())
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
     takes = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     annotations = _annotations(function)

@@ -21,7 +21,7 @@ import torch
 from PIL.Image import Image
 from torch import Tensor
 
-from flowalign.rewards.base import RewardBase, as_reward
+from flowalign.rewards.base import RewardBase, Wrapped
 from flowalign.system.devices import SideStream
 from flowalign.system.images import stacked, warn_once
 from flowalign.system.signals import Interrupted
@@ -59,7 +59,9 @@ def score(
     Raises ValueError if the inputs differ in length; Interrupted passes, and KeyboardInterrupt in
     the main thread, which alone is interrupted.
     """
-    reward, images = as_reward(reward), stacked(images)
+    if not isinstance(reward, RewardBase):
+        reward = Wrapped(reward)
+    images = stacked(images)
     count = len(images)
     metadata = [{}] * count if metadata is None else metadata
     if not count == len(prompts) == len(metadata):
@@ -204,8 +206,8 @@ def assemble(count: int, pieces: Iterable[tuple[Sequence[int], Scores]]) -> Scor
 class TaskRewards:
     """The rewards of a run by task name: every image is scored by the reward of its own task."""
 
-    def __init__(self, rewards: Mapping[str, Reward]) -> None:
-        self.rewards = {task: as_reward(reward) for task, reward in rewards.items()}
+    def __init__(self, rewards: Mapping[str, RewardBase]) -> None:
+        self.rewards = rewards
 
     @property
     def groupwise(self) -> bool:

@@ -1,18 +1,19 @@
 """The code that a reward's scores depend on, as a digest: other code, other scores.
 
 That of the module that defines it, and of what this imports, inside functions as well, as far as it
-is the user's own or another reward of flowalign; of an installed plugin, its version, too. What was
-typed into a notebook counts with the functions, classes and plain values that it uses. Not seen are
-other installed packages, modules that are imported by a computed name, and files of data.
+is the user's own or another reward of flowalign; of an installed plugin, its version, too. A cell
+of a notebook counts as a file, with the cells of the functions and classes that it names. Not seen
+are other installed packages, modules that are imported by a computed name, and files of data.
 """
 
 from __future__ import annotations
 
 import ast
 import inspect
+import linecache
 import logging
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import suppress
 from importlib.machinery import PathFinder
 from importlib.metadata import packages_distributions, version
@@ -28,17 +29,17 @@ log = logging.getLogger("flowalign")
 
 OURS = "flowalign.rewards."
 FRAME = {OURS + name for name in ("base", "options", "scoring", "source")}  # no reward's own
-# of functions, closures, classes, methods, decorated functions, properties and partials
-PARTS = "__defaults__ __kwdefaults__ __closure__ cell_contents __bases__ __func__ __self__".split()
-PARTS += "__wrapped__ fget func args keywords".split()
 
 
 def digest(code: Any) -> str | None:
-    """Of a module, by its name, or of a class or function. None if no module has that name."""
-    found: Any = _files(code if isinstance(code, str) else code.__module__, {}, whole=True)
-    if not isinstance(code, str):
-        found = [found, *_pieces(code, {})]
-    return json_sha256(found)[:16] if found else None
+    """Of a module, by its name or a dotted path, or of a class or function. None where no file or
+    cell holds it."""
+    module = code.partition(":")[0] if isinstance(code, str) else code.__module__
+    if module == "__main__":
+        content = _cells(code)
+    else:
+        content = _files(module, {}, whole=True)
+    return json_sha256(content)[:16] if content else None
 
 
 def _files(module: str, found: dict[str, Any], whole: bool = False) -> dict[str, Any]:
@@ -88,33 +89,33 @@ def _imports(content: bytes, package: str) -> Iterator[str]:
                 yield from (f"{base}.{alias.name}" for alias in node.names)
 
 
-def _pieces(value: Any, seen: dict[int, Any]) -> Iterator[Any]:
-    """What an object is made of: contents of files, compiled code of what was typed, values."""
-    if value is None or isinstance(value, str | bytes | int | float | complex):
-        yield repr(value)
-        return
-    if id(value) in seen:
-        return
-    seen[id(value)] = value  # kept, as the number of an object that is gone is given again
-    module = getattr(value, "__name__" if isinstance(value, ModuleType) else "__module__", None)
-    files = _files(str(module or "?"), {})
-    yield files
-    inner = [getattr(value, name, None) for name in PARTS]
-    if isinstance(value, Mapping):
-        inner = [*value, *value.values()]
-    elif isinstance(value, list | tuple):
-        inner = value
-    elif isinstance(value, set | frozenset):
-        inner = sorted(value, key=repr)
-    elif inspect.isfunction(value):
-        if module == "__main__" or not Path(value.__code__.co_filename).is_file():
-            codes = [value.__code__]
-            for code in codes:  # with the functions inside it
-                inner += [code.co_code, code.co_names, code.co_consts]
-                codes += [const for const in code.co_consts if inspect.iscode(const)]
-            names = {name for code in codes for name in code.co_names}
-            inner += [value.__globals__.get(name) for name in sorted(names)]
-    elif module == "__main__" or files and not isinstance(value, type | ModuleType):
-        inner += [type(value), getattr(value, "__dict__", None)]
-    for part in inner:
-        yield from _pieces(part, seen)
+def _cells(definition: Any) -> dict[str, Any]:
+    """The cells of a notebook, or the script, that hold a class or function and what it names there
+    (classes, functions, plain values); and the files of modules that it names."""
+    files: dict[str, Any] = {}
+    cells: dict[Any, str] = {}
+    values: list[str] = []
+    named: list[tuple[str, Any]] = [("", definition)]
+    for name, value in named:  # grows
+        function = inspect.unwrap(value)
+        code = getattr(function, "__code__", None)
+        module = getattr(value, "__name__" if isinstance(value, ModuleType) else "__module__", None)
+        if isinstance(value, str | int | float):
+            values.append(f"{name} = {value!r}")
+        elif module != "__main__":
+            _files(str(module), files)
+        elif inspect.isclass(value) and value not in cells:
+            cells[value] = ""
+            named += vars(value).items()
+        elif code and code.co_filename not in cells:
+            text = "".join(linecache.getlines(code.co_filename))
+            cells[code.co_filename] = text
+            named += [(name, function.__globals__.get(name)) for name in _loaded(text)]
+    return files | {"": [*cells.values(), *values]} if any(cells.values()) else {}
+
+
+def _loaded(text: str) -> list[str]:
+    """The names that a cell reads and does not set."""
+    names = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Name)]
+    stored = {node.id for node in names if isinstance(node.ctx, ast.Store)}
+    return sorted({node.id for node in names} - stored)

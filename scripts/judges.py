@@ -9,10 +9,10 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from flowalign import rewards
 from flowalign.commands import CONFIGS, card
 from flowalign.commands.evaluate import judge_keys
 from flowalign.config import read
+from flowalign.rewards import RewardSpec
 
 FILE = CONFIGS.with_name("judges.json")
 
@@ -24,7 +24,7 @@ def judges() -> dict[str, Any]:
         for key in (key for benchmark in read(path)["benchmarks"] for key in judge_keys(benchmark)):
             name, _, options = key.partition(" ")
             options = json.loads(options)
-            files = rewards.declared(name, imports=False).files(**options)
+            files = RewardSpec(name, options).downloads
             found[key] = [card.judge(name, options), files and dict(files)]
     return dict(sorted(found.items()))
 

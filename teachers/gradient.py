@@ -18,7 +18,6 @@ from torch import Tensor
 from flowalign import sde
 from flowalign.config import ConfigError, GradientStage
 from flowalign.report.pictures import score_text
-from flowalign.rewards import as_reward
 from flowalign.rewards.gradient import gradient_problems, value_with_gradient
 from flowalign.teachers.forward import WithPolicies, differing_share
 from flowalign.teachers.scored import check_valid, reward_metrics
@@ -49,7 +48,7 @@ class Gradient(WithPolicies[Moved]):
         vae = parts.backbone.pipe.vae
         if self.config.model.gradient_checkpointing and vae._supports_gradient_checkpointing:
             vae.enable_gradient_checkpointing()
-        self.rewards = {name: as_reward(reward) for name, reward in parts.rewards.items()}
+        self.rewards = parts.rewards
         self.checked = False  # are the rewards' gradients?
         self.names = sorted(self.rewards)
         self.tau = torch.full((len(self.names),), self.settings.tau, dtype=torch.float64)

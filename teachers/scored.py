@@ -20,7 +20,6 @@ from torch import Tensor
 from flowalign.config import AdvantageConfig, EarlierConfig
 from flowalign.config.learning import ADVANTAGES
 from flowalign.report.pictures import score_text
-from flowalign.rewards import as_reward
 from flowalign.rewards.scoring import AsyncScorer, TaskRewards
 from flowalign.training import metrics
 from flowalign.training.algorithm import Parts, Prepared, TrainingError, advantage_function
@@ -46,11 +45,9 @@ class Scored:
         train = parts.config.train
         self.settings = settings
         self.accelerator = parts.accelerator
-        self.weights = {
-            name: dict(as_reward(reward).weights or {}) for name, reward in parts.rewards.items()
-        }
-        self.variant = advantage_function(settings.advantage)
-        self.clipped = False  # none so far
+        rewards = parts.rewards.items()
+        self.weights = {name: dict(reward.weights or {}) for name, reward in rewards}
+        self.variant, self.clipped = advantage_function(settings.advantage), False  # none so far
         self.running = RunningRewards.of(settings, parts.prompts)
         self.max_invalid_share = train.max_invalid_share
         score = TaskRewards(parts.rewards)

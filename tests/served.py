@@ -16,6 +16,7 @@ import torch
 from fastapi import FastAPI
 from torch import Tensor
 
+from flowalign.rewards.base import RewardBase, Wrapped
 from flowalign.rewards.service.server import app, server
 from flowalign.rewards.service.wire import Limits
 from flowalign.types import Reward, Scores
@@ -73,7 +74,8 @@ class Stuck:
 @contextmanager
 def serving(reward: Reward, token: str | None = None, **limits) -> Iterator[str]:
     """The URL of a server of this reward."""
-    with running(app(reward, token, Limits(**limits))) as url:
+    known = reward if isinstance(reward, RewardBase) else Wrapped(reward)
+    with running(app(known, token, Limits(**limits))) as url:
         yield url
 
 

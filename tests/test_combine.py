@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from flowalign import rewards
-from flowalign.rewards import build, check, check_prompts, score
+from flowalign.rewards import RewardSpec, build, check, check_prompts, score
 from flowalign.rewards.combine import Weighted
 from flowalign.types import Scores
 
@@ -95,7 +95,7 @@ def test_a_product_needs_every_component():
     assert signed.valid.tolist() == (REDNESS >= 0).tolist() and not bool(signed.valid.all())
     negative = (REDNESS < 0).nonzero().flatten().tolist()
     assert all("below 0" in signed.reasons[row] for row in negative)
-    assert rewards.has_no_weights("product")  # gdpo would take it for a sum
+    assert not RewardSpec("product").may_be_sum  # gdpo would take it for one
 
 
 @pytest.mark.parametrize(("name", "nothing"), [("product", 1.0), ("weighted", 0.0)])

@@ -12,7 +12,7 @@ import torch
 from test_vlm import asked, serve  # noqa: F401
 
 from flowalign.eval.stats import rows_of
-from flowalign.rewards import build, check, check_prompts, describe, missing_packages, score
+from flowalign.rewards import RewardSpec, build, check, check_prompts, describe, score
 from flowalign.rewards.dpg import gated
 from flowalign.training.data import load_prompts
 from flowalign.types import EvalRow, PromptBatch
@@ -187,4 +187,4 @@ def test_wrong_options_and_prompts_are_refused_before_anything_is_loaded() -> No
             check_prompts("dpg", {}, ["a"], [LINE | change])
     with pytest.raises(ValueError, match="flowalign data fetch dpg_bench"):
         check_prompts("dpg", {}, ["a"], [{"item_id": "7"}])  # the folder of prompts
-    assert missing_packages("dpg", {"model": "mplug"}) == ["dpg_evaluator"]
+    assert RewardSpec("dpg", {"model": "mplug"}).missing_packages == ["dpg_evaluator"]

@@ -14,6 +14,7 @@ from flowalign.eval import seeds, stats
 from flowalign.eval.stats import AVERAGE
 from flowalign.eval.suite import Benchmark, Judged
 from flowalign.eval.table import Results
+from flowalign.rewards import RewardBase
 from flowalign.types import PromptBatch
 
 Array = NDArray[np.float64]
@@ -21,7 +22,7 @@ DRAWS, REPORTED = 8000, 200  # of the number; of its error, which varies less
 TAGS = ["a"] * 6 + ["b"] * 12  # of the prompts of a set
 
 
-class Judge:
+class Judge(RewardBase):
     """A reward that judges no more. headline: of a benchmark of tags."""
 
     def __init__(self, headline: str | None = None) -> None:
@@ -103,7 +104,7 @@ class World(NamedTuple):
 def evaluated(world: World, models: list[dict[str, list[dict]]]) -> tuple[float, float]:
     """The average of an evaluation, or the average difference of its second model."""
     marks = [
-        Benchmark(name, PromptBatch([], [], []), Judge("right" if tagged else None), world.copies)  # type: ignore[arg-type]
+        Benchmark(name, PromptBatch([], [], []), Judge("right" if tagged else None), world.copies)
         for name, (_, tagged) in world.judges.items()
     ]
     judged = {

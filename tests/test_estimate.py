@@ -344,4 +344,4 @@ def test_the_rank_of_a_start_counts_from_its_file_or_from_the_stage_that_will_wr
     ],
 )
 def test_a_reward_of_the_users_own_downloads_nothing_that_it_does_not_name(name, options, files):
-    assert rewards.declared(name, imports=False).files(**options) == files
+    assert rewards.RewardSpec(name, options).downloads == files

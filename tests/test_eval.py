@@ -23,6 +23,7 @@ from flowalign.eval.geneval import summarize
 from flowalign.eval.stats import NO_ERROR, average, difference, lost, rows_of
 from flowalign.eval.suite import Benchmark, ImageSet, Judged
 from flowalign.eval.table import metric_rows, of_cells
+from flowalign.rewards import RewardBase
 from flowalign.system.images import pixels_of
 from flowalign.types import EvalReport, EvalRow, PromptBatch, Scores
 
@@ -30,7 +31,7 @@ NAN = math.nan
 NONE = PromptBatch([], [], [])
 
 
-class Judge:
+class Judge(RewardBase):
     """A reward that is known by its part `correct`, if by any; it finds every image right."""
 
     def __init__(self, headline: str | None = "correct") -> None:

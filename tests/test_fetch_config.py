@@ -15,7 +15,7 @@ from flowalign.commands.fetch import needed
 from flowalign.commands.prompts import actions
 from flowalign.config import Stage, load
 from flowalign.config.safe_yaml import dump_yaml
-from flowalign.rewards import build, declared
+from flowalign.rewards import RewardSpec, build
 
 __all__ = ["online"]  # a fixture
 
@@ -139,7 +139,7 @@ def test_code_of_the_config_is_not_run_and_other_downloads_are_named(
 
 def test_what_the_published_judges_read() -> None:
     def read(name: str, **options: Any) -> list[tuple[str, str]]:
-        return [(f.repository, f.patterns[-1]) for f in declared(name).hub_files(**options)]
+        return [(f.repository, f.patterns[-1]) for f in RewardSpec(name, options).hub_files]
 
     large = ("openai/clip-vit-large-patch14", "model-*-of-*.safetensors")
     assert read("clipscore") == read("diversity") == [large]
@@ -152,7 +152,7 @@ def test_what_the_published_judges_read() -> None:
     bert = ("google-bert/bert-base-uncased", "*.jinja")
     assert read("imagereward") == [("THUDM/ImageReward", "ImageReward.pt"), bert]
     assert read("geneval2") == read("dpg") == [("Qwen/Qwen3-VL-8B-Instruct", weights[1])]
-    revised = declared("clipscore").hub_files(model="me/clip@v1")
+    revised = RewardSpec("clipscore", {"model": "me/clip@v1"}).hub_files
     assert [(f.repository, f.revision) for f in revised] == [("me/clip", "v1")]
     none: list[tuple[str, dict[str, Any]]] = [
         ("pickscore", {"model": "tiny"}), ("geneval", {}), ("ocr", {}),
@@ -165,7 +165,7 @@ def test_what_the_published_judges_read() -> None:
 
 def test_the_detector_of_geneval_reads_its_own_model_and_open_clips(open_clip: Any) -> None:
     given = {"detector": "mask2former", "detector_options": {"model": "me/other@v2"}}
-    network, colors = declared("geneval").hub_files(**given)
+    network, colors = RewardSpec("geneval", given).hub_files
     assert (network.repository, network.revision) == ("me/other", "v2")
     place = open_clip.get_pretrained_cfg("ViT-L-14", "openai")["hf_hub"]
     assert f"{colors.repository}/" == place and colors.patterns == ("open_clip_model.safetensors",)

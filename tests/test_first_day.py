@@ -13,7 +13,7 @@ from flowalign.commands.doctor.advise import Device, Forecast
 from flowalign.commands.doctor.count import judge_bytes, predict
 from flowalign.commands.doctor.pace import Pace
 from flowalign.config import TrainingStage, load
-from flowalign.rewards import declared
+from flowalign.rewards import RewardSpec
 from flowalign.rewards.imagereward import Network
 from flowalign.training.preflight import once
 
@@ -49,7 +49,7 @@ def test_the_size_of_a_judge_is_that_of_its_weights() -> None:
     """Of the one whose architecture is ours."""
     with weightless():
         weights = sum(parameter.numel() for parameter in Network().parameters())
-    size = declared("imagereward").files()
+    size = RewardSpec("imagereward").downloads
     assert size and 4e-9 * weights == pytest.approx(sum(size.values()), rel=0.02)
 
 

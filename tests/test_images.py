@@ -171,7 +171,7 @@ BAD = {
 def test_bad_images_are_refused_in_a_sentence_before_a_judge_is_built(
     make: Callable[[Path], Path], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
 ):
-    monkeypatch.setattr(rewards, "build_on", lambda *args: pytest.fail("a judge was built"))
+    monkeypatch.setattr(rewards, "build", lambda *_, **__: pytest.fail("a judge was built"))
     assert main(["--config", str(config(tmp_path, make(tmp_path / "theirs")))]) == 2
     (problem,) = [line for line in capsys.readouterr().err.splitlines() if "models." in line]
     assert problem.startswith("  - models.theirs: ") and said in problem

@@ -25,7 +25,7 @@ from flowalign.config import (
     load,
 )
 from flowalign.config.model import LoraConfig, ModelConfig
-from flowalign.rewards import is_differentiable
+from flowalign.rewards import RewardSpec
 from flowalign.training.preflight import against_card, misused_adapters
 
 MEDIUM = "stabilityai/stable-diffusion-3.5-medium"
@@ -98,7 +98,9 @@ def test_what_is_written_for_any_stage_reward_and_prompts_can_run(
     if stage in ("nft", "awm", "sft"):  # the tasks of grpo and opd
         every = [(reward, several[-1]) for reward, several in OF.items()]
     if stage == "gradient":
-        every = [(reward, prompts) for reward, prompts in every if is_differentiable(reward)]
+        every = [
+            (reward, prompts) for reward, prompts in every if RewardSpec(reward).differentiable
+        ]
     for reward, prompts in every if stage in USED["reward"] else every[:1]:
         words = ["--stage", stage, "--model", model]
         if taught:

@@ -17,6 +17,7 @@ from flowalign.commands.evaluate import main
 from flowalign.config import SamplingConfig
 from flowalign.eval import suite
 from flowalign.eval.suite import Benchmark, ImageSet
+from flowalign.rewards.base import Wrapped
 from flowalign.system.signals import Interrupted
 from flowalign.types import Scores
 
@@ -127,7 +128,7 @@ def test_fidelity_counts_an_image_once(evaluate: Callable[..., int], tmp_path: P
 def test_judges_take_turns_and_one_that_hangs_costs_the_others_nothing(random_model: str):
     under_way: list[str] = []
 
-    def judge(name: str, slow: bool) -> Callable[..., Scores]:
+    def judge(name: str, slow: bool) -> Wrapped:
         def reward(images: Tensor, prompts: Sequence[str], metadata: Any) -> Scores:
             if slow and fakes.PROMPTS[0] in prompts:
                 ended.wait(20)
@@ -138,7 +139,7 @@ def test_judges_take_turns_and_one_that_hangs_costs_the_others_nothing(random_mo
             under_way.pop()
             return scores
 
-        return reward
+        return Wrapped(reward)
 
     ended = threading.Event()
     batch = fakes.batch(3)

@@ -77,6 +77,6 @@ def test_a_function_that_makes_a_reward_is_a_factory(tmp_path: Path, monkeypatch
         "def red(scale: float = 1.0): return Red()\n"
         "def other(scale: float = 1.0): return scale\n"
     )
-    assert type(rewards.build("own_factory:red", scale=2.0)).__name__ == "Red"
+    assert type(vars(rewards.build("own_factory:red", scale=2.0))["reward"]).__name__ == "Red"
     with pytest.raises(ValueError, match="no reward"):
         rewards.build("own_factory:other")

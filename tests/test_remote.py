@@ -22,7 +22,8 @@ from PIL import Image
 from flowalign.backbone import Backbone
 from flowalign.commands import cli
 from flowalign.config import to_yaml
-from flowalign.rewards import build, build_on, check, describe, score
+from flowalign.rewards import RewardSpec, build, check, describe, score
+from flowalign.rewards.base import Wrapped
 from flowalign.rewards.scoring import TaskRewards
 from flowalign.rewards.service.client import Remote
 from flowalign.system import http
@@ -90,7 +91,7 @@ def test_a_server_gets_8_bits_and_a_training_run_floats():
         return own(eight_bits(images.float()), prompts, metadata)
 
     judge = build("pickscore", model="tiny")
-    for reward, is_same in ((own, False), (rounded, True), (judge, True)):
+    for reward, is_same in ((Wrapped(own), False), (Wrapped(rounded), True), (judge, True)):
         here = TaskRewards({"x": reward})(images, batch).value
         with served.serving(reward) as url:
             there = TaskRewards({"x": Remote(url)})(images, batch).value
@@ -218,10 +219,10 @@ def test_a_run_without_its_server_is_refused_in_seconds_before_a_model_is_loaded
 def test_a_dead_server_of_several_is_only_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     gone = closed_port()
     with served.serving(served.exact) as url:
-        build_on(None, "remote", {"urls": [gone, url]})
+        RewardSpec("remote", {"urls": [gone, url]}).build()
         with served.serving(served.Touchy()) as other:  # another reward
             with pytest.raises(ConnectionError, match="served"):
-                build_on(None, "remote", {"urls": [url, other]})
+                RewardSpec("remote", {"urls": [url, other]}).build()
     assert any(gone in record.getMessage() for record in caplog.records)
 
 

@@ -26,6 +26,7 @@ from flowalign.eval.table import (
     tables,
 )
 from flowalign.report.pictures import png
+from flowalign.rewards import RewardBase
 from flowalign.system.escape import escaped
 from flowalign.types import EvalRow, PromptBatch
 
@@ -39,7 +40,7 @@ GRADED = {
 }
 
 
-class Judge:
+class Judge(RewardBase):
     def __init__(self, headline: str | None) -> None:
         self.headline = headline
 
@@ -47,7 +48,7 @@ class Judge:
 def benchmark(name: str, headline: str | None) -> Benchmark:
     tags = [{"tag": tag} if headline else {} for tag in "aabb"]
     batch = PromptBatch(PROMPTS, [name] * 4, tags)
-    return Benchmark(name, batch, Judge(headline))  # type: ignore[arg-type]  # it judges no more
+    return Benchmark(name, batch, Judge(headline))  # it judges no more
 
 
 def judged(mark: Benchmark, scores: list[float], shade: float) -> Judged:
@@ -154,8 +155,8 @@ def test_a_note_says_which_columns_have_no_error():
     tags = ["a", "a", "a", "b"]
     batch = PromptBatch(PROMPTS, ["x"] * 4, [{"tag": tag} for tag in tags])
     marks = [
-        Benchmark("geneval", batch, Judge("correct")),  # type: ignore[arg-type]
-        Benchmark("ocr", batch, Judge(None)),  # type: ignore[arg-type]
+        Benchmark("geneval", batch, Judge("correct")),
+        Benchmark("ocr", batch, Judge(None)),
     ]
     images = {
         model: {"geneval": judged(marks[0], CORRECT["ocr"], 0), "ocr": judged(marks[1], some, 0)}
@@ -227,8 +228,8 @@ def shared() -> Results:
     """Two models, two prompts of two images, judged by a verdict and by a grade."""
     batch = PromptBatch(PROMPTS[:2], ["x"] * 2, [{}] * 2)
     marks = [
-        Benchmark("x_right", batch, Judge("correct"), 2, "x"),  # type: ignore[arg-type]
-        Benchmark("x_grade", batch, Judge(None), 2, "x"),  # type: ignore[arg-type]
+        Benchmark("x_right", batch, Judge("correct"), 2, "x"),
+        Benchmark("x_grade", batch, Judge(None), 2, "x"),
     ]
     scores = {
         "base": {"x_right": [1, 0, 0, 0], "x_grade": [0.9, 0.8, 0.2, 0.1]},
@@ -268,7 +269,7 @@ def test_the_images_of_a_line_of_cards_begin_at_one_height(tmp_path: Path, width
     """However long their prompts are. One model: a card a prompt."""
     prompts = ["two stars", "a red sign " * 9, "nothing", "a photo of two cups and a red sign"]
     batch = PromptBatch(prompts, ["x"] * 4, [{}] * 4)
-    mark = Benchmark("ocr", batch, Judge(None))  # type: ignore[arg-type]
+    mark = Benchmark("ocr", batch, Judge(None))
     rows = [
         {"index": i, "prompt": text, "metadata": {}, "value": 0.5, "reason": None}
         for i, text in enumerate(prompts)

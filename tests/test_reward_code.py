@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import linecache
 import shutil
 import sys
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ from flowalign.commands import recipe
 from flowalign.commands.evaluate import main as evaluate
 from flowalign.config import EvalStage, load, to_yaml
 from flowalign.eval.compare import Incomparable, compare, load_results
-from flowalign.rewards import REWARDS, build_on, code_of, source
+from flowalign.rewards import REWARDS, RewardSpec, source
 from flowalign.system import manifest
 from flowalign.training.run import resume
 
@@ -78,23 +79,25 @@ def test_the_code_that_a_reward_imports_counts_wherever_it_is_imported(
     digests = []
     for text in ("def f(x): return x", "def f(x): return 2 * x", "def f(x): return x"):
         helpers.write_text(text)
-        digests.append(code_of(path, {})[path])
+        digests.append(RewardSpec(path).code_digests[path])
         unrelated.write_text(text)
     assert digests[0] == digests[2] != digests[1]
 
 
 def test_a_built_in_reward_and_what_a_composed_one_is_made_of_count(tmp_path: Path) -> None:
     write(tmp_path, 1.0)
-    assert all(code_of(name, {}) == code_of(name, {}) for name in REWARDS)
+    assert all(RewardSpec(name).code_digests == RewardSpec(name).code_digests for name in REWARDS)
     parts = [{"name": "ocr"}, {"name": "normalized", "options": {"reward": {"name": "mine:red"}}}]
-    before = code_of("weighted", {"rewards": parts})
-    assert before == code_of("weighted", {"rewards": parts})
+    before = RewardSpec("weighted", {"rewards": parts}).code_digests
+    assert before == RewardSpec("weighted", {"rewards": parts}).code_digests
     assert before.keys() == {"weighted", "ocr", "mine:red"}
     write(tmp_path, 2.0)
-    after = code_of("weighted", {"rewards": parts})
+    after = RewardSpec("weighted", {"rewards": parts}).code_digests
     assert [name for name in before if before[name] != after[name]] == ["mine:red"]
-    assert code_of("vlm", {"template": "Say:yes", "url": "x"}).keys() == {"vlm"}  # no module
-    assert code_of("nowhere:f", {}) != code_of("nowhere:f", {})  # not known
+    assert RewardSpec("vlm", {"template": "Say:yes", "url": "x"}).code_digests.keys() == {
+        "vlm"
+    }  # no module
+    assert RewardSpec("nowhere:f").code_digests != RewardSpec("nowhere:f").code_digests  # not known
 
 
 @pytest.mark.slow
@@ -111,48 +114,60 @@ def test_the_version_of_an_installed_plugin_counts_and_not_its_neighbours(tmp_pa
             text = f"Metadata-Version: 2.1\nName: plug\nVersion: {version}"
             (about / "METADATA").write_text(text)
             (site / "other.py").write_text(other)
-            digests.append(code_of("plug:f", {})["plug:f"])
+            digests.append(RewardSpec("plug:f").code_digests["plug:f"])
     finally:
         sys.path.remove(str(site))
     assert digests[0] == digests[1] != digests[2]
 
 
-CELL = """
+CELLS = (
+    """
+from flowalign.types import Scores
 SIZE = {size}
+unrelated = {unrelated}
+""",
+    """
 def scale(x): return {factor} * x
+""",
+    """
 class Base:
     bonus = {bonus}
+""",
+    """
 class Red(Base):
     def __call__(self, images, prompts, metadata):
         return Scores.of([SIZE * scale(1.0) + self.bonus for _ in prompts])
-def made(constant):
-    def red(images, prompts, metadata):
-        return Scores.of([constant * SIZE * scale(1.0)])
-    return red
-"""
+""",
+    """
+def red(images, prompts, metadata):
+    return Scores.of([SIZE * scale({bonus}) for _ in prompts])
+""",
+)
 
 
-@pytest.mark.parametrize("last", ["Red", "made({constant})", "Red().__call__"])
+@pytest.mark.parametrize("last", ["Red", "red", "Red().__call__"])
 def test_what_was_typed_into_a_notebook_counts_with_what_it_uses(last: str) -> None:
     def digest(**changes: float) -> Any:
-        values = {"size": 1, "factor": 1, "bonus": 0, "constant": 1} | changes
+        values = {"size": 1, "factor": 1, "bonus": 0, "unrelated": 1} | changes
         names: dict[str, Any] = {"__name__": "__main__"}
-        exec("from flowalign.types import Scores", names)
-        exec(compile(CELL.format(**values), "<cell 1>", "exec"), names)
-        return source.digest(eval(last.format(**values), names))
+        for number, text in enumerate(CELLS):
+            text = text.format(**values)
+            file = f"<cell {number} of {len(linecache.cache)}>"
+            linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
+            exec(compile(text, file, "exec"), names)
+        return source.digest(eval(last, names))
 
-    changes = ["size", "factor", "constant" if "made" in last else "bonus"]
-    digests = [digest(), *(digest(**{change: 7}) for change in changes)]
-    assert digest() == digests[0] and len({*digests}) == 4
+    digests = [digest(), *(digest(**{change: 7}) for change in ("size", "factor", "bonus"))]
+    assert digest() == digest(unrelated=7) == digests[0] and len({*digests}) == 4
 
 
 def test_a_process_that_runs_what_it_imported_says_so(tmp_path, caplog) -> None:
     write(tmp_path, 1.0)
-    first = build_on(None, "mine:red", {}).code_digests
+    first = RewardSpec("mine:red").build().code_digests
     (tmp_path / "mine.py").write_text(f"SIZE = 2.0\n{SCORE}")
-    assert build_on(None, "mine:red", {}).code_digests == first and "mine was edited" in caplog.text
+    assert RewardSpec("mine:red").build().code_digests == first and "mine was edited" in caplog.text
     importlib.reload(sys.modules["mine"])
-    assert build_on(None, "mine:red", {}).code_digests != first
+    assert RewardSpec("mine:red").build().code_digests != first
 
 
 def scored(config: Path, capsys: pytest.CaptureFixture[str]) -> tuple[str, float]:

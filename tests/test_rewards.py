@@ -15,17 +15,16 @@ import torch
 from flowalign.rewards import (
     Cost,
     RewardBase,
+    RewardSpec,
     build,
-    build_on,
     check,
-    declared,
     describe,
-    is_groupwise,
     names,
     register,
     score,
     scoring,
 )
+from flowalign.rewards.base import Wrapped
 from flowalign.rewards.options import located
 from flowalign.rewards.scoring import AsyncScorer
 from flowalign.types import Detections, PromptBatch, Scores
@@ -261,9 +260,11 @@ def test_a_reward_describes_itself_and_at_least_by_its_name():
         def describe(self):
             return {}["engine"]
 
-    assert describe(Told(2.0)) == {"name": "told", "engine": "torch.float32", "scale": 2.0}
-    assert describe(Brightness()) == {"name": "Brightness"}
-    assert describe(Broken()) == {"name": "Broken", "describe": "KeyError: 'engine'"}
+    told = {"name": "told", "engine": "torch.float32", "scale": 2.0}
+    assert describe(Wrapped(Told(2.0))) == told
+    assert describe(Wrapped(Brightness())) == {"name": "Brightness"}
+    broken = {"name": "Broken", "describe": "KeyError: 'engine'"}
+    assert describe(Wrapped(Broken())) == broken
 
 
 def test_a_reward_says_what_differs_from_the_defaults(registry):
@@ -280,15 +281,15 @@ def test_a_reward_says_what_differs_from_the_defaults(registry):
         groupwise, headline, weights = True, "half", "not a sum of parts"
         columns = ("half",)
 
-    quiet, duck = build_on(None, "quiet", {}), build_on(None, "duck", {})
+    quiet, duck = RewardSpec("quiet").build(), RewardSpec("duck").build()
     assert (quiet.groupwise, quiet.headline, quiet.weights) == (False, None, None)
     assert (duck.groupwise, duck.headline, duck.weights) == (True, "half", None)
     assert duck.columns == ("half",)
-    assert is_groupwise("duck", {}) and not is_groupwise("quiet", {})
-    assert declared("quiet").image_cost() == Cost(2.0) and declared("duck").image_cost() is None
-    assert declared("quiet").image_cost(model="other") is None
-    assert declared("quiet").files(model="tiny") == {}
-    assert declared("torch:rand", imports=False) is RewardBase
+    assert RewardSpec("duck").groupwise and not RewardSpec("quiet").groupwise
+    assert RewardSpec("quiet").cost == Cost(2.0) and RewardSpec("duck").cost is None
+    assert RewardSpec("quiet", {"model": "other"}).cost is None
+    assert RewardSpec("quiet", {"model": "tiny"}).downloads == {}
+    assert RewardSpec("torch:rand", trusted=False).reward_class is RewardBase
 
 
 class Placed:
@@ -304,14 +305,14 @@ class Placed:
 def test_a_run_tells_a_reward_its_device_unless_its_options_do():
     path = f"{__name__}:Placed"
     for given, device in ({}, "meta"), ({"device": None}, "meta"), ({"device": "cpu"}, "cpu"):
-        assert vars(vars(build_on("meta", path, given))["reward"])["device"] == device
+        assert vars(vars(RewardSpec(path, given).build("meta"))["reward"])["device"] == device
     part = {"name": path}
     for name, options in {
         "weighted": {"rewards": [part]},
         "gated": {"reward": part, "gate": part, "threshold": 0.0},
         "normalized": {"reward": part, "median": 0.0, "spread": 1.0},
     }.items():
-        reward = build_on("meta", name, options)
+        reward = RewardSpec(name, options).build("meta")
         (inner, *_) = vars(reward)["components"].values()
         assert inner.reward.device == "meta"
         with pytest.raises(ValueError, match="device"):
@@ -351,7 +352,7 @@ def test_what_a_reward_changes_in_torch_is_set_back(
     register("meddling")(Meddling)
     read = torch.is_grad_enabled if "grad" in kind else getattr(torch, f"get_{kind}")
     before = read()
-    reward = build_on("cpu", "meddling", {"call": call, "kind": kind})
+    reward = RewardSpec("meddling", {"call": call, "kind": kind}).build("cpu")
     for _ in range(2):
         scores = score(reward, IMAGES, PROMPTS, METADATA)
     assert read() == before

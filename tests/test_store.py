@@ -21,6 +21,8 @@ from flowalign.config import SamplingConfig
 from flowalign.eval import suite
 from flowalign.eval.store import Store
 from flowalign.eval.suite import Benchmark, ImageSet
+from flowalign.rewards import RewardBase
+from flowalign.rewards.base import Wrapped
 from flowalign.system.images import pixels_of
 from flowalign.system.signals import Interrupted
 from flowalign.types import PromptBatch, Scores
@@ -28,7 +30,7 @@ from flowalign.types import PromptBatch, Scores
 PROMPTS = [f'a "{letter}"' for letter in "ABCDE"]
 
 
-class Watched:
+class Watched(RewardBase):
     """Redness that remembers what it was asked, fails on some prompts, and is interrupted, or kills
     its process, at the call `stop`. Set on the class, as a config's options are part of a run."""
 
@@ -96,7 +98,7 @@ def test_a_groupwise_reward_sees_all_images_of_a_prompt_at_once(backbone: Backbo
         return Scores.of(images.mean((1, 2, 3)) - images.mean())
 
     spread.groupwise = True  # type: ignore[attr-defined]
-    mark, kept = benchmark(3, spread), store(tmp_path / "s")
+    mark, kept = benchmark(3, Wrapped(spread)), store(tmp_path / "s")
     whole = judge(backbone, mark, 4, store=kept)
     assert groups == [[prompt] * 3 for prompt in PROMPTS]
     (rows,) = kept.score_folder("x").glob("rows.*")

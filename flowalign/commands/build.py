@@ -9,7 +9,6 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 
-from flowalign import rewards
 from flowalign.backbone import DTYPES, Backbone
 from flowalign.config import ConfigError, StudentConfig, TrainingStage
 from flowalign.eval import suite
@@ -21,7 +20,7 @@ from flowalign.report.page import Page
 from flowalign.report.pictures import png
 from flowalign.report.progress import Progress
 from flowalign.report.samples import HELD_OUT, Samples
-from flowalign.rewards import RewardBase
+from flowalign.rewards import RewardBase, RewardSpec
 from flowalign.system.devices import resolve
 from flowalign.system.signals import Clock
 from flowalign.teachers.bank import Bank, Member
@@ -33,7 +32,7 @@ from flowalign.training.loop import Loop
 from flowalign.training.preflight import Inputs, reward_problems
 from flowalign.training.rollout import generate
 from flowalign.training.run import processes
-from flowalign.types import EvalReport, EvalRow, Example, Reward
+from flowalign.types import EvalReport, EvalRow, Example
 
 # The parts of a run ------------------------------------------------------------------------------
 
@@ -96,7 +95,8 @@ def build_rewards(config: TrainingStage, device: torch.device) -> dict[str, Rewa
     for index, task in enumerate(config.tasks):
         try:
             if task.reward:
-                built[task.name] = rewards.build_on(device, task.reward.name, task.reward.options)
+                spec = RewardSpec(task.reward.name, task.reward.options)
+                built[task.name] = spec.build(device)
         except (ImportError, ValueError, OSError) as error:
             problems.append(f"tasks.{index}.reward: {error}")
     if problems:
@@ -120,7 +120,7 @@ def algorithm_parts(
     config: TrainingStage,
     backbone: Backbone,
     accelerator: Accelerator,
-    rewards: Mapping[str, Reward],
+    rewards: Mapping[str, RewardBase],
     inputs: Inputs,
 ) -> Parts:
     """What the algorithm of a config is built from, with the teachers that it names on the
@@ -207,7 +207,7 @@ def evaluator(parts: Parts, benchmarks: Sequence[Benchmark], inputs: Inputs) -> 
 
 
 def held_out(
-    config: TrainingStage, rewards: Mapping[str, Reward], inputs: Inputs | None = None
+    config: TrainingStage, rewards: Mapping[str, RewardBase], inputs: Inputs | None = None
 ) -> list[Benchmark]:
     """The validation benchmarks of a config, at most evaluation.prompts a task."""
     assert config.evaluation

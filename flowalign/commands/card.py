@@ -15,11 +15,12 @@ from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
 
-from flowalign import __version__, rewards
+from flowalign import __version__
 from flowalign.backbone.adapters import is_hub_id, read_lora
 from flowalign.config import Stage, TrainingStage, to_yaml
 from flowalign.config.learning import ADVANTAGES
 from flowalign.report import results
+from flowalign.rewards import RewardSpec
 from flowalign.system.escape import block, code, escaped, table
 from flowalign.system.folder import RunFolder
 from flowalign.training import metrics
@@ -147,14 +148,15 @@ def origins(folder: Path, config: Any) -> str:
 def judge(name: str, options: Mapping[str, Any]) -> str:
     """A reward with these options as Markdown, and the licences of what it uses, if known."""
     each = []
-    for part, given in rewards.leaves(name, options, imports=False):
-        reward = rewards.declared(part, imports=False)
+    spec = RewardSpec(name, options, trusted=False)
+    parts = list(spec.parts())
+    for part in parts:
+        reward = part.reward_class
         notes = [reward.licence]
-        chosen = reward.chosen(**given)
+        chosen = reward.chosen(**part.options)
         if isinstance(chosen, str):
             terms = reward.choices.get(chosen)
             notes.append(f"{reward.choice[0]} {code(chosen)}" + (f": {terms}" if terms else ""))
         known = "; ".join(filter(None, notes))
-        each.append(code(part) + (f" ({known})" if known else ""))
-    composed = rewards.declared(name, imports=False).made_of(**options)
-    return f"{code(name)} of {', '.join(each)}" if composed else each[0]
+        each.append(code(part.name) + (f" ({known})" if known else ""))
+    return each[0] if parts == [spec] else f"{code(name)} of {', '.join(each)}"

@@ -10,7 +10,6 @@ import argparse
 from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 
-from flowalign import rewards
 from flowalign.backbone import adapters, loading
 from flowalign.commands import recipe
 from flowalign.commands.doctor.count import judges
@@ -52,12 +51,11 @@ def needed(stages: Iterable[Stage]) -> dict[HubFiles, str]:
             found |= dict.fromkeys(loading.hub_files(model.id, model.revision), "")
         sources = filter(adapters.is_hub_id, stage.inputs.values())
         found |= {adapters.hub_files(source): source for source in sources}
-        for name, options in judges(stage):
-            judge = rewards.declared(name, imports=False)
-            files = judge.hub_files(**options)
+        for judge in judges(stage):
+            files = judge.hub_files
             found |= dict.fromkeys(files, "")
-            if not files and judge.files(**options) is None:
-                print(f"not looked at: what reward {name} downloads by itself")
+            if not files and judge.downloads is None:
+                print(f"not looked at: what reward {judge.name} downloads by itself")
     return found
 
 

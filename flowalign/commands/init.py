@@ -106,7 +106,7 @@ def main(arguments: argparse.Namespace) -> int:
         print("\n".join(f"problem: {text}" for text in unfit))
         return 1
     fits = "" if draft.model == "tiny" else " --gpu 4090"  # whatever the user has
-    if any(map(reward_registry.own_code, draft.rewards)):
+    if any(reward_registry.RewardSpec(name).own_code for name in draft.rewards):
         fits += " --trust"  # without it, the doctor does not run the user's code
     print(f"next: flowalign doctor --config {out}{fits}\nthen: {config.command} --config {out}")
     return 0

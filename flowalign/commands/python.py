@@ -145,8 +145,7 @@ def score(images: Any, prompts: Prompts, reward: Any, **options: Any) -> Scored:
         images = list(map(read_image, in_order(image_files(expanded(Path(images))))))
     rows, pixels = _rows(prompts), stacked(images)
     if isinstance(reward, str):
-        registry.check(reward, options)
-        reward = registry.build_on(None, reward, options)
+        reward = registry.RewardSpec(reward, options).build()
     texts = [row["prompt"] for row in rows]
     return Scored(pixels, texts, registry.score(reward, pixels, texts, rows))
 

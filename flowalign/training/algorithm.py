@@ -22,14 +22,13 @@ from flowalign.backbone import Backbone
 from flowalign.config import TrainingStage
 from flowalign.config.learning import PLUGINS
 from flowalign.credit import ADVANTAGES
-from flowalign.rewards import load
+from flowalign.rewards import RewardBase, load
 from flowalign.system.packages import entry_points
 from flowalign.training.nonfinite import TrainingError as TrainingError
 from flowalign.training.rollout import OnImages, clean_schedule, window_of
 from flowalign.types import (
     Conditioning,
     PromptBatch,
-    Reward,
     Rollout,
     Schedule,
     Source,
@@ -89,7 +88,7 @@ class Parts:
     config: Any  # the TrainingStage of the algorithm
     backbone: Backbone
     accelerator: Accelerator
-    rewards: Mapping[str, Reward] = field(default_factory=dict)
+    rewards: Mapping[str, RewardBase] = field(default_factory=dict)
     teachers: Teacher | None = None
     anchor: Teacher | None = None
     prompts: Mapping[str, PromptBatch] = field(default_factory=dict)

@@ -27,6 +27,7 @@ from flowalign.backbone.tiny.scenes import rendered
 from flowalign.config import ConfigError, Judged, ModelConfig, Stage, TrainingStage, load
 from flowalign.config.learning import ADVANTAGES, RewardConfig
 from flowalign.config.loading import card_of
+from flowalign.rewards import RewardSpec
 from flowalign.system import packages
 from flowalign.system.folder import RunFolder
 from flowalign.system.images import IMAGES, image_files
@@ -175,12 +176,13 @@ def _scoring(config: Any, launch: Launch, inputs: Inputs) -> Iterator[str]:
     for judged in config.judged:
         sound = []
         for key, reward in judged.rewards.items():
-            if not launch.trust and rewards.own_code(reward.name, reward.options):
+            spec = RewardSpec(reward.name, reward.options)
+            if not launch.trust and spec.own_code:
                 continue
             where = f"{judged.place}.{key}"
             try:
-                rewards.check(reward.name, reward.options)
-                missing = rewards.missing_packages(reward.name, reward.options)
+                spec.check()
+                missing = spec.missing_packages
             except (ValueError, KeyError, TypeError, ImportError) as error:
                 yield f"{where}: {_text(error)}"
                 continue
@@ -188,13 +190,12 @@ def _scoring(config: Any, launch: Launch, inputs: Inputs) -> Iterator[str]:
                 yield f"{where}: needs {name}, which is not installed. {packages.hint(name)}"
             graded = judged.place.startswith("tasks.") and config.trains
             if graded and algorithm_class(config).needs_gradients:
-                if not rewards.is_differentiable(reward.name):
-                    have = ", ".join(filter(rewards.is_differentiable, rewards.REWARDS))
+                if not spec.differentiable:
+                    have = ", ".join(n for n in rewards.REWARDS if RewardSpec(n).differentiable)
                     text = f"{reward.name!r} has no gradient, which {config.stage} learns from."
                     yield f"{where}: {text} Use one of {have}, or stage nft."
             sound.append(reward)
-            groupwise = rewards.is_groupwise(reward.name, reward.options)
-            said[judged.name] = groupwise, not rewards.has_no_weights(reward.name)
+            said[judged.name] = spec.groupwise, spec.may_be_sum
         yield from prompt_problems(judged, sound, inputs)
     if config.trains:
         yield from reward_problems(config, said, launch.processes)
@@ -211,7 +212,8 @@ def prompt_problems(
         try:
             batch = inputs.prompts(source, judged.name)
             for reward in given:
-                rewards.check_prompts(reward.name, reward.options, batch.prompts, batch.metadata)
+                spec = RewardSpec(reward.name, reward.options)
+                spec.check_prompts(batch.prompts, batch.metadata)
         except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
             where = "" if isinstance(error, PromptError | OSError) else f"{source}, "
             yield f"{judged.place}.{key}: {where}{_text(error)}"
@@ -354,7 +356,7 @@ def own_code(config: Stage) -> dict[str, list[str]]:
     """{key of the config: the dotted paths there}: modules whose code runs where the stage is
     checked or run. Nothing is imported here."""
     paths = {
-        f"{judged.place}.{key}": rewards.own_code(reward.name, reward.options)
+        f"{judged.place}.{key}": RewardSpec(reward.name, reward.options).own_code
         for judged in config.judged
         for key, reward in judged.rewards.items()
     }

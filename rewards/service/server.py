@@ -18,7 +18,7 @@ from typing import Any
 from torch import Tensor
 
 from flowalign.config import assignments
-from flowalign.rewards import as_reward, build_on, check, describe
+from flowalign.rewards import RewardBase, RewardSpec, describe
 from flowalign.rewards.options import read_token
 from flowalign.rewards.scoring import Worker, score
 from flowalign.rewards.service import wire
@@ -26,7 +26,7 @@ from flowalign.rewards.service.wire import Limits
 from flowalign.system.exit import refusing
 from flowalign.system.images import to_float
 from flowalign.system.packages import require
-from flowalign.types import Metadata, Reward, Scores
+from flowalign.types import Metadata, Scores
 
 if require("fastapi", "flowalign serve-reward needs"):
     import uvicorn
@@ -34,7 +34,7 @@ if require("fastapi", "flowalign serve-reward needs"):
     from starlette.concurrency import run_in_threadpool
 
 
-def app(reward: Reward, token: str | None, limits: Limits) -> FastAPI:
+def app(reward: RewardBase, token: str | None, limits: Limits) -> FastAPI:
     """The web application that serves one reward. token: what callers must show; None = nothing."""
     routes = _Routes(reward, token, limits)
     # no page names the routes, and no answer sends callers to the host that they name
@@ -49,8 +49,8 @@ def app(reward: Reward, token: str | None, limits: Limits) -> FastAPI:
 class _Routes:
     """Everything runs on the event loop, except decoding and the reward's call."""
 
-    def __init__(self, reward: Reward, token: str | None, limits: Limits) -> None:
-        self.reward = as_reward(reward)
+    def __init__(self, reward: RewardBase, token: str | None, limits: Limits) -> None:
+        self.reward = reward
         self.token = token
         self.limits = limits
         self.worker = Worker()
@@ -135,7 +135,8 @@ def server(application: FastAPI) -> uvicorn.Server:
 def main(args: argparse.Namespace) -> int:
     """Exit status: 0 = ended, 2 = refused, or there is no such reward or port."""
     options, token = assignments(args.pairs), read_token(wire.TOKEN)
-    check(args.name, options)
+    spec = RewardSpec(args.name, options)
+    spec.check()
     if token is None and not args.insecure and args.host not in ("localhost", "127.0.0.1", "::1"):
         raise ValueError(f"to serve other machines, set {wire.TOKEN}, or say --insecure.")
     # asyncio sets TCP_NODELAY only on a socket that names its protocol; else +40 ms a request
@@ -146,7 +147,7 @@ def main(args: argparse.Namespace) -> int:
             listener.bind((args.host, args.port))  # before the model loads, as it may fail
         except OSError as error:
             raise OSError(f"{args.host}, port {args.port}: {error}") from error
-        reward = build_on(None, args.name, options)
+        reward = spec.build()
         limits = Limits(**{k: v for k, v in vars(args).items() if k in vars(Limits())})
         web = server(app(reward, token, limits))
         listener.listen()  # whoever reads the line below may call at once

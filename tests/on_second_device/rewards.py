@@ -126,18 +126,18 @@ def test_a_reward_scores_on_its_device_in_a_worker_thread(
     options = {**request.getfixturevalue(name)}
     options.pop("device", None)
     asked = batch(name)
-    known = rewards.build_on(CPU, name, options)
+    known = rewards.RewardSpec(name, options).build(CPU)
     assert places(known) == {CPU}
     resident = {CPU} if name == "aesthetic" else set()  # its head stays there
     expected = in_the_background(known, asked)
     assert not expected.failures and expected.value.std() > 0
     for device in (HERE, torch.device("second"), None):
-        reward = rewards.build_on(device, name, options)
+        reward = rewards.RewardSpec(name, options).build(device)
         assert places(reward) - resident == {HERE}
         found = in_the_background(reward, asked)
         assert not found.failures
         torch.testing.assert_close(found.value, expected.value, atol=1e-4, rtol=1e-4)
-    other = rewards.build_on(THERE, name, options)
+    other = rewards.RewardSpec(name, options).build(THERE)
     assert places(other) - resident == {THERE}
     assert not in_the_background(other, asked).failures
 

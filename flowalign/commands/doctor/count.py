@@ -36,7 +36,7 @@ from flowalign.commands.doctor.meter import (
 from flowalign.config import Stage, TrainingStage
 from flowalign.config.model import LoraConfig, ModelConfig
 from flowalign.report.drift.monitor import checked
-from flowalign.rewards import declared, leaves
+from flowalign.rewards import RewardSpec
 from flowalign.training.algorithm import STUDENT, Compared, algorithm_class
 from flowalign.training.data import PromptError, load_prompts
 from flowalign.types import Conditioning, Source
@@ -139,10 +139,10 @@ def predict(
     )  # fmt: skip
 
 
-def judges(stage: Stage) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(name, options) of the rewards that a stage scores with, and of what they are made of."""
+def judges(stage: Stage) -> Iterator[RewardSpec]:
+    """The rewards that a stage scores with, each as its parts. Imports no code of the user's."""
     for reward in (r for judged in stage.judged for r in judged.rewards.values()):
-        yield from leaves(reward.name, reward.options, imports=False)
+        yield from RewardSpec(reward.name, reward.options, trusted=False).parts()
 
 
 def judge_bytes(config: Stage) -> tuple[int, int, list[str]]:
@@ -151,14 +151,16 @@ def judge_bytes(config: Stage) -> tuple[int, int, list[str]]:
     staying = dict[str, float]()
     visiting = [0.0]
     unknown = list[str]()
-    for name, options in judges(config):
-        files = declared(name, imports=False).files(**options)
-        unknown += [name] if files is None and name not in unknown else []
+    for judge in judges(config):
+        files = judge.downloads
+        options = judge.options
+        if files is None and judge.name not in unknown:
+            unknown.append(judge.name)
         size = sum((files or {}).values())
         if options.get("offload") or (options.get("detector_options") or {}).get("offload"):
             visiting.append(size)
         elif options.get("device") != "cpu":
-            staying[f"{name} {options}"] = size
+            staying[f"{judge.name} {options}"] = size
     return int(1e9 * sum(staying.values())), int(1e9 * max(visiting)), unknown
 
 
@@ -166,9 +168,9 @@ def judge_kept(config: Stage) -> int:
     """Bytes of an image that a judge keeps on the device for its gradient: the most of all judges;
     0 where it is not known."""
     kept = [0.0]
-    for name, options in judges(config):
-        cost = declared(name, imports=False).image_cost(**options)
-        if cost and options.get("device") != "cpu":
+    for judge in judges(config):
+        cost = judge.cost
+        if cost and judge.options.get("device") != "cpu":
             kept.append(cost.kept)
     return int(max(kept))
 

@@ -202,9 +202,10 @@ def diagnose(
     options that do not work, UnsuitedError where no prompts suit it, and whatever its constructor
     raises.
     """
-    rewards.check(name, options)
-    batches = _suited(name, options, count, sources)
-    reward = rewards.build_on(None, name, options)
+    spec = rewards.RewardSpec(name, options)
+    spec.check()
+    batches = _suited(spec, count, sources)
+    reward = spec.build()
     copies = COPIES if reward.groupwise else 1
 
     def ask(images: Tensor, rows: Sequence[int]) -> Scores:
@@ -247,9 +248,7 @@ def diagnose(
     return findings, cost
 
 
-def _suited(
-    name: str, options: Mapping[str, Any], count: int, sources: Sequence[str]
-) -> list[PromptBatch]:
+def _suited(spec: rewards.RewardSpec, count: int, sources: Sequence[str]) -> list[PromptBatch]:
     """Those of these prompt sets that the reward says it can score; UnsuitedError for none."""
     batches = []
     problem = None
@@ -257,13 +256,13 @@ def _suited(
         batch = load_prompts(source, "doctor")
         batch = batch.select(range(0, len(batch), max(1, len(batch) // count))[:count])
         try:
-            rewards.check_prompts(name, options, batch.prompts, batch.metadata)
+            spec.check_prompts(batch.prompts, batch.metadata)
             batches.append(batch)
         except ValueError as error:
             problem = error
     if not batches:
         listed = ", ".join(sources)
-        raise UnsuitedError(f"the prompts of {listed} do not suit reward {name!r}: {problem}")
+        raise UnsuitedError(f"the prompts of {listed} do not suit reward {spec.name!r}: {problem}")
     return batches
 
 

@@ -11,7 +11,7 @@ import torch
 
 from flowalign.commands.doctor.count import Estimate, evaluated_images
 from flowalign.commands.doctor.gpus import GPUS, QUANTIZED, Gpu
-from flowalign.rewards import declared, leaves
+from flowalign.rewards import RewardSpec
 
 KINDS: tuple[str, ...] = ("sampling", "labels", "learning", "alarm")  # of phases
 REWARDS = 0.4  # of the float32 peak; not measured
@@ -98,10 +98,10 @@ def times(estimate: Estimate, pace: Pace) -> Times:
                 cpu += pace.judging[name] * count
                 continue
             for reward in given[name]:
-                for part, options in leaves(reward.name, reward.options, imports=False):
-                    cost = declared(part, imports=False).image_cost(**options)
+                for part in RewardSpec(reward.name, reward.options, trusted=False).parts():
+                    cost = part.cost
                     if cost is None:
-                        unknown[part] = None
+                        unknown[part.name] = None
                     else:
                         device += cost.flops / pace.rates["rewards"] * count
                         cpu += cost.seconds * count

@@ -18,7 +18,7 @@ from flowalign import __version__
 from flowalign.backbone.adapters import file_digest
 from flowalign.config import ConfigError, Stage, TrainingStage
 from flowalign.config.loading import load, parse
-from flowalign.rewards import code_of
+from flowalign.rewards import RewardSpec
 from flowalign.system import manifest
 from flowalign.system.files import read_lines, replacing
 from flowalign.system.folder import RunFolder
@@ -57,12 +57,14 @@ def identity(config: TrainingStage) -> dict[str, Any]:
 
 def rewards_code(config: Stage) -> dict[str, dict[str, str]]:
     """{key in the config of a reward that is trained on, of one of an evaluation, or of the user's
-    advantage: `code_of` it}."""
+    advantage: `RewardSpec.code_digests` of it}."""
     keys = {f"{j.place}.{k}": reward for j in config.judged for k, reward in j.rewards.items()}
-    counted = {key: r for key, r in keys.items() if key.startswith(("tasks.", "benchmarks."))}
-    codes = {key: code_of(reward.name, reward.options) for key, reward in counted.items()}
+    codes = {}
+    for key, reward in keys.items():
+        if key.startswith(("tasks.", "benchmarks.")):
+            codes[key] = RewardSpec(reward.name, reward.options).code_digests
     if config.credited and ":" in (path := config.credited.advantage):
-        codes[f"{config.stage}.advantage"] = code_of(path, {})
+        codes[f"{config.stage}.advantage"] = RewardSpec(path).code_digests
     return codes
 
 
