@@ -23,7 +23,7 @@ LEVELS = {
     for level, rooms in enumerate(
         (
             ("system", "types", "credit"), ("sde", "config"), ("backbone",), ("rewards",),
-            ("training",), ("teachers", "eval"), ("commands",),
+            ("training",), ("checks",), ("teachers", "eval"), ("commands",),
         )
     )
     for room in rooms
@@ -118,7 +118,7 @@ def test_no_room_is_above_its_budget() -> None:
     assert house.above_budget(ROOT) == []
 
 
-def test_the_house_has_twelve_entries() -> None:
+def test_the_house_has_thirteen_entries() -> None:
     names = {p.name for p in (ROOT / "flowalign").iterdir() if p.name != "__pycache__"}
     rooms = {name if (ROOT / "flowalign" / name).is_dir() else f"{name}.py" for name in LEVELS}
     assert names == {"__init__.py", *rooms}

@@ -16,12 +16,11 @@ from typing import Any
 from huggingface_hub import ModelCard, ModelCardData
 
 from flowalign import __version__, rewards
-from flowalign.backbone.adapters import is_hub_id, read_lora
+from flowalign.backbone.adapters import is_hub_id, read_lora, span
 from flowalign.config import Stage, TrainingStage, to_yaml
 from flowalign.config.learning import ADVANTAGES
 from flowalign.system.escape import block, code, escaped, table
 from flowalign.training import metrics
-from flowalign.training.preflight import span
 from flowalign.training.report import results
 
 # The models under Stability's community licence.

@@ -15,6 +15,8 @@ import torch
 
 from flowalign import rewards
 from flowalign.backbone import ModelError
+from flowalign.backbone.adapters import span
+from flowalign.checks import Launch, check_stage
 from flowalign.commands import recipe
 from flowalign.commands.build import wire
 from flowalign.commands.card import write_card
@@ -22,9 +24,7 @@ from flowalign.config import ConfigError, Job, TrainingStage, to_yaml
 from flowalign.eval.suite import EvaluationError
 from flowalign.system import files
 from flowalign.system.signals import Clock
-from flowalign.training import preflight
 from flowalign.training.algorithm import TrainingError
-from flowalign.training.preflight import Launch, against_card, check_world, span
 from flowalign.training.report import page, results
 from flowalign.training.report.progress import OnMetrics, quiet
 from flowalign.training.run import lock, processes
@@ -65,9 +65,6 @@ def run_job(
     config: Any = given
     if config.trains:
         folder = Path(config.output)
-        main = processes.state(config).is_main_process
-        for _, text in preflight.misused_adapters({folder.name: config}) if main else ():
-            log.warning("a finding of preflight: %s", text)
         if resume and not checkpoints(folder):
             log.warning("--resume: no checkpoint in %s/checkpoints: from the first update", folder)
         clock = Clock(began, config.train.max_minutes)
@@ -78,7 +75,9 @@ def run_job(
 
     def train_stage(stage: TrainingStage) -> Path:
         clock = Clock(began, limit, name) if limit else Clock(began, stage.train.max_minutes)
-        return train(stage, resume=True, any_world=any_world, clock=clock, on_update=on_update)
+        return train(
+            stage, resume=True, any_world=any_world, clock=clock, on_update=on_update, told=True
+        )
 
     return recipe.run(config, home, train_stage, any_world=any_world)
 
@@ -90,25 +89,25 @@ def train(
     any_world: bool = False,
     clock: Clock | None = None,
     on_update: OnMetrics | None = None,
+    told: bool = False,
 ) -> Path:
     """Train one stage to its end; returns the folder of the resulting adapter. resume: go on from
     the newest sound checkpoint; any_world: which another number of processes may have written.
 
     clock: how long it may take; None = train.max_minutes from the first update on. on_update: is
-    called with each row of metrics. Raises
-    ConfigError before any model is loaded, TrainingError if the run has to stop, Interrupted if it
-    is asked to.
+    called with each row of metrics. told: whether the notes of the checks were logged, as those of
+    a recipe's stages are at its start. Raises ConfigError before any model is loaded, TrainingError
+    if the run has to stop, Interrupted if it is asked to.
     """
-    launch = Launch(processes.state(config).num_processes, resume, any_world)
-    inputs = check_world(config, launch)
+    state = processes.state(config)
+    main = state.is_main_process
+    launch = Launch(state.num_processes, resume, any_world)
+    inputs = check_stage(config, launch, told or not main)
     folder = Path(config.output)
-    main = processes.state().is_main_process
     if main and config.lora.init:
         adapter = inputs.adapter(config.lora.init)
         text = "the student starts from %s: its rank (%s), scale and layers, not those of `lora`"
         log.info(text, config.lora.init, span(adapter.ranks))
-    for _, text in against_card(config) if main else ():
-        log.warning("a finding of preflight: %s", text)
     unscored = [task.name for task in config.tasks if not task.evaluated]
     if main and config.evaluation and unscored and not config.unrewarded:
         last = "" if config.evaluates else "; the adapter of the last update is kept"

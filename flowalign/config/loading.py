@@ -38,6 +38,7 @@ from flowalign.config.stages import (
 from flowalign.config.stages.base import Stage
 from flowalign.config.stages.training import TrainingStage
 from flowalign.system.hub_address import secrets
+from flowalign.types import Problem
 
 C = TypeVar("C", bound=Stage)
 STEPS = 10  # of rollouts and evaluations, at most, where a config says nothing (as in Flow-GRPO)
@@ -206,16 +207,17 @@ def _replaced(data: Any, path: Sequence[str], value: Any, where: str = "") -> An
     return {**old, key: _replaced(old.get(key), rest, value, inner)}
 
 
-def override(data: Mapping[str, Any], texts: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+def override(data: Mapping[str, Any], texts: Sequence[str]) -> tuple[dict[str, Any], list[Problem]]:
     """The data with `key.path=value` texts laid over it, and what is wrong with these. In a recipe
     they come after what a stage has under `set`."""
     changed = dict(data)
-    problems = []
+    problems = list[Problem]()
     for text in texts:
         path, equals, value = text.partition("=")
         keys = path.strip().split(".")
         if not equals or not all(keys):
-            problems.append(f"{text!r}: want key.path=value, for example optimizer.lr=1e-4.")
+            wanted = "want key.path=value, for example optimizer.lr=1e-4."
+            problems.append(Problem(repr(text), wanted))
             continue
         try:
             content = load_yaml(value)
@@ -225,7 +227,7 @@ def override(data: Mapping[str, Any], texts: Sequence[str]) -> tuple[dict[str, A
                     keys[2:], content = ["set"], [*earlier, f"{'.'.join(keys[2:])}={value}"]
             changed = _replaced(changed, keys, content)
         except YAMLError as error:
-            problems.append(f"{text!r}: the value is not YAML: {error}")
+            problems.append(Problem(repr(text), f"the value is not YAML: {error}"))
         except ConfigError as error:
             problems += error.problems
     return changed, problems
@@ -265,7 +267,7 @@ def parse(
             text = f"got {shown_value(data['stage'])}; want {listed}.{hint}"
         else:
             text = f"missing. Add `stage:` with {listed}."
-        raise ConfigError([*problems, f"stage: {text}"], source)
+        raise ConfigError([*problems, Problem("stage", text)], source)
     kind: Any = stage_class(name)
     config: Any = None
     try:
@@ -273,8 +275,8 @@ def parse(
     except ValidationError as error:
         for e in error.errors():
             key = ".".join(map(str, e["loc"]))
-            text = f" is now {RENAMED[key]}." if key in RENAMED else f": {e['msg']}"
-            problems.append(f"{key}{text}")
+            text = f"now called {RENAMED[key]}." if key in RENAMED else e["msg"]
+            problems.append(Problem(key, text))
     if problems:
         raise ConfigError(problems, source)
     return config

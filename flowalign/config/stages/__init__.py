@@ -18,14 +18,16 @@ from flowalign.config.stages.rewards import AwmStage, DpoStage, GradientStage, G
 from flowalign.config.stages.students import OpdStage, SftStage
 from flowalign.config.stages.training import TrainingStage
 from flowalign.system.packages import entry_points
+from flowalign.types import Problem
 
 
-def variant_problems(variant: Any) -> Iterator[str]:
+def variant_problems(variant: Any) -> Iterator[Problem]:
     """What is wrong with {kind of stage: keys laid over all stages of that kind}."""
     possible = [name for name in stage_names() if name != "recipe"]
     for kind, keys in variant.items() if isinstance(variant, Mapping) else [("config", None)]:
         if kind not in possible or not isinstance(keys, Mapping):
-            yield f"{kind}: want keys of a stage's config under one of {', '.join(possible)}."
+            text = f"want keys of a stage's config under one of {', '.join(possible)}."
+            yield Problem(str(kind), text)
 
 
 class RecipeStage(Job):
@@ -51,7 +53,8 @@ class RecipeStage(Job):
     `--variant FILE` on the command line sets it."""
 
     def problems(self) -> Iterator[str]:
-        yield from (f"variant.{text}" for text in variant_problems(self.variant))
+        for problem in variant_problems(self.variant):
+            yield f"variant.{problem}"
         yield from same_names([("stages", name) for name in self.stages])
 
 

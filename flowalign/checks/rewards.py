@@ -1,0 +1,153 @@
+"""Can the rewards be built, and judge what they are given; is the user's own code there?"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from flowalign import rewards
+from flowalign.backbone.tiny.scenes import rendered
+from flowalign.checks.launch import Launch, message
+from flowalign.checks.model import missing
+from flowalign.checks.prompts import judged_prompts
+from flowalign.config import Stage, TrainingStage
+from flowalign.config.learning import ADVANTAGES
+from flowalign.system.images import IMAGES, image_files
+from flowalign.training.algorithm import advantage_function, algorithm_class
+from flowalign.training.inputs import Inputs
+from flowalign.types import Problem
+
+
+def scoring(config: Any, launch: Launch, inputs: Inputs) -> Iterator[Problem]:
+    """Rewards that cannot be built, or cannot judge the prompts, or do not fit the number of
+    processes or the advantage; prompt sets that are not there."""
+    said: dict[str, tuple[bool, bool]] = {}  # of themselves, by task
+    for judged in config.judged:
+        sound = []
+        for key, reward in judged.rewards.items():
+            if not launch.trust and rewards.own_code(reward.name, reward.options):
+                continue
+            where = f"{judged.place}.{key}"
+            try:
+                rewards.check(reward.name, reward.options)
+                packages = rewards.missing_packages(reward.name, reward.options)
+            except (ValueError, KeyError, TypeError, ImportError) as error:
+                yield Problem(where, message(error))
+                continue
+            for name in packages:
+                yield missing(where, name)
+            graded = judged.place.startswith("tasks.") and config.trains
+            if graded and algorithm_class(config).needs_gradients:
+                if not rewards.is_differentiable(reward.name):
+                    have = ", ".join(filter(rewards.is_differentiable, rewards.REWARDS))
+                    text = f"{reward.name!r} has no gradient, which {config.stage} learns from."
+                    yield Problem(where, f"{text} Use one of {have}, or stage nft.")
+            sound.append(reward)
+            groupwise = rewards.is_groupwise(reward.name, reward.options)
+            said[judged.name] = groupwise, not rewards.has_no_weights(reward.name)
+        yield from judged_prompts(judged, sound, inputs)
+    if config.trains:
+        yield from fitting(config, said, launch.processes)
+
+
+def fitting(
+    config: TrainingStage, said: Mapping[str, tuple[bool, bool]], processes: int
+) -> Iterator[Problem]:
+    """Images of an optimizer step that the processes cannot share evenly; rewards without parts,
+    where the advantage normalises parts. said: {task: (whether its reward compares all images of
+    a prompt, which no two processes may share, as an algorithm may; whether it has weights)}."""
+    rollout = config.rollout
+    updates = config.optimizer.updates_per_rollout
+    prompts = rollout.prompts // updates  # of a step
+    tasks = [task.name for task in config.tasks if said.get(task.name, (False, True))[0]]
+    text = unit = ""
+    if prompts * rollout.group_size % processes:
+        text = f"{prompts * rollout.group_size} images an optimizer step"
+        unit = processes // math.gcd(rollout.group_size, processes) * updates
+    elif prompts % processes and (tasks or algorithm_class(config).needs_groups):
+        who = f"task {min(tasks)!r}" if tasks else f"stage {config.stage!r}"
+        text = f"{prompts} groups an optimizer step, which {who} needs complete"
+        unit = processes * updates
+    if unit:
+        text = f"{processes} processes cannot share evenly {text}. Use a multiple of {unit}"
+        text += f": rollout.prompts={-(-rollout.prompts // unit) * unit}."
+        yield Problem("rollout.prompts", text)
+    if not (config.credited and config.credited.advantage == "gdpo"):
+        return
+    for index, task in enumerate(config.tasks):
+        if task.reward and not said.get(task.name, (False, True))[1]:
+            text = f"'gdpo' normalises parts of a reward, and {task.reward.name!r} is no weighted"
+            text += " sum. Use 'weighted', or advantage 'group_std'."
+            yield Problem(f"tasks.{index}.reward", text)
+
+
+def advantage(config: Any, launch: Launch, inputs: Inputs) -> Iterator[Problem]:
+    """An advantage of the user's that cannot be imported, or gives none to two prompts' images."""
+    if not config.credited or config.credited.advantage in ADVANTAGES or not launch.trust:
+        return
+    value = torch.tensor([0.0, 1.0, 0.5, 0.5])
+    valid = torch.ones(4, dtype=torch.bool)
+    try:
+        function = advantage_function(config.credited.advantage)
+        function(value, torch.tensor([0, 0, 1, 1]), valid=valid, task=torch.zeros(4))
+    except Exception as error:  # whatever the user's code raises
+        yield Problem(f"{config.stage}.advantage", message(error))
+
+
+def fidelity(config: Any, launch: Launch, inputs: Inputs) -> Iterator[Problem]:
+    """Features that cannot be imported; a folder of reference images that holds none; prompts that
+    are none of the tiny world, where its scenes are the reference."""
+    asked = getattr(config, "fidelity", None)
+    if not asked:
+        return
+    key = "fidelity.reference"
+    if launch.trust and ":" in asked.features:
+        try:
+            rewards.load(asked.features, "features")
+        except (ValueError, ImportError) as error:
+            yield Problem("fidelity.features", message(error))
+    if asked.reference != "tiny":
+        folder = Path(asked.reference)
+        if not image_files(folder):
+            inside = f"the folder holds no {', '.join(IMAGES)}"
+            seen = inside if folder.is_dir() else "no such folder"
+            yield Problem(key, f"{str(folder)!r}: {seen}. Name a folder of images, or 'tiny'.")
+        return
+    for benchmark in config.benchmarks:
+        with suppress(ValueError, KeyError, TypeError, AttributeError, OSError):  # said before
+            rows = inputs.prompts(benchmark.prompts, benchmark.name).metadata
+            try:
+                rendered(rows[:: max(1, len(rows) // 16)], seed=0)
+            except ValueError:
+                text = f"'tiny' needs prompts of the tiny world, and {benchmark.prompts} has others"
+                yield Problem(key, f"{text}. Name a folder of images, or fidelity=null.")
+
+
+def unexamined(config: Any, launch: Launch, inputs: Inputs) -> Iterator[Problem]:
+    """Code of the user's that is not trusted, and so not run."""
+    if launch.trust:
+        return
+    for key, listed in own_code(config).items():
+        text = f"{key} names {', '.join(listed)}, which runs code. Read that code, then say"
+        yield Problem("not examined", f"{text} --trust.", "note")
+
+
+def own_code(config: Stage) -> dict[str, list[str]]:
+    """{key of the config: the dotted paths there}: modules whose code runs where the stage is
+    checked or run. Nothing is imported here."""
+    paths = {
+        f"{judged.place}.{key}": rewards.own_code(reward.name, reward.options)
+        for judged in config.judged
+        for key, reward in judged.rewards.items()
+    }
+    fidelity = getattr(config, "fidelity", None)
+    if fidelity and ":" in fidelity.features:
+        paths["fidelity.features"] = [fidelity.features]
+    if config.credited and ":" in config.credited.advantage:
+        paths[f"{config.stage}.advantage"] = [config.credited.advantage]
+    return {key: listed for key, listed in paths.items() if listed}
