@@ -24,6 +24,7 @@ from flowalign.config import (
     TrainingStage,
     load,
 )
+from flowalign.training.inputs import Inputs
 
 ROOT = Path(__file__).parent.parent
 CONFIGS = sorted((ROOT / "configs/sd35_medium").glob("[!_]*.yaml"))

@@ -130,8 +130,10 @@ class Family(ABC):
     def length_problems(self, length: int) -> Iterator[Problem]:
         """Why prompts cannot have so many tokens; nothing where they can."""
         if length > self.longest:
-            text = f"{length}; this model takes {self.longest} tokens at most. Use fewer."
-            yield Problem("model.max_sequence_length", text)
+            yield Problem(
+                "model.max_sequence_length",
+                f"{length}; this model takes {self.longest} tokens at most. Use fewer.",
+            )
 
     # Sizes -------------------------------------------------------------------------------------
 
@@ -154,11 +156,15 @@ class Family(ABC):
         """Why the model has no images of this size; nothing for one that it has."""
         grid = self.factor * self.patch
         if height % grid or width % grid:
-            text = f"{height}x{width} pixels; this model takes multiples of {grid}."
-            yield Problem("model.height", text)
+            yield Problem(
+                "model.height", f"{height}x{width} pixels; this model takes multiples of {grid}."
+            )
         if self.largest and max(height, width) > self.largest:
-            text = f"{height}x{width} pixels; this model has positions for {self.largest} at most,"
-            yield Problem("model.height", f"{text} and was made for {self.usual}. Use fewer.")
+            yield Problem(
+                "model.height",
+                f"{height}x{width} pixels; this model has positions for {self.largest} at most, "
+                f"and was made for {self.usual}. Use fewer.",
+            )
 
     def dtype_problems(self, model: str, dtype: str) -> Iterator[Problem]:
         """Why model.id does not run in a dtype; by default nothing."""

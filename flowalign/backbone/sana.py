@@ -59,12 +59,15 @@ class Sana(Family):
         """float16, in which Gemma overflows, and the first checkpoints in bfloat16: their authors'
         cards say "FP16 model cannot run with BF16 precision"."""
         if dtype == "float16":
-            text = "float16, in which the text encoder overflows. Use bfloat16."
-            yield Problem("model.dtype", text)
+            yield Problem(
+                "model.dtype", "float16, in which the text encoder overflows. Use bfloat16."
+            )
         elif dtype == "bfloat16" and FLOAT16.fullmatch(Path(model).name.lower()):
-            text = f"bfloat16, and {model} was made for float16. Use the checkpoint "
-            text += "Efficient-Large-Model/Sana_1600M_1024px_BF16_diffusers, or float32."
-            yield Problem("model.dtype", text)
+            yield Problem(
+                "model.dtype",
+                f"bfloat16, and {model} was made for float16. Use the checkpoint "
+                "Efficient-Large-Model/Sana_1600M_1024px_BF16_diffusers, or float32.",
+            )
 
     @property
     def instruction(self) -> list[str]:

@@ -63,8 +63,11 @@ class ModelSpec:
         yield from self.family.length_problems(self.length)
         yield from self.family.dtype_problems(self.config.id, self.config.dtype)
         if self.config.attention and not has_backends(self.family.core):
-            text = "diffusers' layers of this model have torch's SDPA alone. Use null."
-            yield Problem("model.attention", f"{self.config.attention!r}; {text}")
+            yield Problem(
+                "model.attention",
+                f"{self.config.attention!r}; diffusers' layers of this model have torch's SDPA "
+                "alone. Use null.",
+            )
 
 
 def model_spec(model: ModelConfig, *, whole: bool = False) -> ModelSpec:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,9 +34,11 @@ def readable(config: Any, launch: Launch, inputs: Inputs) -> Iterator[Problem]:
         name = f"{place}.base" if place in config.bases else "model.id"
         spec = known(model)
         if reason := other_base(lora, model.id, spec and spec.family.core):
-            text = f"{source!r} is an adapter of another base: it {reason}, and {name} is "
-            text += f"{model.id!r}. Name an adapter of this base, or that base as {name}."
-            yield Problem(key, text)
+            yield Problem(
+                key,
+                f"{source!r} is an adapter of another base: it {reason}, and {name} is "
+                f"{model.id!r}. Name an adapter of this base, or that base as {name}.",
+            )
 
 
 def trained(config: Any, launch: Launch, inputs: Inputs) -> Iterator[Problem]:
@@ -45,9 +47,12 @@ def trained(config: Any, launch: Launch, inputs: Inputs) -> Iterator[Problem]:
         with suppress(AdapterError, OSError):  # an earlier stage will write it
             lora = inputs.adapter(source)
             if not any(bool(lora.weights[f"{layer}.lora_B.weight"].any()) for layer in lora.ranks):
-                text = "equals the base: all B are 0, as in a LoRA that was never trained. Use the"
-                text += " adapter of a finished run, or null for the base itself."
-                yield Problem(key, text, "fault")
+                yield Problem(
+                    key,
+                    "equals the base: all B are 0, as in a LoRA that was never trained. Use the "
+                    "adapter of a finished run, or null for the base itself.",
+                    "fault",
+                )
 
 
 # As they were trained ----------------------------------------------------------------------------
@@ -76,25 +81,25 @@ def misused(config: Any, launch: Launch, inputs: Inputs) -> Iterator[Problem]:
         absorbs = key == "lora.init" and bool(config.labellers)  # what its start lacks
         for scale in [training.guidance for training in trainings]:
             if used > 2 * scale or 2 * used < scale and not absorbs:
-                text = f"{source} was trained at guidance {scale:g}, and is used at {used:g}. Use"
-                text += f" it at {scale:g} (labels: up to {2 * scale:g}): CFG counts once."
-                yield Problem(key, text, "fault")
+                yield Problem(
+                    key,
+                    f"{source} was trained at guidance {scale:g}, and is used at {used:g}. Use it "
+                    f"at {scale:g} (labels: up to {2 * scale:g}): CFG counts once.",
+                    "fault",
+                )
                 break
-        if config.stage == "opd" and key.startswith("teachers."):
-            for text in _left_out(config, trainings):
-                yield Problem(key, f"{source} {text}", "note")
-
-
-def _left_out(student: Any, trainings: Iterable[Training]) -> Iterator[str]:
-    """The steps that a teacher was trained at, and its student, of as many steps, never is."""
-    reached = range(*student.rollout.trained)
-    for training in trainings:
-        missing = sorted({*training.steps} - {*reached})
-        if missing and training.of == student.rollout.steps:
-            yield (
-                f"was trained at steps {sorted(training.steps)} of {training.of}, and the student "
-                f"leaves out {missing}. Set rollout.kind=ode, which trains all steps."
-            )
+        if not (config.stage == "opd" and key.startswith("teachers.")):
+            continue
+        for training in trainings:
+            left_out = sorted({*training.steps} - {*range(*config.rollout.trained)})
+            if left_out and training.of == config.rollout.steps:
+                yield Problem(
+                    key,
+                    f"{source} was trained at steps {sorted(training.steps)} of {training.of}, and "
+                    f"the student leaves out {left_out}. Set rollout.kind=ode, which trains all "
+                    "steps.",
+                    "note",
+                )
 
 
 def _trainings(source: str, pending: Mapping[str, Stage | None]) -> list[Training]:

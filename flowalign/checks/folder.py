@@ -30,8 +30,11 @@ def earlier_run(config: Any, launch: Launch, inputs: Inputs) -> Iterator[Problem
         return
     run = Path(config.output)
     if checkpoints(run) and not launch.resume:
-        text = f"{run} holds the checkpoints of a run. Continue it with --resume, choose another "
-        yield Problem("output", f"{text}`output`, or delete the folder.")
+        yield Problem(
+            "output",
+            f"{run} holds the checkpoints of a run. Continue it with --resume, choose another "
+            "`output`, or delete the folder.",
+        )
         return
     try:
         saved = newest(run, config)
@@ -44,27 +47,35 @@ def earlier_run(config: Any, launch: Launch, inputs: Inputs) -> Iterator[Problem
     for key, source in config.inputs.items():
         now = None if source in launch.pending else file_digest(source)  # None: others complain
         if now is not None and now != saved.about["inputs"].get(key):
-            text = f"{source!r} has changed since {saved.folder} was written. Put the adapter of "
-            text += "that time back, or choose another `output` to start with this one."
-            yield Problem(key, text)
+            yield Problem(
+                key,
+                f"{source!r} has changed since {saved.folder} was written. Put the adapter of that "
+                "time back, or choose another `output` to start with this one.",
+            )
     if not config.train.allow_changed_rewards:
         for problem in changed_rewards(config, saved.about):
-            text = f"{problem.text} since {saved.folder} was written. Put it back, choose another "
-            text += "`output`, or, if its scores are the same, go on with"
-            yield Problem(problem.key, f"{text} train.allow_changed_rewards=true.")
+            yield Problem(
+                problem.key,
+                f"{problem.text} since {saved.folder} was written. Put it back, choose another "
+                "`output`, or, if its scores are the same, go on with "
+                "train.allow_changed_rewards=true.",
+            )
     before = saved.about["processes"]
     if not launch.any_world and before != launch.processes:
-        text = f"{saved.folder} was written by {before} process(es), and there are "
-        text += f"{launch.processes} now: prompts and noise stay the same, but gradients are summed"
-        text += " in another order, so that the last digits differ, and rewards that draw random "
-        text += "numbers draw others. Start as many as before, or accept that with"
-        yield Problem("--resume", f"{text} --allow-world-change.")
+        yield Problem(
+            "--resume",
+            f"{saved.folder} was written by {before} process(es), and there are "
+            f"{launch.processes} now: prompts and noise stay the same, but gradients are summed in "
+            "another order, so that the last digits differ, and rewards that draw random numbers "
+            "draw others. Start as many as before, or accept that with --allow-world-change.",
+        )
 
 
 def unfinished(run: Path, config: TrainingStage) -> Iterator[Problem]:
     """Log or adapter, in a folder without checkpoints, of anything but a run of this config which
     ended before its first checkpoint."""
-    updates = [n for row in read_lines(run / LOG) if isinstance(n := row.get(metrics.UPDATE), int)]
+    updates = [row.get(metrics.UPDATE) for row in read_lines(run / LOG)]
+    updates = [update for update in updates if isinstance(update, int)]
     if not updates and not (run / "adapter").exists():
         return
     try:
@@ -76,12 +87,14 @@ def unfinished(run: Path, config: TrainingStage) -> Iterator[Problem]:
     except (ConfigError, OSError, ValueError, AttributeError):
         early = ours = False
     if not (early and ours):
-        text = f"{run} holds the log or adapter of another run, or of one whose checkpoints are"
-        yield Problem("output", f"{text} gone. {DELETE}")
+        yield Problem(
+            "output",
+            f"{run} holds the log or adapter of another run, or of one whose checkpoints are gone. "
+            f"{DELETE}",
+        )
 
 
 def writable(config: Any, launch: Launch, inputs: Inputs) -> Iterator[Problem]:
     """A folder of another user, or one that is read-only."""
     if launch.resume is not None and (path := lock.unwritable(config.output)):
-        text = f"{path} cannot be written by this user. Choose another `output`."
-        yield Problem("output", text)
+        yield Problem("output", f"{path} cannot be written by this user. Choose another `output`.")

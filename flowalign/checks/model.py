@@ -30,8 +30,7 @@ def installation(config: Any, launch: Launch, inputs: Inputs) -> Iterator[Proble
             yield missing(key, package)
     if not (launch.elsewhere or torch.cuda.is_available()):
         for key in bits:
-            text = "'nf4' needs a GPU, and torch sees none. Use 'fp8', or null."
-            yield Problem(key, text)
+            yield Problem(key, "'nf4' needs a GPU, and torch sees none. Use 'fp8', or null.")
     kernels = config.model.attention
     if kernels and (reason := unavailable(kernels)):
         yield Problem("model.attention", f"{kernels!r}: {reason} Or use null: SDPA.")
@@ -48,13 +47,19 @@ def settings(config: Any, launch: Launch, inputs: Inputs) -> Iterator[Problem]:
         return
     yield from spec.problems()
     if cut_prompts(spec.config, ["red"]):  # a template may take as many tokens of every prompt
-        text = f"{spec.length} tokens leave no room for a word. Leave it out, or raise it to"
-        yield Problem("model.max_sequence_length", f"{text} {spec.family.longest}.")
+        yield Problem(
+            "model.max_sequence_length",
+            f"{spec.length} tokens leave no room for a word. Leave it out, or raise it to "
+            f"{spec.family.longest}.",
+        )
     for key, scale in config.scales.items():
         spec = known(config.bases.get(key.removesuffix(".guidance"), config.model))
         if spec and spec.family.guidance == "none" and scale != 1:
-            text = f"{spec.config.id} has no guidance (it was distilled without). Set it to 1."
-            yield Problem(key, f"{scale:g}, and {text}")
+            yield Problem(
+                key,
+                f"{scale:g}, and {spec.config.id} has no guidance (it was distilled without). Set "
+                "it to 1.",
+            )
 
 
 def bases(config: Any, launch: Launch, inputs: Inputs) -> Iterator[Problem]:
@@ -65,15 +70,19 @@ def bases(config: Any, launch: Launch, inputs: Inputs) -> Iterator[Problem]:
         except (LookupError, OSError, ValueError) as error:
             reasons = [message(error)]
         if reasons:
-            text = f"{model.id!r} cannot label states of {config.model.id!r}: "
-            text += f"{'; '.join(reasons)}. Use a model with the same VAE, text encoders"
-            yield Problem(f"{key}.base", f"{text} and scheduler.")
+            yield Problem(
+                f"{key}.base",
+                f"{model.id!r} cannot label states of {config.model.id!r}: {'; '.join(reasons)}. "
+                "Use a model with the same VAE, text encoders and scheduler.",
+            )
         kind, _, index = (config.labellers[key].device or "cpu").partition(":")
         here = torch.accelerator.current_accelerator()
         there = torch.accelerator.device_count() if here and here.type == kind else 0
         if kind != "cpu" and int(index or 0) >= there:
-            text = f"{kind!r} has {there} devices here. Use another, 'cpu' or null."
-            yield Problem(f"{key}.device", text)
+            yield Problem(
+                f"{key}.device",
+                f"{kind!r} has {there} devices here. Use another, 'cpu' or null.",
+            )
 
 
 def training(config: Any, launch: Launch, inputs: Inputs) -> Iterator[Problem]:
@@ -81,12 +90,17 @@ def training(config: Any, launch: Launch, inputs: Inputs) -> Iterator[Problem]:
     if not config.trains:
         return
     if config.train.deterministic and config.model.attention not in REPEATABLE:
-        text = f"{config.model.attention!r} is not deterministic in its backward pass. Use null"
-        yield Problem("model.attention", f"{text}, or train.deterministic=false.")
+        yield Problem(
+            "model.attention",
+            f"{config.model.attention!r} is not deterministic in its backward pass. Use null, or "
+            "train.deterministic=false.",
+        )
     fresh = config.lora.targets if config.lora.init is None else None
     if fresh and (spec := known(config.model)):
         for target in fresh:
             if not spec.adapted([target]):
-                text = f"no layer of {config.model.id} ends with {target!r}. By default (null)"
-                text += f" they are {', '.join(spec.family.targets)}."
-                yield Problem("lora.targets", text)
+                yield Problem(
+                    "lora.targets",
+                    f"no layer of {config.model.id} ends with {target!r}. By default (null) they "
+                    f"are {', '.join(spec.family.targets)}.",
+                )

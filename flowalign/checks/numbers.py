@@ -34,14 +34,21 @@ def card(config: Any, launch: Launch, inputs: Inputs) -> Iterator[Problem]:
     distilled = steps <= FEW
     level = "fault" if distilled else "note"
     if distilled and config.stage in ("nft", "awm", "sft", "dpo"):
-        text = f"{name} was distilled to {steps} steps, and {config.stage} trains it back to"
-        text += " straight paths, which take many. Use the model that it was distilled from, or"
-        yield Problem("card", f"{text} grpo at {steps} steps.", level)
+        yield Problem(
+            "card",
+            f"{name} was distilled to {steps} steps, and {config.stage} trains it back to straight "
+            "paths, which take many. Use the model that it was distilled from, or grpo at "
+            f"{steps} steps.",
+            level,
+        )
     on_grid = config.rollout.kind == "ode" and config.rollout.steps == steps
     if distilled and config.stage == "opd" and not (on_grid and config.student.substeps == 1):
-        text = f"{name} was distilled to {steps} steps, so teachers are right at these noise levels"
-        text += f" alone. Set rollout.kind=ode rollout.steps={steps} student.substeps=1."
-        yield Problem("card", text, level)
+        yield Problem(
+            "card",
+            f"{name} was distilled to {steps} steps, so teachers are right at these noise levels "
+            f"alone. Set rollout.kind=ode rollout.steps={steps} student.substeps=1.",
+            level,
+        )
     sampled = {"rollout.steps": config.rollout.steps}
     if config.evaluation and config.evaluation.steps:
         sampled["evaluation.steps"] = config.evaluation.steps
@@ -53,16 +60,22 @@ def card(config: Any, launch: Launch, inputs: Inputs) -> Iterator[Problem]:
         if key not in bases and not guidance / 2 <= scale <= 2 * guidance
     }
     for key, value in far.items():
-        text = f"{key} = {value:g}; {name} has {steps} steps at guidance {guidance:g}."
-        yield Problem("card", text, level)
+        yield Problem(
+            "card",
+            f"{key} = {value:g}; {name} has {steps} steps at guidance {guidance:g}.",
+            level,
+        )
 
 
 def scales(config: Any, launch: Launch, inputs: Inputs) -> Iterator[Problem]:
     """float16; rollout, labels, update and evaluation at different CFG scales; evaluations with
     fewer steps than the rollouts; a clip range that clips every ratio, or none."""
     if config.model.dtype == "float16":
-        text = "float16 overflows where bfloat16 does not. Use bfloat16 if the GPU can."
-        yield Problem("dtype", text, "note")
+        yield Problem(
+            "dtype",
+            "float16 overflows where bfloat16 does not. Use bfloat16 if the GPU can.",
+            "note",
+        )
     trained = config.guidance
     evaluation = config.evaluation_sampling
     for name, scale in config.mixtures.items():
@@ -73,23 +86,31 @@ def scales(config: Any, launch: Launch, inputs: Inputs) -> Iterator[Problem]:
             text += f" unlearns guidance. Leave {name}.guidance out."
             yield Problem("guidance", text, "note" if name == "anchor" else "fault")
     if trained != config.rollout.guidance:
-        text = f"trained at {trained}, rollouts at {config.rollout.guidance}."
-        yield Problem("guidance", text, "note")
+        yield Problem(
+            "guidance", f"trained at {trained}, rollouts at {config.rollout.guidance}.", "note"
+        )
     if config.evaluates and evaluation.guidance != trained:
-        text = f"trained at {trained}, evaluated at {evaluation.guidance}, which is another "
-        text += f"sampler. Set evaluation.guidance = {trained}."
-        yield Problem("guidance", text, "fault")
+        yield Problem(
+            "guidance",
+            f"trained at {trained}, evaluated at {evaluation.guidance}, which is another sampler. "
+            f"Set evaluation.guidance = {trained}.",
+            "fault",
+        )
     if evaluation.steps < config.rollout.steps:
-        text = f"evaluated with {evaluation.steps} steps, but rollouts have {config.rollout.steps}."
-        text += " The evaluated images are worse than in training. Use as many steps, or more."
-        yield Problem("schedule", text, "fault")
+        yield Problem(
+            "schedule",
+            f"evaluated with {evaluation.steps} steps, but rollouts have {config.rollout.steps}. "
+            "The evaluated images are worse than in training. Use as many steps, or more.",
+            "fault",
+        )
     for key, value in config.clip_ranges.items():
         # log-probs are means over pixels: ratios stay within about 1e-4 of 1, with rounding errors
         # of 1e-7
         if not 1e-6 <= value <= 1e-2:
             count = "every ratio" if value < 1e-6 else "no ratio"
-            text = f"{key} = {value:g} clips {count}. 1e-5 to 1e-3 is usual."
-            yield Problem("clip", text, "fault")
+            yield Problem(
+                "clip", f"{key} = {value:g} clips {count}. 1e-5 to 1e-3 is usual.", "fault"
+            )
 
 
 def noise(config: Any, launch: Launch, inputs: Inputs) -> Iterator[Problem]:
@@ -112,10 +133,13 @@ def noise(config: Any, launch: Launch, inputs: Inputs) -> Iterator[Problem]:
     # log-probs and KL divide by the variance: 1e-6 here
     quiet = [step for step, value in zip(window, std.tolist(), strict=True) if value < 1e-3]
     if quiet:
-        text = f"steps {quiet} of the trained window have a standard deviation of "
-        text += f"{float(std.min()):.2g}, so that log-probs and KL explode. Let rollout.window "
-        text += "stop before them, or raise rollout.noise_level."
-        yield Problem("noise", text, "fault")
+        yield Problem(
+            "noise",
+            f"steps {quiet} of the trained window have a standard deviation of "
+            f"{float(std.min()):.2g}, so that log-probs and KL explode. Let rollout.window stop "
+            "before them, or raise rollout.noise_level.",
+            "fault",
+        )
 
 
 def volume(config: Any, launch: Launch, inputs: Inputs) -> Iterator[Problem]:
@@ -124,9 +148,12 @@ def volume(config: Any, launch: Launch, inputs: Inputs) -> Iterator[Problem]:
     if not (spec and config.credited and config.images < FEWEST):
         return
     if sum(parameter.numel() for parameter in spec.family.core.parameters()) >= LARGE:
-        text = f"{config.images:,} in all. Published runs of such models draw 100,000 to "
-        text += f"1,000,000, and none is known that learnt a reward from fewer than {FEWEST:,}."
-        yield Problem("images", text, "note")
+        yield Problem(
+            "images",
+            f"{config.images:,} in all. Published runs of such models draw 100,000 to 1,000,000, "
+            f"and none is known that learnt a reward from fewer than {FEWEST:,}.",
+            "note",
+        )
 
 
 def average(config: Any, launch: Launch, inputs: Inputs) -> Iterator[Problem]:
@@ -139,6 +166,9 @@ def average(config: Any, launch: Launch, inputs: Inputs) -> Iterator[Problem]:
     old = math.prod(decay_at(step, ema.decay) for step in late)
     old *= decay_at(total, ema.decay) ** (total % ema.every / ema.every)
     if old > 0.1:
-        text = f"{old:.0%} of the average that is kept comes from the first half of the run. Lower "
-        text += "ema.decay or ema.every, train longer, or write `ema: null`."
-        yield Problem("ema", text, "fault" if old > 0.5 else "note")
+        yield Problem(
+            "ema",
+            f"{old:.0%} of the average that is kept comes from the first half of the run. Lower "
+            "ema.decay or ema.every, train longer, or write `ema: null`.",
+            "fault" if old > 0.5 else "note",
+        )

@@ -61,10 +61,12 @@ def overlap(config: Any, launch: Launch, inputs: Inputs) -> Iterator[Problem]:
         validation = inputs.prompts(task.validation, task.name)
         prompts = subset(validation, config.evaluation.prompts).prompts
         if shared := [prompt for prompt in prompts if prompt in trained]:
-            text = f"{len(shared)} of {len(prompts)} prompts of {task.validation} (task "
-            text += f"{task.name!r}) are trained on, such as {shared[0]!r}. Remove them from one"
-            level = "fault" if len(shared) > len(prompts) / 4 else "note"
-            yield Problem("validation", f"{text} set.", level)
+            yield Problem(
+                "validation",
+                f"{len(shared)} of {len(prompts)} prompts of {task.validation} (task "
+                f"{task.name!r}) are trained on, such as {shared[0]!r}. Remove them from one set.",
+                "fault" if len(shared) > len(prompts) / 4 else "note",
+            )
 
 
 def lengths(config: Any, launch: Launch, inputs: Inputs) -> Iterator[Problem]:
@@ -82,7 +84,10 @@ def lengths(config: Any, launch: Launch, inputs: Inputs) -> Iterator[Problem]:
             about = "about "
         if cut:
             share = len(cut) / len(prompts)
-            text = f"{about}{share:.0%} of the prompts of task {task.name!r} have more than "
-            text += f"model.max_sequence_length = {spec.length} tokens and are cut, such as "
-            text += f"{cut[0][:60]!r}. Raise it (up to {spec.family.longest})."
-            yield Problem("length", text, "fault" if share > 0.05 else "note")
+            yield Problem(
+                "length",
+                f"{about}{share:.0%} of the prompts of task {task.name!r} have more than "
+                f"model.max_sequence_length = {spec.length} tokens and are cut, such as "
+                f"{cut[0][:60]!r}. Raise it (up to {spec.family.longest}).",
+                "fault" if share > 0.05 else "note",
+            )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Set
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,8 @@ from flowalign.types import Problem
 def scoring(config: Any, launch: Launch, inputs: Inputs) -> Iterator[Problem]:
     """Rewards that cannot be built, or cannot judge the prompts, or do not fit the number of
     processes or the advantage; prompt sets that are not there."""
-    said: dict[str, tuple[bool, bool]] = {}  # of themselves, by task
+    groupwise = set[str]()
+    weightless = set[str]()
     for judged in config.judged:
         sound = []
         for key, reward in judged.rewards.items():
@@ -45,26 +46,32 @@ def scoring(config: Any, launch: Launch, inputs: Inputs) -> Iterator[Problem]:
             if graded and algorithm_class(config).needs_gradients:
                 if not rewards.is_differentiable(reward.name):
                     have = ", ".join(filter(rewards.is_differentiable, rewards.REWARDS))
-                    text = f"{reward.name!r} has no gradient, which {config.stage} learns from."
-                    yield Problem(where, f"{text} Use one of {have}, or stage nft.")
+                    yield Problem(
+                        where,
+                        f"{reward.name!r} has no gradient, which {config.stage} learns from. Use "
+                        f"one of {have}, or stage nft.",
+                    )
             sound.append(reward)
-            groupwise = rewards.is_groupwise(reward.name, reward.options)
-            said[judged.name] = groupwise, not rewards.has_no_weights(reward.name)
+            if rewards.is_groupwise(reward.name, reward.options):
+                groupwise.add(judged.name)
+            if rewards.has_no_weights(reward.name):
+                weightless.add(judged.name)
         yield from judged_prompts(judged, sound, inputs)
     if config.trains:
-        yield from fitting(config, said, launch.processes)
+        yield from fitting(config, groupwise, weightless, launch.processes)
 
 
 def fitting(
-    config: TrainingStage, said: Mapping[str, tuple[bool, bool]], processes: int
+    config: TrainingStage, groupwise: Set[str], weightless: Set[str], processes: int
 ) -> Iterator[Problem]:
     """Images of an optimizer step that the processes cannot share evenly; rewards without parts,
-    where the advantage normalises parts. said: {task: (whether its reward compares all images of
-    a prompt, which no two processes may share, as an algorithm may; whether it has weights)}."""
+    where the advantage normalises parts. groupwise: the tasks whose reward compares all images of
+    a prompt, which no two processes may share, as an algorithm may. weightless: those whose reward
+    sums no parts."""
     rollout = config.rollout
     updates = config.optimizer.updates_per_rollout
     prompts = rollout.prompts // updates  # of a step
-    tasks = [task.name for task in config.tasks if said.get(task.name, (False, True))[0]]
+    tasks = [task.name for task in config.tasks if task.name in groupwise]
     text = unit = ""
     if prompts * rollout.group_size % processes:
         text = f"{prompts * rollout.group_size} images an optimizer step"
@@ -74,16 +81,20 @@ def fitting(
         text = f"{prompts} groups an optimizer step, which {who} needs complete"
         unit = processes * updates
     if unit:
-        text = f"{processes} processes cannot share evenly {text}. Use a multiple of {unit}"
-        text += f": rollout.prompts={-(-rollout.prompts // unit) * unit}."
-        yield Problem("rollout.prompts", text)
+        yield Problem(
+            "rollout.prompts",
+            f"{processes} processes cannot share evenly {text}. Use a multiple of {unit}: "
+            f"rollout.prompts={-(-rollout.prompts // unit) * unit}.",
+        )
     if not (config.credited and config.credited.advantage == "gdpo"):
         return
     for index, task in enumerate(config.tasks):
-        if task.reward and not said.get(task.name, (False, True))[1]:
-            text = f"'gdpo' normalises parts of a reward, and {task.reward.name!r} is no weighted"
-            text += " sum. Use 'weighted', or advantage 'group_std'."
-            yield Problem(f"tasks.{index}.reward", text)
+        if task.reward and task.name in weightless:
+            yield Problem(
+                f"tasks.{index}.reward",
+                f"'gdpo' normalises parts of a reward, and {task.reward.name!r} is no weighted "
+                "sum. Use 'weighted', or advantage 'group_std'.",
+            )
 
 
 def advantage(config: Any, launch: Launch, inputs: Inputs) -> Iterator[Problem]:
@@ -124,8 +135,11 @@ def fidelity(config: Any, launch: Launch, inputs: Inputs) -> Iterator[Problem]:
             try:
                 rendered(rows[:: max(1, len(rows) // 16)], seed=0)
             except ValueError:
-                text = f"'tiny' needs prompts of the tiny world, and {benchmark.prompts} has others"
-                yield Problem(key, f"{text}. Name a folder of images, or fidelity=null.")
+                yield Problem(
+                    key,
+                    f"'tiny' needs prompts of the tiny world, and {benchmark.prompts} has others. "
+                    "Name a folder of images, or fidelity=null.",
+                )
 
 
 def unexamined(config: Any, launch: Launch, inputs: Inputs) -> Iterator[Problem]:
@@ -133,8 +147,11 @@ def unexamined(config: Any, launch: Launch, inputs: Inputs) -> Iterator[Problem]
     if launch.trust:
         return
     for key, listed in own_code(config).items():
-        text = f"{key} names {', '.join(listed)}, which runs code. Read that code, then say"
-        yield Problem("not examined", f"{text} --trust.", "note")
+        yield Problem(
+            "not examined",
+            f"{key} names {', '.join(listed)}, which runs code. Read that code, then say --trust.",
+            "note",
+        )
 
 
 def own_code(config: Stage) -> dict[str, list[str]]:

@@ -45,8 +45,9 @@ def wire(
     set_seed(config.seed)  # for the LoRA's initial A; everything else has its generators
     built = build_rewards(config, accelerator.device)
     # a reward of the user's may say only now that it is groupwise, and which parts it sums
-    said = {name: (reward.groupwise, bool(reward.weights)) for name, reward in built.items()}
-    if problems := list(fitting(config, said, accelerator.num_processes)):
+    groupwise = {name for name, reward in built.items() if reward.groupwise}
+    weightless = {name for name, reward in built.items() if not reward.weights}
+    if problems := list(fitting(config, groupwise, weightless, accelerator.num_processes)):
         raise ConfigError(problems)
     set_seed(config.seed)  # again: what built a reward may have drawn or seeded
     backbone = student(config, accelerator.device, inputs)

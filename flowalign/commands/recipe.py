@@ -71,7 +71,8 @@ def run(
     state = processes.state(*stages.values())  # one group of processes serves all stages
     main = state.is_main_process
     launch = Launch(state.num_processes, any_world=any_world)
-    enforce([*problems, *_problems(config, stages, launch)], told=not main)
+    problems += _problems(config, stages, launch, Inputs(config.model))
+    enforce(problems, told=not main)
     folder = Path(config.output)
     record = main and config.is_recipe
     with lock.holding(folder, record):
@@ -137,14 +138,14 @@ def merged(stage: MergeStage) -> merging.MergeReport:
 
 
 def examine(
-    config: Any, home: Path, launch: Launch = HERE
+    config: Any, home: Path, launch: Launch = HERE, inputs: Inputs | None = None
 ) -> tuple[dict[str, Stage], list[Problem]]:
     """The config of every stage that can be read, by name, and what is wrong with all of them. A
-    stage that is no recipe is named by its folder."""
+    stage that is no recipe is named by its folder. inputs: keeps what is opened."""
+    inputs = inputs or Inputs(config.model)
     stages, problems = read_stages(config, home)
     if config.is_recipe or config.merges:
-        return stages, [*problems, *_problems(config, stages, launch)]
-    inputs = Inputs(config.model)
+        return stages, [*problems, *_problems(config, stages, launch, inputs)]
     problems = stage_problems(config, launch, inputs)
     if not config.trains and config.given and not refused(problems):
         model = config.model if config.adapters else None
@@ -178,17 +179,20 @@ def _read_stage(config: Any, name: str, home: Path, adapters: Mapping[str, str])
     if use is not None and not isinstance(use, str):
         raise ConfigError([Problem("use", f"got {use!r}; want the name of a YAML file.")])
     if not isinstance(changes, list) or not all(isinstance(text, str) for text in changes):
-        text = f"got {changes!r}; want a list of texts, key.path=value."
-        raise ConfigError([Problem("set", text)])
+        raise ConfigError(
+            [Problem("set", f"got {changes!r}; want a list of texts, key.path=value.")]
+        )
     if moved := [text for text in changes if text.partition("=")[0].strip() == "output"]:
-        text = f"{moved[0]!r}, but a stage writes below the recipe's output."
-        raise ConfigError([Problem("set", text)])
+        raise ConfigError(
+            [Problem("set", f"{moved[0]!r}, but a stage writes below the recipe's output.")]
+        )
     base = {} if use is None else read(home / os.path.expanduser(use))
     data = overlay(base if isinstance(base, Mapping) else {}, keys)
     kind = str(data.get("stage"))
     if kind == "recipe":
-        text = "'recipe' inside a recipe. List its stages here instead."
-        raise ConfigError([Problem("stage", text)])
+        raise ConfigError(
+            [Problem("stage", "'recipe' inside a recipe. List its stages here instead.")]
+        )
     data["model"] = config.model.model_dump(mode="json")  # all stages have one base
     data = varied(data, variant_keys(config.variant, kind), source="variant")
     data["output"] = str(Path(config.output) / name)
@@ -211,17 +215,19 @@ def _resolve(value: Any, adapters: Mapping[str, str]) -> Any:
         return value
     name = value.removeprefix(REFERENCE)
     if name not in adapters:
-        text = f"no earlier stage has this name; there are {list(adapters)}."
-        raise ConfigError([Problem(value, text)])
+        raise ConfigError(
+            [Problem(value, f"no earlier stage has this name; there are {list(adapters)}.")]
+        )
     return adapters[name]
 
 
-def _problems(config: Any, stages: Mapping[str, Stage], launch: Launch) -> list[Problem]:
+def _problems(
+    config: Any, stages: Mapping[str, Stage], launch: Launch, inputs: Inputs
+) -> list[Problem]:
     """What is wrong with the stages that can be read."""
     problems: list[Problem] = []
     damages = {name: damage_of(stage) for name, stage in stages.items()}
     pending: dict[str, Stage | None] = {}  # of wrong stages, too, which are blamed once
-    inputs = Inputs(config.model)
     names = list(config.stages if config.is_recipe else stages)
     for name in names:
         stage = stages.get(name)
@@ -229,14 +235,18 @@ def _problems(config: Any, stages: Mapping[str, Stage], launch: Launch) -> list[
             resume = None if damages[name] is None else True
             start = replace(launch, resume=resume, pending=pending)
             place = name if config.is_recipe else ""
-            of_stage = stage_problems(stage, start, inputs)
-            problems += [replace(problem, stage=place) for problem in of_stage]
+            for problem in stage_problems(stage, start, inputs):
+                problems.append(replace(problem, stage=place))
         pending[str(Path(config.output) / name / "adapter")] = stage
     dtypes = {n: s.model.dtype for n, s in stages.items() if s.trains}
     if len({dtype == "float16" for dtype in dtypes.values()}) > 1:
         # accelerate scales the loss, as float16 needs, in all of a process or not at all
-        text = f"model.dtype is float16 in some ({dtypes}). Use it in all of them, or in none."
-        problems.append(Problem("stages", text))
+        problems.append(
+            Problem(
+                "stages",
+                f"model.dtype is float16 in some ({dtypes}). Use it in all of them, or in none.",
+            )
+        )
     # Only a sound recipe is compared with what ran before.
     if len(stages) == len(names) and not refused(problems):
         again = [stage.output for name, stage in stages.items() if damages[name] is not None]
@@ -267,12 +277,10 @@ def _stale(stage: Stage, again: Collection[str] = ()) -> list[Problem]:
     then = done["config"]
     changed = sorted(key for key in now.keys() | then if now.get(key) != then.get(key))
     if changed:
-        text = f"finished with another {', '.join(changed)}. {remedy}"
-        return [Problem(stage.output, text)]
+        return [Problem(stage.output, f"finished with another {', '.join(changed)}. {remedy}")]
     for key, source in stage.inputs.items():
         if str(Path(source).parent) in again:
             continue
         if file_digest(source) != done["inputs"].get(source):
-            text = f"finished with another {key} ({source}). {remedy}"
-            return [Problem(stage.output, text)]
+            return [Problem(stage.output, f"finished with another {key} ({source}). {remedy}")]
     return []

@@ -216,8 +216,9 @@ def override(data: Mapping[str, Any], texts: Sequence[str]) -> tuple[dict[str, A
         path, equals, value = text.partition("=")
         keys = path.strip().split(".")
         if not equals or not all(keys):
-            wanted = "want key.path=value, for example optimizer.lr=1e-4."
-            problems.append(Problem(repr(text), wanted))
+            problems.append(
+                Problem(repr(text), "want key.path=value, for example optimizer.lr=1e-4.")
+            )
             continue
         try:
             content = load_yaml(value)

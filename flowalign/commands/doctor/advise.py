@@ -239,8 +239,7 @@ def fits(forecast: Forecast) -> Iterator[Problem]:
         parts = {**now.parts, work: now.worst.bytes}
         largest = sorted(parts, key=parts.__getitem__, reverse=True)[:3]
         listed = ", ".join(f"{name}: {parts[name] / GIB:.3g} GiB" for name in largest)
-        text = f"  no other setting helps; use a larger device. The most is of {listed}."
-        yield note("", text)
+        yield note("", f"  no other setting helps; use a larger device. The most is of {listed}.")
 
 
 def _changes(forecast: Forecast) -> Iterator[str]:

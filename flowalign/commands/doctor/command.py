@@ -19,6 +19,7 @@ from flowalign.commands.findings import healthy, note, ok, show
 from flowalign.config import LABELS, assignments, label_of
 from flowalign.eval.suite import environment
 from flowalign.system.exit import refusing
+from flowalign.training.inputs import Inputs
 from flowalign.training.report.progress import quiet
 
 CPU_MODEL = 2**31  # bytes of the largest model that a CPU samples from
@@ -54,7 +55,8 @@ def examine(args: argparse.Namespace) -> int:
     show([ok("", ", ".join(f"{name} {version}" for name, version in environment().items()))])
     if label := label_of(args.config):
         show([note(f"the settings are {label}", LABELS[label])])
-    stages, problems = recipe.examine(args.root, Path(args.config).parent, launch)
+    inputs = Inputs(args.root.model)  # all stages have one base
+    stages, problems = recipe.examine(args.root, Path(args.config).parent, launch, inputs)
     refusals = refused(problems)
     show(once(refusals))
     sound = healthy(problems)
@@ -73,7 +75,7 @@ def examine(args: argparse.Namespace) -> int:
         if reason := _why_no_images(forecast, args, bool(refusals) or not healthy(findings)):
             sampled = [note("no image was sampled", reason)]
         else:
-            sampled, measured = live.examine(stage)
+            sampled, measured = live.examine(stage, inputs)
             pace = measured or pace  # of this stage, or of one before
         show(sampled)
         forecasts[number] = forecast = forecast.timed(pace)

@@ -117,8 +117,7 @@ def _train(
     elif gap < 0.5:
         findings.append(ok("update", text))
     else:  # or NaN
-        text += ". Lower optimizer.lr, or use optimizer.warmup."
-        findings.append(fault("update", text))
+        findings.append(fault("update", f"{text}. Lower optimizer.lr, or use optimizer.warmup."))
     return _pace(small, Path(folder), loop.backbone.device.type, judging)
 
 
@@ -184,9 +183,12 @@ def _ratio(config: TrainingStage, loop: Loop, rollout: Rollout) -> Problem:
     text = f"within {worst:.2g} of 1 before the first update"
     if worst <= limit / 10:
         return ok("ratio", text)
-    text += f"; the clip range is {limit:g}. Rollout and update compute different log-probs. In a "
-    text += "16-bit dtype let rollout.batch_size equal optimizer.micro_batch."
-    return Problem("ratio", text, "fault" if worst > limit / 2 else "note")
+    return Problem(
+        "ratio",
+        f"{text}; the clip range is {limit:g}. Rollout and update compute different log-probs. In "
+        "a 16-bit dtype let rollout.batch_size equal optimizer.micro_batch.",
+        "fault" if worst > limit / 2 else "note",
+    )
 
 
 # Rewards -----------------------------------------------------------------------------------------
@@ -285,8 +287,7 @@ def _answers(answers: Mapping[str, Scores]) -> Iterator[Problem]:
     for kind, values in valid.items():
         if len(values):
             low, middle, high = values.quantile(torch.tensor([0.0, 0.5, 1.0])).tolist()
-            text = f"{low:.4g} to {high:.4g}, median {middle:.4g}"
-            yield ok(f"scenes with {kind}", text)
+            yield ok(f"scenes with {kind}", f"{low:.4g} to {high:.4g}, median {middle:.4g}")
     count = sum(len(scores.value) for scores in answers.values())
     if lost := count - sum(map(len, valid.values())):
         reason = next(text for scores in answers.values() for text in scores.failures.values())
@@ -302,5 +303,4 @@ def _answers(answers: Mapping[str, Scores]) -> Iterator[Problem]:
     medians = {kind: float(values.median()) for kind, values in valid.items() if len(values)}
     for kind in ("noise", "grey"):
         if medians.get(kind, -math.inf) > medians.get("its prompt", math.inf):
-            text = "alone, this reward may be hacked so"
-            yield note(f"{kind} scores more than scenes", text)
+            yield note(f"{kind} scores more than scenes", "alone, this reward may be hacked so")
