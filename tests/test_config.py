@@ -55,8 +55,9 @@ def raw_eval(**sections: Any) -> dict[str, Any]:
 def problems(data: Any, *overrides: str, stage: type[Stage] = TrainingStage) -> list[str]:
     with pytest.raises(ConfigError) as caught:
         parse(data, overrides, stage=stage)
-    assert all(str(problem) in str(caught.value) for problem in caught.value.problems)
-    return caught.value.problems
+    sentences = list(map(str, caught.value.problems))
+    assert all(sentence in str(caught.value) for sentence in sentences)
+    return sentences
 
 
 def write(folder: Path, text: str) -> Path:

@@ -187,7 +187,7 @@ def _index(items: Sequence[Any], key: str, where: str, source: str = "config") -
     names = [str(_name(item)) for item in items]
     if key not in names:
         listed = f"no item {key!r}; it has {len(items)} items, from 0, named {', '.join(names)}."
-        raise ConfigError([f"{where}: {listed}{did_you_mean(key, names)}"], source)
+        raise ConfigError([Problem(where, f"{listed}{did_you_mean(key, names)}")], source)
     return names.index(key)
 
 

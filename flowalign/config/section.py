@@ -69,9 +69,8 @@ class Section(BaseModel):
         extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True
     )  # fmt: skip
 
-    def problems(self) -> Iterator[str]:
-        """Values that are possible alone but not together: "key: what was seen, what to do", the
-        key relative to this section."""
+    def problems(self) -> Iterator[Problem]:
+        """Values that are possible alone but not together; keys are relative to this section."""
         yield from ()
 
     @model_validator(mode="wrap")
@@ -83,8 +82,7 @@ class Section(BaseModel):
         except ValidationError as error:
             problems = [(d["loc"], cls._sentence(d), d["input"]) for d in error.errors()]
         else:
-            parts = (text.partition(": ") for text in section.problems())
-            problems = [((place,), text, data) for place, _, text in parts]
+            problems = [((p.key,), p.text, data) for p in section.problems()]
         if problems:
             raise ValidationError.from_exception_data(
                 cls.__name__,

@@ -52,9 +52,9 @@ class RecipeStage(Job):
     """{kind of stage: keys laid over all stages of that kind}: the same recipe for other hardware.
     `--variant FILE` on the command line sets it."""
 
-    def problems(self) -> Iterator[str]:
+    def problems(self) -> Iterator[Problem]:
         for problem in variant_problems(self.variant):
-            yield f"variant.{problem}"
+            yield Problem(f"variant.{problem.key}", problem.text)
         yield from same_names([("stages", name) for name in self.stages])
 
 
