@@ -178,7 +178,7 @@ def predicted(stage: config.TrainingStage) -> float:
     """Seconds an update, as the doctor says it on this machine."""
     AcceleratorState._reset_state(reset_partial_state=True)
     findings, pace = live.examine(stage)
-    assert pace, [f.text for f in findings]
+    assert pace, findings
     return times(predict(stage, device_type="cpu"), pace).update
 
 

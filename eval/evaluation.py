@@ -15,6 +15,7 @@ from rich.progress import Progress
 
 from flowalign import rewards
 from flowalign.backbone import Backbone, ModelError, placement
+from flowalign.checks import Launch, check_stage
 from flowalign.config import ConfigError, EvalStage
 from flowalign.eval.fidelity import Reference, load_reference
 from flowalign.eval.report import write_files
@@ -29,7 +30,7 @@ from flowalign.report.page import Panel
 from flowalign.report.progress import quiet
 from flowalign.system import files
 from flowalign.system.escape import harmless
-from flowalign.training.preflight import Launch, check_world, misused_adapters
+from flowalign.training.inputs import Inputs
 from flowalign.training.run import lock, processes
 
 log = logging.getLogger("flowalign")
@@ -44,31 +45,30 @@ def run_command(config: EvalStage, file: str) -> int:
     )
     rewards.add_config_folder(file)
     with status:
-        if processes.state(config).is_main_process:
-            for _, text in misused_adapters({Path(config.output).name: config}):
-                log.warning("a finding of preflight: %s", text)
         evaluate(config)
         if processes.state().is_main_process:
             print(results.summary(config), flush=True)
     return status.code
 
 
-def evaluate(config: EvalStage) -> Path:
-    """Score every model on every benchmark; returns the folder of the results.
+def evaluate(config: EvalStage, told: bool = False) -> Path:
+    """Score every model on every benchmark; returns the folder of the results. told: whether the
+    notes of the checks were logged, as those of a recipe's stages are at its start.
 
     Raises ConfigError before any image is sampled, EvaluationError if more than
     `max_invalid_share` of a benchmark's images have no score.
     """
     quiet()
     accelerator = processes.accelerator(config)
-    check_world(config, Launch(accelerator.num_processes, resume=True))
-    with lock.holding(config.output, accelerator.is_main_process):
-        _evaluate(config, accelerator)
+    main = accelerator.is_main_process
+    inputs = check_stage(config, Launch(accelerator.num_processes, resume=True), told or not main)
+    with lock.holding(config.output, main):
+        _evaluate(config, accelerator, inputs)
     processes.finish(accelerator)
     return Path(config.output)
 
 
-def _evaluate(config: EvalStage, accelerator: Accelerator) -> None:
+def _evaluate(config: EvalStage, accelerator: Accelerator, inputs: Inputs) -> None:
     if accelerator.is_main_process:
         files.remove_leftovers(config.output)
     accelerator.wait_for_everyone()
@@ -77,10 +77,10 @@ def _evaluate(config: EvalStage, accelerator: Accelerator) -> None:
     digests = {}
     own = [name for benchmark in config.benchmarks for name in benchmark.judges]
     if config.matrix:
-        config = config.model_copy(update={"benchmarks": crossed(config.benchmarks)})
+        config = config.model_copy(update={"benchmarks": crossed(config.benchmarks, inputs)})
     model = config.model if config.adapters else None
     device = accelerator.device
-    sets = build_sets(config.benchmarks, "benchmarks", device, model, config.given)
+    sets = build_sets(config.benchmarks, "benchmarks", device, model, inputs, config.given)
     if not model and (size := sets[0].size):  # no model says the size of the images
         update = {"height": size[0], "width": size[1]}
         config = config.model_copy(update={"model": config.model.model_copy(update=update)})
@@ -89,7 +89,7 @@ def _evaluate(config: EvalStage, accelerator: Accelerator) -> None:
         backbone = Backbone.load(model, device)
         base = (backbone.core, backbone.pipe.vae, *backbone.family.encoders)
         weights = placement.fingerprint(base)  # before the adapters
-        digests = load_adapters(backbone, config)
+        digests = load_adapters(backbone, config, inputs)
         update = {"max_sequence_length": backbone.text.max_sequence_length}  # where it is null
         config = config.model_copy(update={"model": model.model_copy(update=update)})
     stores = open_stores(config, sets, weights, digests, accelerator)
@@ -124,13 +124,12 @@ def _evaluate(config: EvalStage, accelerator: Accelerator) -> None:
         warn_of_drift(config, panels)
 
 
-def load_adapters(backbone: Backbone, config: EvalStage) -> dict[str, str | None]:
-    """Load the adapters of all models, which preflight has compared with the base -> {model: its
-    digest, None for the base}."""
+def load_adapters(backbone: Backbone, config: EvalStage, inputs: Inputs) -> dict[str, str | None]:
+    """Load the adapters of all models -> {model: its digest, None for the base}."""
     digests: dict[str, str | None] = dict.fromkeys(config.adapters)
     for name, folder in config.adapters.items():
         if folder is not None:
-            lora = backbone.read_lora(folder)  # once, for its digest and for loading
+            lora = inputs.adapter(folder)
             digests[name] = lora.digest
             backbone.load_adapter(_adapter(name), lora, frozen=True)
     if config.model.compile:  # after the adapters: they change the layers

@@ -34,10 +34,11 @@ from flowalign.rewards import RewardBase, RewardSpec
 from flowalign.rewards.scoring import AsyncScorer, TaskRewards
 from flowalign.system.devices import current
 from flowalign.system.images import eight_bits
-from flowalign.training.data import load_prompts, spread
+from flowalign.training.data import spread
+from flowalign.training.inputs import Inputs
 from flowalign.training.rollout import generate
 from flowalign.training.run.processes import missing_steps
-from flowalign.types import EvalReport, EvalRow, Example, PromptBatch, Scores
+from flowalign.types import EvalReport, EvalRow, Example, Problem, PromptBatch, Scores
 
 log = logging.getLogger("flowalign")
 
@@ -89,24 +90,25 @@ def image_sets(
     config_key: str,
     model: ModelConfig | None,
     given: Mapping[str, GivenImages],
-) -> tuple[list[ImageSet], list[str]]:
+    inputs: Inputs,
+) -> tuple[list[ImageSet], list[Problem]]:
     """The image sets of benchmark configs, with their prompts, and without judges; and what is
     wrong: images that are missing, too many, broken or of several sizes.
 
     config_key: of the list. model: whose size the images have; None = that of `given`, {model:
-    images that another program made}.
+    images that another program made}. inputs: that read the prompts.
     """
-    problems = []
+    problems = list[Problem]()
     sets = []
     by_prompt = {}
     for name, source in given.items():
         try:
             by_prompt[name] = find_images(source.images)
         except ImagesError as error:
-            problems.append(f"models.{name}: {error}")
+            problems.append(Problem(f"models.{name}", str(error)))
     size = model.size if model else None
     for index, config in enumerate(configs):
-        prompts = load_prompts(config.prompts, config.name)
+        prompts = inputs.prompts(config.prompts, config.name)
         files = {}
         place = f"{config_key}.{index}"
         limit = config.limit
@@ -115,7 +117,7 @@ def image_sets(
                 files[name] = assign(images, prompts, limit, config.images, place)
                 size = check_images(files[name].values(), size)
             except ImagesError as error:
-                problems.append(f"models.{name}: {config.name}: {error}")
+                problems.append(Problem(f"models.{name}", f"{config.name}: {error}"))
         tags = [str(row.get("tag")) for row in prompts.metadata]
         few = len({*tags[:limit]})
         many = len({*tags})
@@ -127,13 +129,13 @@ def image_sets(
     return sets, problems
 
 
-def crossed(configs: Sequence[BenchmarkConfig]) -> list[BenchmarkConfig]:
+def crossed(configs: Sequence[BenchmarkConfig], inputs: Inputs) -> list[BenchmarkConfig]:
     """The benchmarks, each with the rewards of the others that can score its prompts among its
     `rewards`. GenEval, say, needs metadata, and OCR a text in quotes."""
     others = {name: reward for config in configs for name, reward in config.judges.items()}
     found = []
     for config in configs:
-        batch = load_prompts(config.prompts, config.name)
+        batch = inputs.prompts(config.prompts, config.name)
         more = dict[str, RewardConfig]()
         for name, reward in others.items():
             with suppress(ValueError, KeyError, TypeError, AttributeError):
@@ -150,11 +152,12 @@ def build_sets(
     config_key: str,
     device: torch.device,
     model: ModelConfig | None,
+    inputs: Inputs,
     given: Mapping[str, GivenImages] | None = None,
 ) -> list[ImageSet]:
     """`image_sets`, with their rewards on a device. Raises ConfigError for what is wrong with them
     and for rewards that cannot be built."""
-    sets, problems = image_sets(configs, config_key, model, given or {})
+    sets, problems = image_sets(configs, config_key, model, given or {}, inputs)
     if problems:
         raise ConfigError(problems)
     # only now: building a reward may load a large model; several benchmarks may have the same
@@ -169,7 +172,7 @@ def build_sets(
                     built[said] = RewardSpec(options.name, options.options).build(device)
                 judges.append(Benchmark(name, images.prompts, built[said], images.copies, source))
             except (ImportError, ValueError, OSError) as error:
-                problems.append(f"{config_key}.{index}.{key}: {error}")
+                problems.append(Problem(f"{config_key}.{index}.{key}", str(error)))
         sets[index] = replace(images, judges=tuple(judges))
     if problems:
         raise ConfigError(problems)

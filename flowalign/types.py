@@ -14,6 +14,30 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     from torch import Tensor
 
+
+@dataclass(frozen=True)
+class Problem:
+    """What a check says of a config.
+
+    key: the key of the config that it is about, or a subject; "" where the text says it. level:
+    "refuse" (nothing starts), "fault" (training would suffer), "note" (it may be intended), "ok"
+    (nothing is wrong). stage: the name of a recipe's stage; "" for the config itself.
+    """
+
+    key: str
+    text: str
+    level: str = "refuse"
+    stage: str = ""
+
+    @property
+    def place(self) -> str:
+        """The key in the whole config."""
+        return ".".join(filter(None, (self.stage and f"stages.{self.stage}", self.key)))
+
+    def __str__(self) -> str:
+        return f"{self.place}: {self.text}" if self.place else self.text
+
+
 Metadata = Sequence[Mapping[str, Any]]  # a mapping an image: what its reward needs to judge it
 
 

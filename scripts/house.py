@@ -24,18 +24,19 @@ from pathlib import Path
 LINKED = ("rewards", "teachers", "eval")
 # Tokens of code in each room. A room may have SLACK times as many; a larger change says so here.
 BUDGET = {
-    "backbone": 22165,
-    "commands": 34729,
-    "config": 11559,
+    "backbone": 22241,
+    "checks": 4652,
+    "commands": 33909,
+    "config": 11831,
     "credit": 1453,
-    "eval": 19468,
+    "eval": 19499,
     "flowalign": 241,
     "rewards": 28762,
     "sde": 1041,
     "system": 6667,
     "teachers": 11105,
     "training": 23410,
-    "types": 1087,
+    "types": 1163,
 }
 SLACK = 1.05
 LONG = 80  # lines of a function that are worth a warning

@@ -34,11 +34,11 @@ from torch import Tensor
 from flowalign import config
 from flowalign.backbone import Backbone
 from flowalign.backbone.sd3 import SD3
+from flowalign.checks import Launch, enforce
 from flowalign.commands import build, recipe, train
 from flowalign.rewards import RewardBase
 from flowalign.training.algorithm import STUDENT
 from flowalign.training.loop import Loop
-from flowalign.training.preflight import Launch
 from flowalign.types import PromptBatch, Rollout, Scores
 
 sys.path.append(str(Path(__file__).parents[1] / "scripts" / "tiny"))  # in processes of ours, too
@@ -334,8 +334,7 @@ def _teachers(model: str) -> Path:
 def stages_of(found: config.RecipeStage, home: Path, processes: int = 1) -> dict[str, config.Stage]:
     """The config of every stage by name, checked as before a run."""
     stages, problems = recipe.examine(found, home, Launch(processes, False))
-    if problems:
-        raise config.ConfigError(problems)
+    enforce(problems)
     return stages
 
 

@@ -30,12 +30,14 @@ from flowalign.backbone.adapters import (
     read_lora,
     write_lora,
 )
+from flowalign.checks import Launch, check_stage
+from flowalign.checks.adapters import readable
 from flowalign.commands.cli import main
 from flowalign.config import ConfigError, parse, read
 from flowalign.system.manifest import MANIFEST
 from flowalign.teachers.bank import Bank, Member
 from flowalign.teachers.merge import merge
-from flowalign.training.preflight import Inputs, Launch, adapter_problems, check_world
+from flowalign.training.inputs import Inputs
 
 PATTERNS = {  # regular expressions and endings, as peft reads them
     "rank_pattern": {r"transformer_blocks\.0\.attn\.to_[qk]": 2, "attn.to_out.0": 5},
@@ -279,9 +281,9 @@ def test_a_check_tells_another_base_from_another_machine(tmp_path: Path) -> None
     data["tasks"] = [{**data["tasks"][0], "name": name} for name in bases]
     data["teachers"] = {name: {"adapter": str(tmp_path / name)} for name in bases}
     with pytest.raises(ConfigError) as caught:
-        check_world(parse(data, [f"model.id={medium}"]), Launch())
-    (far,) = (problem for problem in caught.value.problems if problem.startswith("teachers."))
-    assert far.startswith("teachers.far: ") and f"was trained on '{large}'" in far
+        check_stage(parse(data, [f"model.id={medium}"]), Launch())
+    (far,) = (problem for problem in caught.value.problems if problem.key.startswith("teachers."))
+    assert far.key == "teachers.far" and f"was trained on '{large}'" in far.text
 
 
 def test_the_name_of_a_base_that_may_be_a_copy_refuses_nothing(
@@ -308,10 +310,10 @@ def test_the_name_of_a_base_that_may_be_a_copy_refuses_nothing(
         f"t{number}": config.teachers["even"].model_copy(update={"adapter": str(folder)})
         for number, folder in enumerate([*folders, wide])
     }
-    (problem,) = adapter_problems(
+    (problem,) = readable(
         config.model_copy(update={"teachers": teachers}), Launch(), Inputs(config.model)
     )
-    assert problem.startswith(f"teachers.t{len(folders)}: ") and "(2, 64)" in problem
+    assert problem.key == f"teachers.t{len(folders)}" and "(2, 64)" in problem.text
     args = ["sample", "x", "--model", random_model, "--steps", "2"]
     loras = [text for folder in folders[::3] for text in ("--lora", f"n{folder.name}={folder}")]
     assert main([*args, *loras, "--out", str(tmp_path / "x.png")]) == 0

@@ -13,6 +13,8 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from flowalign import config, credit
+from flowalign.checks import Launch, check_stage, stage_problems
+from flowalign.checks.rewards import own_code
 from flowalign.commands.card import origins
 from flowalign.config import ConfigError, parse, to_yaml
 from flowalign.config.learning import ADVANTAGES
@@ -20,7 +22,6 @@ from flowalign.credit import adora, gated, gdpo
 from flowalign.rewards.scoring import score
 from flowalign.teachers.scored import RunningRewards
 from flowalign.training.algorithm import TrainingError, advantage_function
-from flowalign.training.preflight import Launch, check_world, own_code, world_problems
 from flowalign.types import PromptBatch, Scores
 
 ROOT = Path(__file__).parents[1]
@@ -62,15 +63,16 @@ def test_gdpo_normalises_the_parts_of_a_weighted_reward(random_model: str, tmp_p
 def test_a_reward_without_parts_is_refused_before_a_model_is_loaded(random_model, tmp_path) -> None:
     wrong = ["grpo.advantage=gdpo", "tasks.0.reward={name: clipscore, options: {model: tiny}}"]
     with pytest.raises(ConfigError) as static:  # of a built-in one it is known from its name
-        check_world(fakes.settings("no such model", tmp_path / "run", *wrong), Launch())
-    assert any(p.startswith("tasks.0.reward: ") and "gdpo" in p for p in static.value.problems)
+        check_stage(fakes.settings("no such model", tmp_path / "run", *wrong), Launch())
+    (problem,) = (p for p in static.value.problems if "gdpo" in p.text)
+    assert problem.key == "tasks.0.reward"
     given = fakes.settings("no such model", tmp_path / "run", "grpo.advantage=gdpo")
     with pytest.raises(ConfigError) as built:  # of the user's own it is known when it is built
         fakes.wired(given)
     (problem,) = built.value.problems
-    assert problem.startswith("tasks.0.reward: ") and "'fakes:redness'" in problem
+    assert problem.key == "tasks.0.reward" and "'fakes:redness'" in problem.text
     fakes.settings("x", tmp_path / "run", *wrong, "grpo.advantage=group_std")
-    check_world(fakes.settings(random_model, tmp_path / "run", WEIGHTED, wrong[0]), Launch())
+    check_stage(fakes.settings(random_model, tmp_path / "run", WEIGHTED, wrong[0]), Launch())
 
 
 def test_a_part_that_is_weighted_and_not_given_stops_the_run(random_model: str, tmp_path: Path):
@@ -195,9 +197,11 @@ def test_one_that_gives_no_advantages_is_refused_before_a_model_is_loaded(bad: s
     own = f"grpo.advantage=test_advantages:{bad}"
     given = fakes.settings("no such model", tmp_path / "run", own)
     with pytest.raises(ConfigError) as error:
-        check_world(given, Launch())
-    assert any(p.startswith("grpo.advantage: ") and bad in p for p in error.value.problems)
-    assert not any("advantage" in p for p in world_problems(given, Launch(trust=False)))
+        check_stage(given, Launch())
+    (problem,) = (p for p in error.value.problems if p.key == "grpo.advantage")
+    assert bad in problem.text
+    untrusted = stage_problems(given, Launch(trust=False))
+    assert "grpo.advantage" not in [p.key for p in untrusted]
     assert own_code(given)["grpo.advantage"] == [f"test_advantages:{bad}"]
 
 

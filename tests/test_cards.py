@@ -6,9 +6,11 @@ import pytest
 import torch
 
 from flowalign.backbone.base import without_data
+from flowalign.checks import Launch
+from flowalign.checks.numbers import card
 from flowalign.commands.sample import recommended
 from flowalign.config import EvalStage, ModelConfig, parse
-from flowalign.training.preflight import against_card
+from flowalign.training.inputs import Inputs
 
 TURBO = "Tongyi-MAI/Z-Image-Turbo"
 BENCHMARK = {"name": "red", "prompts": "test.txt", "reward": {"name": "ocr"}}
@@ -22,7 +24,8 @@ def run(model: str, *overrides: str, stage: str = "grpo", **keys: Any) -> Any:
 
 
 def against(config: Any) -> list[tuple[str, str]]:
-    return list(against_card(config))
+    """(level, text) of each problem."""
+    return [(problem.level, problem.text) for problem in card(config, Launch(), Inputs())]
 
 
 @pytest.mark.parametrize(

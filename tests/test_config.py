@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 from yaml import YAMLError
 
 from flowalign import rewards
+from flowalign.checks import Launch, check_stage
 from flowalign.commands import cli, recipe
 from flowalign.config import (
     ADAPTER,
@@ -31,7 +32,6 @@ from flowalign.config import (
 )
 from flowalign.config.safe_yaml import dump_yaml, load_yaml
 from flowalign.system.hub_address import secrets
-from flowalign.training.preflight import Launch, check_world
 
 TINY = {"id": "tiny", "height": 96, "width": 96}
 TASK = {"name": "ocr", "prompts": "a.txt", "validation": "b.txt", "reward": {"name": "ocr"}}
@@ -55,8 +55,9 @@ def raw_eval(**sections: Any) -> dict[str, Any]:
 def problems(data: Any, *overrides: str, stage: type[Stage] = TrainingStage) -> list[str]:
     with pytest.raises(ConfigError) as caught:
         parse(data, overrides, stage=stage)
-    assert all(problem in str(caught.value) for problem in caught.value.problems)
-    return caught.value.problems
+    sentences = list(map(str, caught.value.problems))
+    assert all(sentence in str(caught.value) for sentence in sentences)
+    return sentences
 
 
 def write(folder: Path, text: str) -> Path:
@@ -210,7 +211,7 @@ def test_an_old_key_is_refused_with_its_new_name(
     path = str(write(tmp_path, dump_yaml(data)))
     assert cli.main(["doctor", "--no-model", "--config", path, *arguments]) == 2
     where = "stages.one." if place in ("recipe", "set") else ""
-    assert f"{where}{old} is now {new}." in "".join(capsys.readouterr())
+    assert f"{where}{old}: now called {new}." in "".join(capsys.readouterr())
 
 
 STUDENT = {"stage": "opd", "teachers": {"ocr": {"adapter": "tiny/ocr"}}}
@@ -431,17 +432,17 @@ def test_what_the_world_lacks_is_reported_at_once(tmp_path: Path, monkeypatch: p
     config = parse(raw(tasks=[{**task, "reward": {"name": "ocl"}}], **more))
     with monkeypatch.context() as patch, pytest.raises(ConfigError) as caught:
         patch.setattr(found, lambda name: None)
-        check_world(config, Launch(3))
+        check_stage(config, Launch(3))
     package, reward, prompts, sharing = caught.value.problems
-    assert "3 processes cannot share evenly" in sharing and "rollout.prompts=12" in sharing
-    assert "train.trackers" in package and "needs wandb" in package
-    assert reward.startswith("tasks.0.reward: no reward 'ocl'")
-    assert prompts.startswith("tasks.0.validation: no prompt set")
+    assert "3 processes" in sharing.text and "rollout.prompts=12" in sharing.text
+    assert package.key == "train.trackers" and "wandb" in package.text
+    assert reward.key == "tasks.0.reward" and "'ocl'" in reward.text
+    assert prompts.key == "tasks.0.validation"
     config = parse(raw(tasks=[task | {"validation": None}], evaluation=None))
     for processes in (1, 2, 4, 8, 16, 128):  # 8 prompts x 16 copies
-        check_world(config, Launch(processes))
+        check_stage(config, Launch(processes))
     with pytest.raises(ConfigError, match="12 processes cannot share evenly"):
-        check_world(config, Launch(12))
+        check_stage(config, Launch(12))
 
 
 def test_what_an_evaluation_lacks_is_reported_at_once(tmp_path: Path) -> None:
@@ -459,16 +460,16 @@ def test_what_an_evaluation_lacks_is_reported_at_once(tmp_path: Path) -> None:
     ]
     config = parse(raw_eval(models=models, benchmarks=marks, fidelity=None), stage=EvalStage)
     with pytest.raises(ConfigError) as caught:
-        check_world(config, Launch(3))
+        check_stage(config, Launch(3))
     far, poison, reward, prompts = caught.value.problems
-    assert far.startswith("models.far: ") and "no such folder" in far
-    assert poison.startswith("benchmarks.0.prompts: ") and "no text to read" in poison
-    assert reward.startswith("benchmarks.1.rewards.a: no reward 'ocl'")
-    assert prompts.startswith("benchmarks.2.prompts: no prompt set 'b.txt'")
+    assert far.key == "models.far" and "no such folder" in far.text
+    assert poison.key == "benchmarks.0.prompts" and "no text to read" in poison.text
+    assert reward.key == "benchmarks.1.rewards.a" and "'ocl'" in reward.text
+    assert prompts.key == "benchmarks.2.prompts" and "'b.txt'" in prompts.text
     models = {"base": None, "near": str(tmp_path / "run" / "adapter")}
     (tmp_path / "a.txt").write_text(SIGN)
     alone = raw_eval(models=models, benchmarks=[good], fidelity=None)
-    check_world(parse(alone, stage=EvalStage), Launch(3))
+    check_stage(parse(alone, stage=EvalStage), Launch(3))
 
 
 def test_four_bits_are_refused_where_they_cannot_be_had(tmp_path, monkeypatch) -> None:
@@ -478,10 +479,11 @@ def test_four_bits_are_refused_where_they_cannot_be_had(tmp_path, monkeypatch) -
         monkeypatch.setattr(
             "flowalign.system.packages.importlib.util.find_spec", lambda name, m=missing: m
         )
-        monkeypatch.setattr("flowalign.training.preflight.torch.cuda.is_available", lambda: False)
+        monkeypatch.setattr("flowalign.checks.model.torch.cuda.is_available", lambda: False)
         with pytest.raises(ConfigError) as caught:
-            check_world(config, Launch(1))
-        assert any("model.quantization" in p and text in p for p in caught.value.problems)
+            check_stage(config, Launch(1))
+        texts = [p.text for p in caught.value.problems if p.key == "model.quantization"]
+        assert any(text in said for said in texts)
 
 
 def files(folder: Path, **texts: str) -> Path:
@@ -577,7 +579,8 @@ CONFIGS = Path(__file__).parent.parent / "configs"
 def test_a_stage_stays_below_its_recipe(tmp_path: Path) -> None:
     stages = {"ocr": {"use": "teacher_ocr.yaml", "set": [f"output={tmp_path}/elsewhere"]}}
     config = parse(read(CONFIGS / "tiny/flow_opd.yaml") | {"stages": stages}, stage=RecipeStage)
-    assert any("output" in problem for problem in recipe.examine(config, CONFIGS / "tiny")[1])
+    _, problems = recipe.examine(config, CONFIGS / "tiny")
+    assert ("ocr", "set") in [(problem.stage, problem.key) for problem in problems]
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,9 @@ import torch
 from safetensors.torch import load_file
 
 from flowalign.backbone.attention import unavailable
+from flowalign.checks import Launch, check_stage
 from flowalign.commands import run
 from flowalign.config import ConfigError
-from flowalign.training.preflight import Launch, check_world
 
 ON = "train.deterministic=true"
 
@@ -65,7 +65,7 @@ def test_two_runs_are_equal_to_the_bit(random_model: str, tmp_path: Path, given:
 
 def refused(config: Any) -> str:
     try:
-        check_world(config, Launch())
+        check_stage(config, Launch())
     except ConfigError as error:
         return str(error)
     return ""

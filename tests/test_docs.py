@@ -34,6 +34,7 @@ from test_package import CONFIGS
 from flowalign import rewards
 from flowalign.backbone.adapters import adapter_folder
 from flowalign.backbone.tiny import MODEL
+from flowalign.checks import Launch, check_stage, refused, stage_problems
 from flowalign.commands import cli, recipe
 from flowalign.config import (
     ADAPTER,
@@ -49,7 +50,6 @@ from flowalign.config import (
     load,
     read,
 )
-from flowalign.training.preflight import Launch, check_world, world_problems
 
 # what configs ask for counts as installed
 pytestmark = pytest.mark.usefixtures("clip_extra")
@@ -250,9 +250,9 @@ def check_config(what: str, path: Path, overrides: tuple[str, ...], variant: str
     if isinstance(config, RecipeStage):
         _, problems = recipe.examine(config, path.parent)
     else:
-        launch = Launch(pending=written() & set(config.inputs.values()))
-        problems = world_problems(config, launch)
-    assert [text for text in problems if not any(t in text for t in theirs)] == []
+        launch = Launch(pending=dict.fromkeys(written()))
+        problems = stage_problems(config, launch)
+    assert [p for p in refused(problems) if not any(text in str(p) for text in theirs)] == []
 
 
 @functools.cache
@@ -384,7 +384,7 @@ def check_block(block: Block, folder: Path) -> Stage:
     config = load(file, stage=Stage)
     make_files(config)
     with modules_of(block.page, folder):
-        check_world(config, Launch(pending=config.inputs.values()))
+        check_stage(config, Launch(pending=dict.fromkeys(config.inputs.values())))
     return config
 
 

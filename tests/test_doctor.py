@@ -54,7 +54,7 @@ def readable(images, prompts, metadata):
 
 def faults(name, **options):
     findings, _ = diagnose(name, options, count=4)
-    return [finding.text for finding in findings if finding.level == "fault"]
+    return [finding for finding in findings if finding.level == "fault"]
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_sound_rewards_have_no_fault(name, options):
     ],
 )
 def test_each_fault_is_named(name, kind):
-    assert any(text.startswith(kind) for text in faults(name))
+    assert any(fault.key.startswith(kind) for fault in faults(name))
 
 
 def busy(images, prompts, metadata):
@@ -92,17 +92,17 @@ def busy(images, prompts, metadata):
 def test_a_reward_that_noise_pleases_is_noted():
     for name, noted in (("test_doctor:busy", 1), ("geneval", 0)):
         findings, _ = diagnose(name, {}, 4)
-        notes = [f.text for f in findings if f.level == "note" and f.text.startswith("noise")]
+        notes = [f for f in findings if f.level == "note" and f.key.startswith("noise")]
         assert len(notes) == noted
 
 
 def test_a_reward_that_calls_another_is_asked_with_prompts_that_the_other_can_score(tmp_path):
     findings, _ = diagnose("test_doctor:readable", {}, 4)
-    assert not any("failed" in finding.text for finding in findings)
+    assert not any("failed" in finding.key for finding in findings)
     (tmp_path / "p.txt").write_text("a kite\na lamp\n")
     findings, _ = diagnose("test_doctor:readable", {}, 4, [str(tmp_path / "p.txt")])
     (failed,) = [finding for finding in findings if finding.level == "fault"]
-    assert "ocr: " in failed.text and "8 of 8" in failed.text
+    assert "ocr: " in failed.text and "8 of 8" in failed.key
     assert len(findings) == 2  # and the time: nothing is "ok" about scores that are not there
 
 

@@ -9,9 +9,10 @@ from PIL import Image
 
 from flowalign import config
 from flowalign.backbone.adapters import read_lora, write_lora
+from flowalign.checks import Launch, stage_problems
 from flowalign.commands import recipe
 from flowalign.commands.cli import main
-from flowalign.commands.doctor import live, plan
+from flowalign.commands.doctor import live
 
 TINY = sorted(Path(__file__).parent.parent.glob("configs/tiny/[!_]*.yaml"))
 EVALUATED = [
@@ -27,12 +28,17 @@ def _fresh_state():
 
 
 def faults(findings):
-    return [finding.text for finding in findings if finding.level == "fault"]
+    return [finding for finding in findings if finding.level == "fault"]
 
 
-def is_one(texts, kind, key):
-    """Whether there is one text, of this kind, and it names this."""
-    return len(texts) == 1 and texts[0].startswith(f"{kind}:") and key in texts[0]
+def advised(run):
+    """All that the doctor finds in a config."""
+    return stage_problems(run, Launch(advise=True))
+
+
+def is_one(found, key, text):
+    """Whether there is one problem, of this key, and it says this."""
+    return [problem.key for problem in found] == [key] and text in found[0].text
 
 
 @pytest.mark.slow
@@ -41,11 +47,9 @@ def test_a_shipped_config_has_no_fault(path, tmp_path, monkeypatch):
     """Pairs are where one makes them."""
     monkeypatch.chdir(tmp_path)
     fakes.write_pairs(tmp_path / "outputs" / "tiny" / "pairs", size=(96, 96))
-    stages, problems = recipe.examine(config.load(path, stage=config.Stage), path.parent)
-    assert problems == []
-    (stage, *more) = stages.values()
-    if isinstance(stage, config.TrainingStage) and not more:  # a recipe's stages are such configs
-        assert faults(plan.examine(stage)) == []
+    launch = Launch(resume=False, advise=True)
+    _, problems = recipe.examine(config.load(path, stage=config.Stage), path.parent, launch)
+    assert [problem for problem in problems if problem.level != "note"] == []
 
 
 @pytest.mark.parametrize("kind", ["grpo", "opd", "sft", "ode", "dpo"])
@@ -61,7 +65,7 @@ def test_a_sound_run_has_no_fault_with_its_model(random_model, tmp_path, kind):
     findings, pace = live.examine(run)
     assert faults(findings) == []
     assert pace and min(pace.rates.values()) > 0
-    kinds = {finding.text.split(":")[0] for finding in findings}
+    kinds = {finding.key for finding in findings}
     assert ("ratio" in kinds) == (kind == "grpo")
     assert "update" in kinds
 
@@ -94,13 +98,13 @@ def test_a_model_that_samples_nothing_is_not_predicted(tmp_path, capsys):
 def test_a_fault_of_the_config_is_named(random_model, tmp_path):
     for more in ([], ["ema.every=50"]):  # which is never averaged: the run returns its adapter
         sound = fakes.settings(random_model, tmp_path / "run", *EVALUATED, *more)
-        assert faults(plan.examine(sound)) == []
-    half = plan.examine(fakes.settings(random_model, tmp_path / "run", "model.dtype=float16"))
-    assert is_one([f.text for f in half if f.level == "note"], "dtype", "bfloat16")
+        assert faults(advised(sound)) == []
+    half = advised(fakes.settings(random_model, tmp_path / "run", "model.dtype=float16"))
+    assert is_one([p for p in half if p.level == "note"], "dtype", "bfloat16")
     for changes, kind, key in FAULTS:
         given = [change.replace("{folder}", str(tmp_path)) for change in changes]
-        texts = faults(plan.examine(fakes.settings(random_model, tmp_path / "run", *given)))
-        assert is_one(texts, kind, key), (changes, texts)
+        found = faults(advised(fakes.settings(random_model, tmp_path / "run", *given)))
+        assert is_one(found, kind, key), (changes, found)
 
 
 # Faults of the adapters ------------------------------------------------------------------------
@@ -108,11 +112,11 @@ def test_a_fault_of_the_config_is_named(random_model, tmp_path):
 
 def test_a_teacher_that_equals_the_base_is_named(random_model, tmp_path):
     run = fakes.distillation(random_model, tmp_path / "run")
-    assert faults(plan.examine(run)) == []
+    assert faults(advised(run)) == []
     lora = read_lora(run.inputs["teachers.odd"])
     weights = {key: weight * (".lora_B" not in key) for key, weight in lora.weights.items()}
     write_lora(run.inputs["teachers.odd"], weights, lora.metadata)
-    assert is_one(faults(plan.examine(run)), "teachers.odd", "equals the base")
+    assert is_one(faults(advised(run)), "teachers.odd", "equals the base")
 
 
 # Faults that only the model shows --------------------------------------------------------------
@@ -122,7 +126,7 @@ def test_a_teacher_that_equals_the_base_is_named(random_model, tmp_path):
 def test_few_bits_and_other_batches_make_a_ratio_that_is_not_one(random_model, tmp_path):
     def ratio(*changes: str) -> list[str]:
         run = fakes.settings(random_model, tmp_path / "run", "model.dtype=bfloat16", *changes)
-        return [text for text in faults(live.examine(run)[0]) if text.startswith("ratio")]
+        return [p.text for p in faults(live.examine(run)[0]) if p.key == "ratio"]
 
     assert ratio("optimizer.micro_batch=8") == []
     (text,) = ratio("rollout.batch_size=8", "optimizer.micro_batch=1")
@@ -135,26 +139,27 @@ def test_an_adapter_that_was_trained_with_dropout_drops_nothing_here(random_mode
     lora = read_lora(adapter)
     write_lora(adapter, lora.weights, {**lora.metadata, "lora_dropout": 0.5})
     run = fakes.settings(random_model, tmp_path / "run", f"lora.init={adapter}")
-    assert not any(text.startswith("ratio") for text in faults(live.examine(run)[0]))
+    assert "ratio" not in [problem.key for problem in faults(live.examine(run)[0])]
 
 
 def test_a_fault_of_a_reward_is_named(random_model, tmp_path):
     run = fakes.settings(random_model, tmp_path / "run", "tasks.0.reward.name=fakes:constant")
-    texts = faults(live.examine(run)[0])
-    assert texts and texts[0].startswith("reward 'fakes:constant' of task 'red': constant")
+    first = faults(live.examine(run)[0])[0]
+    assert first.key == "reward 'fakes:constant' of task 'red'" and "constant" in first.text
 
 
 def test_a_learning_rate_that_blows_up_is_named(random_model, tmp_path):
     run = fakes.distillation(random_model, tmp_path / "run", "optimizer.lr=10.0")
-    assert any(text.startswith("update:") for text in faults(live.examine(run)[0]))
+    assert "update" in [problem.key for problem in faults(live.examine(run)[0])]
 
 
 @pytest.mark.parametrize(("scale", "level"), [("1.0", "fault"), ("4.5", None), ("6.0", "note")])
 def test_a_mixture_of_scales_is_named(random_model, tmp_path, scale, level):
     changes = ["rollout.guidance=4.5", f"teachers.odd.guidance={scale}"]
     run = fakes.distillation(random_model, tmp_path / "run", alone="odd").model_dump(mode="json")
-    findings = plan.examine(config.parse(run, changes))
-    levels = [f.level for f in findings if f.text.startswith("guidance: teachers.odd")]
+    findings = advised(config.parse(run, changes))
+    about = [f for f in findings if f.key == "guidance" and f.text.startswith("teachers.odd")]
+    levels = [finding.level for finding in about]
     assert levels == ([level] if level else [])
 
 

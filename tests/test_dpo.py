@@ -13,10 +13,10 @@ from PIL import Image
 from torch.testing import assert_close
 
 from flowalign.backbone import family_of
+from flowalign.checks import Launch, stage_problems
 from flowalign.commands.doctor.count import predict
 from flowalign.config import ConfigError
 from flowalign.teachers.dpo import dpo_loss
-from flowalign.training.preflight import Launch, world_problems
 from flowalign.training.rollout import Noise
 from flowalign.training.step import pairs_of
 
@@ -129,8 +129,8 @@ def test_a_bad_row_is_refused_by_its_number(
     Image.new("RGB", (64, 32)).save(tmp_path / "large.png")
     with (tmp_path / "pairs.jsonl").open("a") as file:
         file.write(json.dumps(row) + "\n")
-    texts = [t for t in world_problems(found, Launch()) if t.startswith("tasks.0.prompts: row 9")]
-    assert texts and said in " ".join(texts)
+    texts = [p.text for p in stage_problems(found, Launch()) if p.key == "tasks.0.prompts"]
+    assert texts and all("row 9" in text for text in texts) and said in " ".join(texts)
 
 
 def image(folder: Path, name: str, mode: str = "RGB", **how: Any) -> Path:
@@ -170,8 +170,9 @@ def test_an_image_that_the_run_cannot_read_is_refused_by_its_name(
     rows = [json.loads(line) for line in (tmp_path / "pairs.jsonl").read_text().splitlines()]
     rows[1][key] = path.name
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (text,) = world_problems(found, Launch())
-    assert text.startswith("tasks.0.prompts: row 2") and path.name in text and key in text
+    (problem,) = stage_problems(found, Launch())
+    assert problem.key == "tasks.0.prompts"
+    assert all(text in problem.text for text in ("row 2", path.name, key))
 
 
 @pytest.mark.parametrize("copy", ["the path", "another path", "the bytes", "the pixels"])
@@ -186,9 +187,9 @@ def test_a_pair_of_one_image_is_refused(random_model: str, tmp_path: Path, copy:
     row = {"prompt": "a", "chosen": "a.png", "rejected": names.get(copy, "c.bmp")}
     with (tmp_path / "pairs.jsonl").open("a") as file:
         file.write(json.dumps(row) + "\n")
-    (text,) = world_problems(found, Launch())
-    assert text.startswith("tasks.0.prompts: row 3")
-    assert "chosen" in text and "rejected" in text
+    (problem,) = stage_problems(found, Launch())
+    assert problem.key == "tasks.0.prompts"
+    assert all(text in problem.text for text in ("row 3", "chosen", "rejected"))
 
 
 def test_an_image_is_checked_as_it_is_learnt_from(random_model: str, tmp_path: Path) -> None:
@@ -202,12 +203,12 @@ def test_an_image_is_checked_as_it_is_learnt_from(random_model: str, tmp_path: P
     with Image.open(file) as upright:
         stored = upright.rotate(90, expand=True)
     stored.save(file, exif=exif)
-    assert world_problems(found, Launch()) == []
+    assert stage_problems(found, Launch()) == []
     loop: Any = fakes.wired(found)
     loop.algorithm.prepare(loop.rollout(0), 0)
     upright.save(file, exif=exif)
-    (text,) = world_problems(found, Launch())
-    assert "48x32" in text and "32x48" in text
+    (problem,) = stage_problems(found, Launch())
+    assert "48x32" in problem.text and "32x48" in problem.text
 
 
 def test_the_first_bad_rows_are_named_and_all_are_counted(
@@ -216,24 +217,24 @@ def test_the_first_bad_rows_are_named_and_all_are_counted(
     found = fakes.pairs(random_model, tmp_path / "run")
     for number in (0, 3, 4, 7, 8, 11):
         cut(tmp_path / f"{number}.png")
-    *rows, last = world_problems(found, Launch())
-    assert [f"row {n}: " in text for n, text in enumerate(rows, 1)] == [True] * 5
-    assert last.startswith("tasks.0.prompts: ") and "6" in last and "row" not in last.split()[1]
+    *rows, last = stage_problems(found, Launch())
+    assert [f"row {n}: " in row.text for n, row in enumerate(rows, 1)] == [True] * 5
+    assert last.key == "tasks.0.prompts" and "6" in last.text and "row" not in last.text
 
 
 def test_an_empty_prompt_and_a_parted_pair_are_refused(random_model: str, tmp_path: Path) -> None:
     found = fakes.pairs(random_model, tmp_path / "run")
     (tmp_path / "pairs.jsonl").write_text('{"prompt": " ", "chosen": "0.png"}\n')
-    (text,) = world_problems(found, Launch())
-    assert "line 1" in text
+    (problem,) = stage_problems(found, Launch())
+    assert "line 1" in problem.text
     for given, key in (
         ("optimizer.micro_batch=3", "micro_batch"),
         ("rollout.group_size=4", "group_size"),
     ):
         with pytest.raises(ConfigError, match=key):
             fakes.pairs(random_model, tmp_path / "run", given)
-    (text,) = world_problems(fakes.pairs(random_model, tmp_path / "run"), Launch(3))
-    assert "rollout.prompts=3" in text  # no pair is parted by processes
+    (problem,) = stage_problems(fakes.pairs(random_model, tmp_path / "run"), Launch(3))
+    assert "rollout.prompts=3" in problem.text  # no pair is parted by processes
 
 
 @pytest.mark.parametrize("name", families.PIPELINES)

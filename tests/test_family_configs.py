@@ -9,8 +9,8 @@ import torch
 from test_sd35_configs import FAMILIES, ROOT, data
 
 from flowalign.backbone import loading
+from flowalign.checks import Launch, check_stage, stage_problems
 from flowalign.commands import recipe
-from flowalign.commands.doctor import plan
 from flowalign.commands.doctor.advise import Device, forecasts, usable
 from flowalign.commands.doctor.count import predict
 from flowalign.config import (
@@ -23,7 +23,6 @@ from flowalign.config import (
     load,
 )
 from flowalign.config.loading import card_of
-from flowalign.training.preflight import Launch, against_card, check_world, world_problems
 
 __all__ = ["data"]  # a fixture
 PLANTED = [
@@ -50,9 +49,9 @@ def test_what_a_family_does_not_have_is_refused_before_it_is_loaded(
 ) -> None:
     path = ROOT / "configs" / family / "teacher_ocr_nft.yaml"
     sound = load(path, stage=TrainingStage)
-    assert world_problems(sound, Launch()) == []
+    assert stage_problems(sound, Launch()) == []
     with pytest.raises(ConfigError, match=problem):
-        check_world(load(path, change.split(), stage=TrainingStage), Launch())
+        check_stage(load(path, change.split(), stage=TrainingStage), Launch())
 
 
 @pytest.mark.usefixtures("data")
@@ -102,7 +101,8 @@ def test_the_doctor_passes_it_in_shapes(family: str, name: str) -> None:
             assert predict(small, ranks={}).peak < usable(size, "cuda"), variant
     assert found.peak > found.resident > 1e9 and found.all_phases[-1].flops > 1e12
     if isinstance(config, TrainingStage):
-        assert not [f.text for f in plan.examine(config) if f.level == "fault"]
+        launch = Launch(advise=True)
+        assert not [p for p in stage_problems(config, launch) if p.level == "fault"]
 
 
 @pytest.mark.long
@@ -159,9 +159,9 @@ def test_a_run_for_another_machine_needs_no_gpu_here(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     path = ROOT / "configs/flux/teacher_ocr_nft.yaml"
     config = load(path, ["model.quantization=nf4"], stage=TrainingStage)
-    here, there = (set(world_problems(config, Launch(elsewhere=e))) for e in (False, True))
+    here, there = (set(stage_problems(config, Launch(elsewhere=e))) for e in (False, True))
     assert there < here
-    assert {text.partition(":")[0] for text in here - there} == {"model.quantization"}
+    assert {problem.key for problem in here - there} == {"model.quantization"}
 
 
 @pytest.mark.usefixtures("data")
@@ -169,11 +169,10 @@ def test_a_run_for_another_machine_needs_no_gpu_here(monkeypatch: pytest.MonkeyP
 def test_the_recipe_of_a_distilled_model_stays_on_its_grid(family: str) -> None:
     path = ROOT / "configs" / family / "turbo.yaml"
     stages, faults = recipe.examine(load(path, stage=Stage), path.parent)
-    assert not [text for text in faults if "is not installed" not in text]
+    assert not [fault for fault in faults if "is not installed" not in fault.text]
     trained = [stage for stage in stages.values() if isinstance(stage, TrainingStage)]
     assert [stage.stage for stage in trained] == ["gradient", "gradient", "opd"]
     for stage in trained:
         assert (stage.rollout.kind, stage.rollout.steps, stage.rollout.guidance) == (
             "ode", *(card_of(stage.model.id) or ()),
         )  # fmt: skip
-        assert not list(against_card(stage))

@@ -8,6 +8,7 @@ import fakes
 import pytest
 
 from flowalign.backbone.structure import weightless
+from flowalign.checks import once
 from flowalign.commands.cli import main
 from flowalign.commands.doctor.advise import Device, Forecast
 from flowalign.commands.doctor.count import judge_bytes, predict
@@ -15,7 +16,7 @@ from flowalign.commands.doctor.pace import Pace
 from flowalign.config import TrainingStage, load
 from flowalign.rewards import RewardSpec
 from flowalign.rewards.imagereward import Network
-from flowalign.training.preflight import once
+from flowalign.types import Problem
 
 ROOT = Path(__file__).parents[1]
 
@@ -70,9 +71,10 @@ def test_a_queue_is_told_how_long_a_run_needs_to_end(random_model: str, tmp_path
 
 def test_a_problem_of_several_keys_is_said_once() -> None:
     package = "needs open_clip, which is not installed. Run: `pip`"
-    problems = [f"tasks.0.reward: {package}", "stages: x", f"table.benchmarks.1.reward: {package}"]
-    assert once(problems) == [f"tasks.0.reward and 1 more: {package}", "stages: x"]
-    assert once(["no key at all"]) == ["no key at all"]
+    reward = Problem("tasks.0.reward", package)
+    other = Problem("stages", "x")
+    problems = [reward, other, Problem("benchmarks.1.reward", package, stage="table")]
+    assert once(problems) == [Problem("tasks.0.reward and 1 more", package), other]
 
 
 def test_init_says_which_prompt_files_are_not_there(

@@ -11,10 +11,10 @@ import torch
 from torch.testing import assert_close
 
 from flowalign import config, rewards
+from flowalign.checks import Launch, stage_problems
 from flowalign.rewards.gradient import gradient_problems
 from flowalign.teachers.gradient import candidates, choose, gradient_loss, raised, threshold
 from flowalign.training.algorithm import TrainingError
-from flowalign.training.preflight import Launch, world_problems
 
 
 def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -230,7 +230,7 @@ def test_a_wrong_gradient_ends_the_run_before_it_learns(random_model: str, tmp_p
     loop = fakes.wired(fakes.ascending(random_model, tmp_path / "run", *given))
     with pytest.raises(config.ConfigError) as error:
         loop.run()
-    assert error.value.problems[0].startswith("tasks.0.reward: ")
+    assert str(error.value.problems[0]).startswith("tasks.0.reward: ")
     assert loop.update == 0
 
 
@@ -263,8 +263,8 @@ def test_images_without_a_gradient_are_invalid(random_model: str, tmp_path: Path
 def test_a_reward_without_a_gradient_is_refused_by_name(random_model: str, tmp_path: Path) -> None:
     given = ["tasks.0.reward={name: 'fakes:redness'}"]
     found = fakes.ascending(random_model, tmp_path / "run", *given)
-    (text,) = [t for t in world_problems(found, Launch()) if "gradient" in t]
-    assert text.startswith("tasks.0.reward") and "pickscore" in text
+    (problem,) = [p for p in stage_problems(found, Launch()) if "gradient" in p.text]
+    assert problem.key == "tasks.0.reward" and "pickscore" in problem.text
     with pytest.raises(config.ConfigError, match=r"rollout\.kind"):
         fakes.ascending(random_model, tmp_path / "run", "rollout.kind=sde")
 

@@ -8,8 +8,11 @@ import fakes
 import pytest
 
 from flowalign import config
+from flowalign.checks import Launch
+from flowalign.checks.adapters import misused
 from flowalign.commands import recipe
-from flowalign.training.preflight import misused_adapters
+from flowalign.training.inputs import Inputs
+from flowalign.types import Problem
 
 OCR = {"name": "ocr", "prompts": "tiny/ocr_train"}
 DATA: dict[str, Any] = {
@@ -89,13 +92,12 @@ def table(scale: float, **models: str | None) -> dict[str, Any]:
     return {"stage": "eval", "models": models, "benchmarks": BENCHMARKS, "sampling": sampling}
 
 
-def found(tmp_path: Path, **stages: dict[str, Any]) -> list[str]:
-    """ "stage: key: ..." of each finding in a recipe."""
+def found(tmp_path: Path, **stages: dict[str, Any]) -> list[Problem]:
+    """The problems of a recipe that refuse nothing."""
     data = {"stage": "recipe", "output": str(tmp_path), "model": TINY, "stages": stages}
     whole = config.parse(data, stage=config.RecipeStage)
-    read, problems = recipe.read_stages(whole, tmp_path)
-    assert problems == []
-    return [text for _, text in misused_adapters(read)]
+    _, problems = recipe.examine(whole, tmp_path)
+    return [problem for problem in problems if problem.level != "refuse"]
 
 
 MERGE = {"stage": "merge", "adapters": ["stage:a", "stage:b"]}
@@ -128,8 +130,8 @@ def test_an_adapter_is_used_at_the_scale_that_it_was_trained_at(
 ) -> None:
     """A factor of two is let pass: labels at 1.5 and 2 were best."""
     problems = found(tmp_path, **stages)
-    assert [": ".join(text.split(": ")[:2]) for text in problems] == where
-    assert all("1" in text and "4" in text for text in problems)  # both scales
+    assert [f"{problem.stage}: {problem.key}" for problem in problems] == where
+    assert all("1" in p.text and "4" in p.text for p in problems)  # both scales
 
 
 def test_the_scale_of_an_earlier_run_is_in_its_folder(tmp_path: Path) -> None:
@@ -146,11 +148,11 @@ def test_the_scale_of_an_earlier_run_is_in_its_folder(tmp_path: Path) -> None:
     models = {name: str(tmp_path / name / "adapter") for name in "am"}
     data = {**table(4.5, base=None, **models), "output": str(tmp_path / "t"), "model": TINY}
     stage = config.parse(data, stage=config.EvalStage)
-    assert [text.split(": ")[1] for _, text in misused_adapters({"t": stage})] == [
+    assert [problem.key for problem in misused(stage, Launch(), Inputs())] == [
         "models.a", "models.m",
     ]  # fmt: skip
     (tmp_path / "a" / "config.yaml").write_text("stage: of another program\n")
-    assert [text.split(": ")[1] for _, text in misused_adapters({"t": stage})] == ["models.m"]
+    assert [problem.key for problem in misused(stage, Launch(), Inputs())] == ["models.m"]
 
 
 def ascended(kind: str = "ode") -> dict[str, Any]:
@@ -176,4 +178,4 @@ def test_a_student_that_leaves_out_its_teacher_s_steps_is_named(
     run = student(1.0, 1.0)
     run["rollout"] |= rollout
     problems = found(tmp_path, a=ascended(teacher), s=run)
-    assert [": ".join(text.split(": ")[:2]) for text in problems] == ["s: teachers.ocr"] * named
+    assert [(p.stage, p.key) for p in problems] == [("s", "teachers.ocr")] * named

@@ -22,12 +22,12 @@ from flowalign.backbone.adapters import (
     write_lora,
 )
 from flowalign.backbone.structure import read_family
+from flowalign.checks import Launch, check_stage
 from flowalign.commands.recipe import file_digest
 from flowalign.config import ConfigError, ModelConfig
 from flowalign.system.hub_address import HubAddress
 from flowalign.system.hub_files import Unreachable
 from flowalign.teachers.merge import merge
-from flowalign.training.preflight import Launch, check_world
 
 __all__ = ["online"]  # a fixture
 
@@ -130,9 +130,9 @@ def test_a_check_says_what_is_wrong_with_each_id_and_loads_no_model(
     taught = config.teachers["even"]
     teachers = {n: taught.model_copy(update={"adapter": s}) for n, s in sources.items()}
     with pytest.raises(ConfigError) as caught:
-        check_world(config.model_copy(update={"teachers": teachers}), Launch())
+        check_stage(config.model_copy(update={"teachers": teachers}), Launch())
     for problem, (name, (_, said)) in zip(caught.value.problems, faults.items(), strict=True):
-        assert problem.startswith(f"teachers.{name}: ") and said in problem
+        assert problem.key == f"teachers.{name}" and said in problem.text
 
 
 def test_offline_the_cache_is_taken_or_missed_with_a_reason(online: fake_hub.Hub, monkeypatch):

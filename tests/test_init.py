@@ -13,8 +13,10 @@ from safetensors.torch import save_file
 
 from flowalign.backbone.adapters import describe, write_lora
 from flowalign.backbone.structure import model_spec
+from flowalign.checks import Launch, refused
+from flowalign.checks.numbers import card
 from flowalign.commands import CONFIGS, cli, recipe
-from flowalign.commands.doctor import live, plan
+from flowalign.commands.doctor import live
 from flowalign.commands.init import USED
 from flowalign.config import (
     STAGES,
@@ -26,7 +28,7 @@ from flowalign.config import (
 )
 from flowalign.config.model import LoraConfig, ModelConfig
 from flowalign.rewards import RewardSpec
-from flowalign.training.preflight import against_card, misused_adapters
+from flowalign.training.inputs import Inputs
 
 MEDIUM = "stabilityai/stable-diffusion-3.5-medium"
 LARGE = "stabilityai/stable-diffusion-3.5-large"
@@ -117,7 +119,7 @@ def test_what_is_written_for_any_stage_reward_and_prompts_can_run(
         if stage == "dpo":
             fakes.write_pairs(Path(config.tasks[0].prompts).parent, 1, config.model.size)
         _, problems = recipe.examine(config, Path())
-        assert problems == [], (reward, prompts)
+        assert refused(problems) == [], (reward, prompts)
 
 
 WAYS = {  # stage -> what `init` can be given for it
@@ -155,15 +157,13 @@ def test_the_doctor_finds_no_fault_that_train_does_not(
             Path(name).write_text(row.replace("a ", f"a {Path(name).stem} ", 1))
         if stage == "dpo":
             fakes.write_pairs(Path(config.tasks[0].prompts).parent, 1, config.model.size)
-        stages, problems = recipe.examine(config, Path())
-        assert problems == [], words
-        for name, part in stages.items():
-            if not isinstance(part, TrainingStage):
-                continue
-            live.small_run(part, "probe")  # no ConfigError
-            warned = {text for _, text in against_card(part)}
-            faults = {f.text for f in plan.examine(part) if f.level == "fault"}
-            assert faults <= warned, (words, name)
+        stages, said = recipe.examine(config, Path(), Launch(resume=False))
+        assert refused(said) == [], words
+        _, advised = recipe.examine(config, Path(), Launch(resume=False, advise=True))
+        assert {p for p in advised if p.level == "fault"} <= {*said}, words
+        for part in stages.values():
+            if isinstance(part, TrainingStage):
+                live.small_run(part, "probe")  # no ConfigError
 
 
 @pytest.mark.parametrize(
@@ -370,7 +370,7 @@ def test_a_reward_behind_a_url(stage: str, more: str) -> None:
         words += ["--teachers", "one=tiny/ocr", "two=tiny/geneval"]
     config = written(*words, "--prompts", *["a.txt"] * count)
     stages, problems = recipe.examine(config, Path())
-    assert problems == []
+    assert refused(problems) == []
     judges = [r for s in stages.values() for j in s.judged for r in j.rewards.values()]
     remote = {reward.options["urls"] for reward in judges if reward.name == "remote"}
     assert remote == {"http://127.0.0.1:8000", *[more] * (stage == "recipe")} - {""}
@@ -437,13 +437,11 @@ def test_a_recipe_of_rewards_trains_a_teacher_for_each(
     assert config.stages["merge"]["adapters"] == [*adapters.values()]
     cfg = {"base_cfg"} if model in ("tiny", MEDIUM) else set()
     assert set(table["models"]) == {"base", *adapters, "merge", "student", *first, *cfg}
-    stages, _ = recipe.read_stages(config, Path())
-    assert list(misused_adapters(stages)) == []  # a guidance that is an input stays as it is
     if model != MODELS[0]:
         Path("data").mkdir()
         Path("data/ocr_test.txt").write_text('a sign that says "KITE"\n')
     _, problems = recipe.examine(config, Path())
-    assert problems == []
+    assert problems == []  # a guidance that is an input stays as it is
 
 
 @pytest.mark.parametrize(
@@ -475,7 +473,9 @@ def test_a_recipe_of_a_base_with_cfg_counts_it_once(
     assert (student.guidance, student.lora.init) == (1, f"outputs/own/{last}/adapter")
     scales = {name: table.sampling_of(name).guidance for name in table.models}
     assert {name for name, value in scales.items() if value != 1} == {"base_cfg"}
-    assert scales["base_cfg"] == scale and list(misused_adapters(stages)) == []
+    assert scales["base_cfg"] == scale
+    problems = recipe.examine(config, Path())[1]
+    assert [problem for problem in problems if problem.level != "refuse"] == []
 
 
 def test_the_table_of_a_recipe_is_of_test_prompts() -> None:
@@ -544,7 +544,7 @@ def test_a_distilled_model_has_the_steps_and_the_guidance_of_its_card(
         assert config.rollout.window is None or config.rollout.trained[-1] < steps
     if stage == "opd":
         assert config.rollout.kind == "ode" and config.student.noise_levels.select == "all"
-        assert list(against_card(config)) == []
+        assert list(card(config, Launch(), Inputs())) == []
 
 
 def test_changes_are_written(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,7 +1,6 @@
 """teachers/nft.py and what it shares with awm: the old policy, forward passes, resume, refusals."""
 
 import json
-import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -245,7 +244,8 @@ def test_what_cannot_be_meant_is_refused(
     with pytest.raises(ConfigError) as error:
         overrides = override.replace("{}", stage).split(" and ")
         fakes.forward(random_model, tmp_path / "run", *overrides, stage=stage)
-    assert any(re.match(re.escape(said.replace("{}", stage)), p) for p in error.value.problems)
+    start = said.replace("{}", stage)
+    assert any(str(problem).startswith(start) for problem in error.value.problems)
 
 
 def test_the_loss_may_have_a_cfg_scale_of_its_own(random_model: str, tmp_path: Path) -> None:

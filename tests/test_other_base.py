@@ -14,6 +14,7 @@ from flowalign.backbone.adapters import read_lora
 from flowalign.backbone.lora import misfit
 from flowalign.backbone.structure import mismatches
 from flowalign.backbone.tiny import MODEL as TINY
+from flowalign.checks import Launch, stage_problems
 from flowalign.commands.doctor.count import predict
 from flowalign.config import (
     ADAPTER,
@@ -24,7 +25,6 @@ from flowalign.config import (
     parse,
     to_yaml,
 )
-from flowalign.training.preflight import Launch, world_problems
 from flowalign.training.rollout import Noise, sample
 
 ROOT = Path(__file__).parent.parent
@@ -164,7 +164,7 @@ def changed(model: str, folder: Path, part: str, **entries: Any) -> str:
 
 
 def test_a_pair_that_matches_is_sound(random_model: str, large_model: str, tmp_path: Path) -> None:
-    assert not world_problems(taught(random_model, large_model, tmp_path / "run"), Launch())
+    assert not stage_problems(taught(random_model, large_model, tmp_path / "run"), Launch())
 
 
 @pytest.mark.parametrize(
@@ -182,8 +182,8 @@ def test_a_pair_that_does_not_match_is_refused(
     random_model: str, large_model: str, tmp_path: Path, part: str, entries: Any, key: str
 ) -> None:
     other = changed(large_model, tmp_path / "other", part, **entries)
-    (problem,) = world_problems(taught(random_model, other, tmp_path / "run"), Launch())
-    assert problem.startswith("teachers.even.base: ") and key in problem
+    (problem,) = stage_problems(taught(random_model, other, tmp_path / "run"), Launch())
+    assert problem.key == "teachers.even.base" and key in problem.text
 
 
 @pytest.mark.parametrize(
@@ -203,8 +203,8 @@ def test_a_base_that_cannot_be_had_is_refused(
     raw["teachers"]["even"] |= teacher
     if "adapter" in teacher:
         raw["teachers"]["even"]["adapter"] = raw["teachers"]["odd"]["adapter"]
-    problems = world_problems(parse(raw), Launch())
-    assert problems and all(problem.startswith(f"{key}: ") for problem in problems)
+    problems = stage_problems(parse(raw), Launch())
+    assert {problem.key for problem in problems} == {key}
 
 
 def test_the_length_of_a_prompt_is_the_students(tmp_path: Path) -> None:

@@ -9,9 +9,9 @@ import yaml
 from accelerate.state import AcceleratorState
 
 from flowalign import rewards
+from flowalign.checks.rewards import own_code
 from flowalign.commands import cli
 from flowalign.config import parse, read
-from flowalign.training.preflight import own_code
 
 ROOT = Path(__file__).parent.parent
 TRACE = "import pathlib; (pathlib.Path(__file__).parent / 'trace').touch()\n"

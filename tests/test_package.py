@@ -24,7 +24,7 @@ LEVELS = {
     for level, rooms in enumerate(
         (
             ("system", "types", "credit"), ("sde", "config"), ("backbone",), ("rewards",),
-            ("training",), ("report",), ("teachers", "eval"), ("commands",),
+            ("training",), ("report", "checks"), ("teachers", "eval"), ("commands",),
         )
     )
     for room in rooms

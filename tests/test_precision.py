@@ -14,6 +14,7 @@ from flowalign.backbone.lora import CastingLinear
 from flowalign.config import EvalStage, load
 from flowalign.eval.evaluation import load_adapters
 from flowalign.training.algorithm import STUDENT
+from flowalign.training.inputs import Inputs
 from flowalign.training.run import processes
 
 
@@ -51,7 +52,7 @@ def test_training_and_evaluation_have_the_same_arithmetic(random_model, tmp_path
     found = load(path, stage=EvalStage)
     assert isinstance(found, EvalStage)
     backbone = Backbone.load(found.model)
-    load_adapters(backbone, found)
+    load_adapters(backbone, found, Inputs(found.model))
     with backbone.adapter("eval_mine"):
         assert torch.equal(velocity(backbone), trained)
     with backbone.adapter(None), loop.backbone.base():

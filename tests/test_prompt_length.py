@@ -12,9 +12,9 @@ from flowalign.backbone import Backbone, ModelError
 from flowalign.backbone.family import default_length
 from flowalign.backbone.sana import Sana
 from flowalign.backbone.structure import cut_prompts
-from flowalign.commands.doctor import plan
+from flowalign.checks import Launch, prompts, stage_problems
 from flowalign.config import ModelConfig
-from flowalign.training.preflight import Launch, world_problems
+from flowalign.training.inputs import Inputs
 
 TEXTS = ["red", "a red sign", "a blue star and a green circle on a red square"]
 OWN = {"sd3": 128, "schnell": 256}  # where the pipeline's default is not the family's
@@ -79,7 +79,7 @@ def test_prompts_that_a_template_leaves_no_room_for_are_refused(family: str, tmp
     PIPES(family).save_pretrained(tmp_path / "model")
     run = fakes.settings(str(tmp_path / "model"), tmp_path / "run", "model.height=64",
                          "model.width=64", "model.max_sequence_length=8")  # fmt: skip
-    problems = [text for text in world_problems(run, Launch()) if "max_sequence_length" in text]
-    assert problems and problems[0].startswith("model.max_sequence_length: ")
-    long = [f.text for f in plan.examine(run) if f.text.startswith("length:")]
+    keys = [problem.key for problem in stage_problems(run, Launch())]
+    assert "model.max_sequence_length" in keys
+    long = list(prompts.lengths(run, Launch(), Inputs(run.model)))
     assert len(long) == len(run.tasks)

@@ -9,9 +9,9 @@ import pytest
 from fake_hub import PEFT, Hub, online
 
 from flowalign.backbone.adapters import hub_files, read_lora
+from flowalign.checks import Launch, check_stage
 from flowalign.commands.train import main
 from flowalign.config import EvalStage, load
-from flowalign.training.preflight import Launch, check_world
 
 __all__ = ["online"]  # a fixture
 
@@ -82,4 +82,4 @@ def test_the_ids_are_of_the_family_and_each_names_one_adapter(
         weights = [name for name in hub_files(source).missing() if name.endswith(".safetensors")]
         assert len(weights) == 1, source
     mark = table.benchmarks[1].model_copy(update={"prompts": "tiny/ocr_test"})
-    check_world(table.model_copy(update={"benchmarks": [mark]}), Launch())
+    check_stage(table.model_copy(update={"benchmarks": [mark]}), Launch())

@@ -100,7 +100,7 @@ def planned(path: Path) -> dict[str, Stage]:
 def problems(path: Path) -> list[str]:
     with pytest.raises(ConfigError) as caught:
         planned(path)
-    return caught.value.problems
+    return list(map(str, caught.value.problems))
 
 
 def test_stages_get_the_recipes_model_and_seed_and_each_others_adapters(
@@ -144,7 +144,7 @@ def test_what_is_wrong_in_any_stage_is_said_before_the_first_runs(
 ) -> None:
     use = {"use": "teacher.yaml"}
     cases: list[tuple[dict[str, Any], str]] = [
-        ({"use": "techer.yaml"}, "stages.first.no such file; there are"),
+        ({"use": "techer.yaml"}, "stages.first: no such file; there are"),
         ({**use, "set": "x=1"}, "stages.first.set: got 'x=1'"),
         ({**use, "set": ["tasks.3.name=x"]}, "stages.first.tasks: no item '3'"),
         ({**use, "rolout": {}}, "stages.first.rolout: unknown key"),

@@ -11,9 +11,10 @@ import fake_hub
 import fakes
 import pytest
 
+from flowalign.checks import Launch, check_stage
+from flowalign.checks.numbers import volume
 from flowalign.commands.doctor.advise import usable
 from flowalign.commands.doctor.count import predict
-from flowalign.commands.doctor.plan import examine
 from flowalign.config import (
     ConfigError,
     GrpoStage,
@@ -23,7 +24,7 @@ from flowalign.config import (
     TrainingStage,
     load,
 )
-from flowalign.training.preflight import Launch, check_world
+from flowalign.training.inputs import Inputs
 
 ROOT = Path(__file__).parent.parent
 CONFIGS = sorted((ROOT / "configs/sd35_medium").glob("[!_]*.yaml"))
@@ -70,7 +71,7 @@ def stages(path: Path, variant: Path | None = None, processes: int = 1) -> dict[
     config = load(path, own, stage=Stage, variant=variant)
     if isinstance(config, RecipeStage):
         return fakes.stages_of(config, path.parent, processes)
-    check_world(config, Launch(processes))
+    check_stage(config, Launch(processes))
     return {path.stem: config}
 
 
@@ -121,8 +122,8 @@ def test_few_images_of_a_large_model_are_noted() -> None:
     path = ROOT / "configs/sd35_medium/teacher_ocr_nft.yaml"
 
     def notes(*changes: str) -> list[str]:
-        found = examine(load(path, changes))
-        return [f.text for f in found if f.level == "note" and f.text.startswith("images:")]
+        config = load(path, changes)
+        return [problem.text for problem in volume(config, Launch(), Inputs(config.model))]
 
     assert notes() == []
     (text,) = notes("train.updates=10")

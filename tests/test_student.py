@@ -305,7 +305,7 @@ def test_what_cannot_be_learnt_is_refused(
 ) -> None:
     with pytest.raises(fakes.config.ConfigError) as caught:
         fakes.distillation(random_model, tmp_path / "run", *given)
-    problems = caught.value.problems
+    problems = list(map(str, caught.value.problems))
     assert any(all(key in problem for key in keys) for problem in problems), problems
 
 

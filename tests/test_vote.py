@@ -10,10 +10,10 @@ import torch
 from browser import Page
 from fastapi.testclient import TestClient
 
+from flowalign.checks import Launch, stage_problems
 from flowalign.commands import cli
 from flowalign.commands.sample import write_images
 from flowalign.commands.vote import Ballot, app
-from flowalign.training.preflight import Launch, world_problems
 
 PROMPTS = ["a red sign", 'a "blue" sign & <b>more</b>']
 
@@ -131,7 +131,7 @@ def test_what_is_written_can_be_learnt_from(random_model, tmp_path: Path, monkey
         assert web.post("/vote", json={"pair": pair, "choice": choice}).status_code == 200
     given = [f"tasks.0.prompts={tmp_path}/votes/pairs.jsonl", "dpo.noise=known", "train.updates=1"]
     found = fakes.pairs(random_model, tmp_path / "run", *given)
-    assert world_problems(found, Launch()) == []
+    assert stage_problems(found, Launch()) == []
     loop = fakes.wired(found)
     loop.run()
     assert fakes.lines(loop)[0]["grad_norm"] > 0

@@ -289,6 +289,13 @@ class Lora:
         return total.hexdigest()
 
 
+def span(values: Mapping[str, float]) -> str:
+    """The ranks or scales of an adapter's layers, for people."""
+    low = min(values.values())
+    high = max(values.values())
+    return f"{low:g}" if low == high else f"{low:g} to {high:g}"
+
+
 def read_lora(
     source: str | Path | Lora,
     *,

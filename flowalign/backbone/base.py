@@ -76,7 +76,7 @@ class Backbone:
         self.text = TextEncoder(self.family, model, self.device)
         spec = ModelSpec(model, self.family)
         for problem in spec.problems():
-            raise ModelError(problem)
+            raise ModelError(str(problem))
         self.latent_shape = spec.latent_shape
 
     @classmethod

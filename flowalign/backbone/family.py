@@ -14,6 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from flowalign.types import Problem
+
 LENGTH = "max_sequence_length"  # as diffusers calls it, too
 Text = dict[str, Tensor]  # what the transformer is told of a prompt, by names of the family's own
 JOINT_ATTENTION = [  # layers of blocks in which image and text attend to both
@@ -125,12 +127,12 @@ class Family(ABC):
         """Tokens of a prompt where `model.max_sequence_length` is null."""
         return default_length(getattr(diffusers, self.pipeline))
 
-    def length_problems(self, length: int) -> Iterator[str]:
+    def length_problems(self, length: int) -> Iterator[Problem]:
         """Why prompts cannot have so many tokens; nothing where they can."""
         if length > self.longest:
-            yield (
-                f"model.max_sequence_length: {length}; this model takes {self.longest} tokens at "
-                "most. Use fewer."
+            yield Problem(
+                "model.max_sequence_length",
+                f"{length}; this model takes {self.longest} tokens at most. Use fewer.",
             )
 
     # Sizes -------------------------------------------------------------------------------------
@@ -150,18 +152,21 @@ class Family(ABC):
         """C of a latent."""
         return self.core.config.in_channels
 
-    def size_problems(self, height: int, width: int) -> Iterator[str]:
+    def size_problems(self, height: int, width: int) -> Iterator[Problem]:
         """Why the model has no images of this size; nothing for one that it has."""
         grid = self.factor * self.patch
         if height % grid or width % grid:
-            yield f"model.height: {height}x{width} pixels; this model takes multiples of {grid}."
+            yield Problem(
+                "model.height", f"{height}x{width} pixels; this model takes multiples of {grid}."
+            )
         if self.largest and max(height, width) > self.largest:
-            yield (
-                f"model.height: {height}x{width} pixels; this model has positions for "
-                f"{self.largest} at most, and was made for {self.usual}. Use fewer."
+            yield Problem(
+                "model.height",
+                f"{height}x{width} pixels; this model has positions for {self.largest} at most, "
+                f"and was made for {self.usual}. Use fewer.",
             )
 
-    def dtype_problems(self, model: str, dtype: str) -> Iterator[str]:
+    def dtype_problems(self, model: str, dtype: str) -> Iterator[Problem]:
         """Why model.id does not run in a dtype; by default nothing."""
         yield from ()
 

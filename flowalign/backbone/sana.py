@@ -12,6 +12,7 @@ import diffusers
 from torch import Tensor
 
 from flowalign.backbone.family import Family, Text, by_prompt
+from flowalign.types import Problem
 
 FLOAT16 = re.compile(r"sana_\d+m_(?!.*bf16).*")  # names of checkpoints that were made for it
 
@@ -54,15 +55,18 @@ class Sana(Family):
             return self.pipe.scheduler
         return diffusers.FlowMatchEulerDiscreteScheduler(shift=self.flow_shift)
 
-    def dtype_problems(self, model: str, dtype: str) -> Iterator[str]:
+    def dtype_problems(self, model: str, dtype: str) -> Iterator[Problem]:
         """float16, in which Gemma overflows, and the first checkpoints in bfloat16: their authors'
         cards say "FP16 model cannot run with BF16 precision"."""
         if dtype == "float16":
-            yield "model.dtype: float16, in which the text encoder overflows. Use bfloat16."
+            yield Problem(
+                "model.dtype", "float16, in which the text encoder overflows. Use bfloat16."
+            )
         elif dtype == "bfloat16" and FLOAT16.fullmatch(Path(model).name.lower()):
-            yield (
-                f"model.dtype: bfloat16, and {model} was made for float16. Use the checkpoint "
-                "Efficient-Large-Model/Sana_1600M_1024px_BF16_diffusers, or float32."
+            yield Problem(
+                "model.dtype",
+                f"bfloat16, and {model} was made for float16. Use the checkpoint "
+                "Efficient-Large-Model/Sana_1600M_1024px_BF16_diffusers, or float32.",
             )
 
     @property

@@ -30,6 +30,7 @@ from flowalign.backbone.loading import family_of, model_error, resolve, text_len
 from flowalign.backbone.lora import adapted_layers
 from flowalign.backbone.shapes import Architecture, Config, public
 from flowalign.config import ModelConfig
+from flowalign.types import Problem
 
 
 @dataclass(frozen=True)
@@ -56,14 +57,17 @@ class ModelSpec:
         """The layers that a LoRA of these targets adapts; None = the family's."""
         return adapted_layers(self.family.core, targets or self.family.targets)
 
-    def problems(self) -> Iterator[str]:
+    def problems(self) -> Iterator[Problem]:
         """A size, a length of prompts, a dtype and an attention that the model does not have."""
         yield from self.family.size_problems(*self.config.size)
         yield from self.family.length_problems(self.length)
         yield from self.family.dtype_problems(self.config.id, self.config.dtype)
         if self.config.attention and not has_backends(self.family.core):
-            text = "diffusers' layers of this model have torch's SDPA alone. Use null."
-            yield f"model.attention: {self.config.attention!r}; {text}"
+            yield Problem(
+                "model.attention",
+                f"{self.config.attention!r}; diffusers' layers of this model have torch's SDPA "
+                "alone. Use null.",
+            )
 
 
 def model_spec(model: ModelConfig, *, whole: bool = False) -> ModelSpec:
@@ -103,7 +107,7 @@ def mismatches(model: ModelConfig, other: ModelConfig) -> Iterator[str]:
     student = model_spec(model, whole=True)
     longest = other.model_copy(update={"max_sequence_length": student.length})
     teacher = model_spec(longest, whole=True)
-    yield from teacher.problems()
+    yield from map(str, teacher.problems())
     ours, theirs = _interface(student), _interface(teacher)
     for key in ours | theirs:
         if ours.get(key) != theirs.get(key):

@@ -10,13 +10,13 @@ from accelerate import Accelerator
 from accelerate.utils import set_seed
 
 from flowalign.backbone import DTYPES, Backbone
+from flowalign.checks.rewards import fitting
 from flowalign.config import ConfigError, StudentConfig, TrainingStage
 from flowalign.eval import suite
 from flowalign.eval.suite import Benchmark
 from flowalign.report.alarm import Alarm
 from flowalign.report.drift.monitor import Monitor
 from flowalign.report.log import RunLog
-from flowalign.report.page import Page
 from flowalign.report.pictures import png
 from flowalign.report.progress import Progress
 from flowalign.report.samples import HELD_OUT, Samples
@@ -28,8 +28,8 @@ from flowalign.training.algorithm import STUDENT, Parts, algorithm_class
 from flowalign.training.data import PromptSampler, spread, subset
 from flowalign.training.evaluations import Evaluate
 from flowalign.training.events import Listener
+from flowalign.training.inputs import Inputs
 from flowalign.training.loop import Loop
-from flowalign.training.preflight import Inputs, reward_problems
 from flowalign.training.rollout import generate
 from flowalign.training.run import processes
 from flowalign.types import EvalReport, EvalRow, Example
@@ -41,14 +41,15 @@ def wire(
     config: TrainingStage, clock: Clock | None = None, inputs: Inputs | None = None
 ) -> tuple[Loop, Progress, dict[str, RewardBase]]:
     """Build every part of a run from its config -> the loop, its display, its rewards. inputs: what
-    `preflight.check_world` has opened; None = nothing yet."""
+    the checks have opened; None = nothing yet."""
     inputs = inputs or Inputs(config.model)
     accelerator = processes.start(config)
     set_seed(config.seed)  # for the LoRA's initial A; everything else has its generators
     built = build_rewards(config, accelerator.device)
     # a reward of the user's may say only now that it is groupwise, and which parts it sums
-    said = {name: (reward.groupwise, bool(reward.weights)) for name, reward in built.items()}
-    if problems := list(reward_problems(config, said, accelerator.num_processes)):
+    groupwise = {name for name, reward in built.items() if reward.groupwise}
+    weightless = {name for name, reward in built.items() if not reward.weights}
+    if problems := list(fitting(config, groupwise, weightless, accelerator.num_processes)):
         raise ConfigError(problems)
     set_seed(config.seed)  # again: what built a reward may have drawn or seeded
     backbone = student(config, accelerator.device, inputs)
@@ -182,7 +183,7 @@ def evaluator(parts: Parts, benchmarks: Sequence[Benchmark], inputs: Inputs) -> 
     share = config.evaluation.max_invalid_share
     key = "evaluation.watch"
     device = parts.accelerator.device
-    watched = suite.build_sets(config.watched, key, device, config.model)
+    watched = suite.build_sets(config.watched, key, device, config.model, inputs)
     sets = [*map(suite.ImageSet.of, benchmarks), *watched]
 
     def evaluate() -> tuple[EvalRow | None, EvalReport]:

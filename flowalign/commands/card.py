@@ -16,7 +16,7 @@ from typing import Any
 from huggingface_hub import ModelCard, ModelCardData
 
 from flowalign import __version__
-from flowalign.backbone.adapters import is_hub_id, read_lora
+from flowalign.backbone.adapters import is_hub_id, read_lora, span
 from flowalign.config import Stage, TrainingStage, to_yaml
 from flowalign.config.learning import ADVANTAGES
 from flowalign.report import results
@@ -24,7 +24,6 @@ from flowalign.rewards import RewardSpec
 from flowalign.system.escape import block, code, escaped, table
 from flowalign.system.folder import RunFolder
 from flowalign.training import metrics
-from flowalign.training.preflight import span
 
 # The models under Stability's community licence.
 STABILITY = [f"stable-diffusion-{size}" for size in ("3.5-medium", "3.5-large", "3-medium")]

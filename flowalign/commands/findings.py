@@ -1,33 +1,24 @@
-"""A finding of the doctor, and how findings are shown."""
+"""How the doctor shows what it finds: problems of a config, and what a few images say."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from functools import partial
 
 from rich.console import Console
 
 from flowalign.system.escape import harmless
+from flowalign.types import Problem
+
+ok, note, fault = (partial(Problem, level=level) for level in ("ok", "note", "fault"))
 
 
-@dataclass(frozen=True)
-class Finding:
-    """One check's result: "ok", "note" (may be intended) or "fault" (training would suffer)."""
-
-    level: str
-    text: str
+def healthy(problems: Iterable[Problem]) -> bool:
+    return all(problem.level in ("ok", "note") for problem in problems)
 
 
-ok, note, fault = (partial(Finding, level) for level in ("ok", "note", "fault"))
-
-
-def healthy(findings: Iterable[Finding]) -> bool:
-    return not any(finding.level == "fault" for finding in findings)
-
-
-def show(findings: Iterable[Finding]) -> None:
+def show(problems: Iterable[Problem]) -> None:
     console = Console(highlight=False)
-    for finding in findings:
-        text = harmless(f"{finding.level:>6}  {finding.text}")
-        console.print(text, markup=False, soft_wrap=True)
+    for problem in problems:
+        level = "fault" if problem.level == "refuse" else problem.level
+        console.print(harmless(f"{level:>6}  {problem}"), markup=False, soft_wrap=True)

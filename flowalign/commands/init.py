@@ -21,6 +21,10 @@ from flowalign.backbone import ModelError, family_of
 from flowalign.backbone.adapters import is_hub_id
 from flowalign.backbone.loading import pipeline_name
 from flowalign.backbone.structure import find, known
+from flowalign.checks import Launch, once
+from flowalign.checks.adapters import readable
+from flowalign.checks.numbers import FEW
+from flowalign.checks.prompts import judged_prompts
 from flowalign.commands import CONFIGS, SD35, recipe
 from flowalign.commands.arguments import NONE
 from flowalign.commands.prompts.fetch import missing_sets
@@ -44,14 +48,8 @@ from flowalign.config.stages import most_like
 from flowalign.system.exit import refusing
 from flowalign.system.files import expanded, replacing
 from flowalign.training.data import path_of
-from flowalign.training.preflight import (
-    FEW,
-    Inputs,
-    Launch,
-    adapter_problems,
-    once,
-    prompt_problems,
-)
+from flowalign.training.inputs import Inputs
+from flowalign.types import Problem
 
 WIDTH = 90  # of a comment
 TEACHERS = tuple(name for name, kind in STAGES.items() if issubclass(kind, RewardStage))
@@ -90,9 +88,9 @@ def main(arguments: argparse.Namespace) -> int:
     stages, _ = recipe.read_stages(config, out.parent)
     missing = missing_sets(stages.values())
     inputs = Inputs(config.model)
-    problems: list[str] = []
+    problems: list[Problem] = []
     for judged in chain.from_iterable(stage.judged for stage in stages.values()):
-        problems += prompt_problems(judged, judged.rewards.values(), inputs, without=missing)
+        problems += judged_prompts(judged, judged.rewards.values(), inputs, without=missing)
     if problems:
         raise ConfigError(once(problems), str(out))
     head = [f"# {config.command} --config {out}", *map(_comment, notes), ""]
@@ -112,13 +110,14 @@ def main(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _unfit(stage: Stage) -> Iterable[str]:
+def _unfit(stage: Stage) -> Iterable[Problem]:
     """Of the adapters on this machine, those that cannot be used."""
     elsewhere = [  # on the Hub, or of a run that is still to come; not files that are missing
         source for source in stage.inputs.values()
         if not (Path(source).exists() or source.endswith(".safetensors") and not is_hub_id(source))
     ]  # fmt: skip
-    return adapter_problems(stage, Launch(pending=elsewhere), Inputs(stage.model))
+    launch = Launch(pending=dict.fromkeys(elsewhere))
+    return readable(stage, launch, Inputs(stage.model))
 
 
 def family_folder(model: str) -> Path | None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from typing import Any
 from accelerate.utils.memory import clear_device_cache
 
 from flowalign.backbone.adapters import file_digest
+from flowalign.checks import Launch, enforce, refused, stage_problems
 from flowalign.commands.card import write_card
 from flowalign.config import (
     ConfigError,
@@ -39,9 +40,10 @@ from flowalign.report.progress import recorded
 from flowalign.system import files, manifest
 from flowalign.system.manifest import Damaged
 from flowalign.teachers import merge as merging
-from flowalign.training.preflight import Launch, misused_adapters, once, world_problems
+from flowalign.training.inputs import Inputs
 from flowalign.training.run import lock, processes
 from flowalign.training.run.resume import changed_rewards, rewards_code
+from flowalign.types import Problem
 
 HERE = Launch(resume=False)  # by one process
 REFERENCE = "stage:"
@@ -61,15 +63,12 @@ def run(
     """
     stages, problems = read_stages(config, home)
     state = processes.state(*stages.values())  # one group of processes serves all stages
-    launch = Launch(state.num_processes, any_world=any_world)
-    if problems := _problems(config, stages, problems, launch):
-        raise ConfigError(problems)
-    folder = Path(config.output)
     main = state.is_main_process
+    launch = Launch(state.num_processes, any_world=any_world)
+    problems += _problems(config, stages, launch, Inputs(config.model))
+    enforce(problems, told=not main)
+    folder = Path(config.output)
     record = main and config.is_recipe
-    if main:
-        for _, text in misused_adapters(stages):
-            log.warning("a finding of preflight: %s", text)
     with lock.holding(folder, record):
         if record:
             complete = {name: stage.model_dump(mode="json") for name, stage in stages.items()}
@@ -103,7 +102,7 @@ def _run_stage(stage: Any, head: str, main: bool, train: Callable[[Any], object]
     if stage.trains:
         train(stage)
     elif not stage.merges:
-        evaluate(stage)
+        evaluate(stage, told=True)
     elif main:
         print(f"  {merged(stage).summary}", flush=True)
     clear_device_cache(garbage_collection=True)  # the stage's models refer to one another
@@ -136,32 +135,35 @@ def merged(stage: MergeStage) -> merging.MergeReport:
 # Planning --------------------------------------------------------------------------------------
 
 
-def examine(config: Any, home: Path, launch: Launch = HERE) -> tuple[dict[str, Stage], list[str]]:
-    """The config of every stage that can be read, by name, and everything that keeps them from
-    starting here: what `train` and `eval` refuse. A stage that is no recipe is named by its
-    folder."""
+def examine(
+    config: Any, home: Path, launch: Launch = HERE, inputs: Inputs | None = None
+) -> tuple[dict[str, Stage], list[Problem]]:
+    """The config of every stage that can be read, by name, and what is wrong with all of them. A
+    stage that is no recipe is named by its folder. inputs: keeps what is opened."""
+    inputs = inputs or Inputs(config.model)
     stages, problems = read_stages(config, home)
     if config.is_recipe or config.merges:
-        return stages, _problems(config, stages, problems, launch)
-    problems = once(world_problems(config, launch))
-    if not config.trains and config.given and not problems:
+        return stages, [*problems, *_problems(config, stages, launch, inputs)]
+    problems = stage_problems(config, launch, inputs)
+    if not config.trains and config.given and not refused(problems):
         model = config.model if config.adapters else None
-        _, problems = image_sets(config.benchmarks, "benchmarks", model, config.given)
+        _, wrong = image_sets(config.benchmarks, "benchmarks", model, config.given, inputs)
+        problems += wrong
     return stages, problems
 
 
-def read_stages(config: Any, home: Path) -> tuple[dict[str, Stage], list[str]]:
+def read_stages(config: Any, home: Path) -> tuple[dict[str, Stage], list[Problem]]:
     """The stages that can be read, and what is wrong with the others."""
     if not config.is_recipe:
         return {Path(config.output).name: config}, []
     stages: dict[str, Stage] = {}
-    problems: list[str] = []
+    problems: list[Problem] = []
     adapters: dict[str, str] = {}  # of the earlier stages
     for name in config.stages:
         try:
             stages[name] = _read_stage(config, name, home, adapters)
         except ConfigError as error:
-            problems += [f"stages.{name}.{text}" for text in error.problems]
+            problems += [replace(problem, stage=name) for problem in error.problems]
         adapters[name] = str(config.folder.stage(name).adapter)
     return stages, problems
 
@@ -173,16 +175,22 @@ def _read_stage(config: Any, name: str, home: Path, adapters: Mapping[str, str])
     use = keys.pop("use", None)
     changes = keys.pop("set", [])
     if use is not None and not isinstance(use, str):
-        raise ConfigError([f"use: got {use!r}; want the name of a YAML file."])
+        raise ConfigError([Problem("use", f"got {use!r}; want the name of a YAML file.")])
     if not isinstance(changes, list) or not all(isinstance(text, str) for text in changes):
-        raise ConfigError([f"set: got {changes!r}; want a list of texts, key.path=value."])
+        raise ConfigError(
+            [Problem("set", f"got {changes!r}; want a list of texts, key.path=value.")]
+        )
     if moved := [text for text in changes if text.partition("=")[0].strip() == "output"]:
-        raise ConfigError([f"set: {moved[0]!r}, but a stage writes below the recipe's output."])
+        raise ConfigError(
+            [Problem("set", f"{moved[0]!r}, but a stage writes below the recipe's output.")]
+        )
     base = {} if use is None else read(home / os.path.expanduser(use))
     data = overlay(base if isinstance(base, Mapping) else {}, keys)
     kind = str(data.get("stage"))
     if kind == "recipe":
-        raise ConfigError(["stage: 'recipe' inside a recipe. List its stages here instead."])
+        raise ConfigError(
+            [Problem("stage", "'recipe' inside a recipe. List its stages here instead.")]
+        )
     data["model"] = config.model.model_dump(mode="json")  # all stages have one base
     data = varied(data, variant_keys(config.variant, kind), source="variant")
     data["output"] = str(config.folder.stage(name).path)
@@ -205,38 +213,45 @@ def _resolve(value: Any, adapters: Mapping[str, str]) -> Any:
         return value
     name = value.removeprefix(REFERENCE)
     if name not in adapters:
-        text = f"{value}: no earlier stage has this name; there are {list(adapters)}."
-        raise ConfigError([text])
+        raise ConfigError(
+            [Problem(value, f"no earlier stage has this name; there are {list(adapters)}.")]
+        )
     return adapters[name]
 
 
 def _problems(
-    config: Any, stages: Mapping[str, Stage], problems: Sequence[str], launch: Launch
-) -> list[str]:
-    """These problems, and whatever else keeps the stages from running."""
-    problems = list(problems)
-    names = list(config.stages if config.is_recipe else stages)
+    config: Any, stages: Mapping[str, Stage], launch: Launch, inputs: Inputs
+) -> list[Problem]:
+    """What is wrong with the stages that can be read."""
+    problems: list[Problem] = []
     damages = {name: damage_of(stage) for name, stage in stages.items()}
-    for name, stage in stages.items():
-        place = f"stages.{name}." if config.is_recipe else ""
-        # of wrong stages, too, which are blamed once
-        earlier = names[: names.index(name)]
-        pending = [str(config.folder.stage(n).adapter) for n in earlier]
-        resume = None if damages[name] is None else True
-        start = replace(launch, resume=resume, pending=pending)
-        problems += [f"{place}{text}" for text in world_problems(stage, start)]
+    pending: dict[str, Stage | None] = {}  # of wrong stages, too, which are blamed once
+    names = list(config.stages if config.is_recipe else stages)
+    for name in names:
+        stage = stages.get(name)
+        if stage:
+            resume = None if damages[name] is None else True
+            start = replace(launch, resume=resume, pending=pending)
+            place = name if config.is_recipe else ""
+            for problem in stage_problems(stage, start, inputs):
+                problems.append(replace(problem, stage=place))
+        pending[str(config.folder.stage(name).adapter)] = stage
     dtypes = {n: s.model.dtype for n, s in stages.items() if s.trains}
     if len({dtype == "float16" for dtype in dtypes.values()}) > 1:
         # accelerate scales the loss, as float16 needs, in all of a process or not at all
         problems.append(
-            f"stages: model.dtype is float16 in some ({dtypes}). Use it in all of them, or in none."
+            Problem(
+                "stages",
+                f"model.dtype is float16 in some ({dtypes}). Use it in all of them, or in none.",
+            )
         )
     # Only a sound recipe is compared with what ran before.
-    if problems:
-        return once(problems)
-    done = [stage for name, stage in stages.items() if damages[name] is None]
-    again = [s.output for name, s in stages.items() if damages[name] is not None]
-    return [text for stage in done for text in _stale(stage, again)]
+    if len(stages) == len(names) and not refused(problems):
+        again = [stage.output for name, stage in stages.items() if damages[name] is not None]
+        for name, stage in stages.items():
+            if damages[name] is None:
+                problems += _stale(stage, again)
+    return problems
 
 
 def damage_of(stage: Stage) -> str | None:
@@ -248,10 +263,10 @@ def damage_of(stage: Stage) -> str | None:
         done = manifest.check_manifest(stage.output, file=stage.folder.done.name).about
     except Damaged as error:
         return str(error)
-    return "; ".join(changed_rewards(stage, done)) or None
+    return "; ".join(map(str, changed_rewards(stage, done))) or None
 
 
-def _stale(stage: Stage, again: Collection[str] = ()) -> list[str]:
+def _stale(stage: Stage, again: Collection[str] = ()) -> list[Problem]:
     """What of a finished stage is not as the recipe asks for now. again: the folders of stages that
     run first; what was read of them is compared after that."""
     done = manifest.read_manifest(stage.output, file=stage.folder.done.name).about
@@ -260,10 +275,10 @@ def _stale(stage: Stage, again: Collection[str] = ()) -> list[str]:
     then = done["config"]
     changed = sorted(key for key in now.keys() | then if now.get(key) != then.get(key))
     if changed:
-        return [f"{stage.output}: finished with another {', '.join(changed)}. {remedy}"]
+        return [Problem(stage.output, f"finished with another {', '.join(changed)}. {remedy}")]
     for key, source in stage.inputs.items():
         if str(Path(source).parent) in again:
             continue
         if file_digest(source) != done["inputs"].get(source):
-            return [f"{stage.output}: finished with another {key} ({source}). {remedy}"]
+            return [Problem(stage.output, f"finished with another {key} ({source}). {remedy}")]
     return []

@@ -15,6 +15,8 @@ import torch
 
 from flowalign import rewards
 from flowalign.backbone import ModelError
+from flowalign.backbone.adapters import span
+from flowalign.checks import Launch, check_stage
 from flowalign.commands import recipe
 from flowalign.commands.build import wire
 from flowalign.commands.card import write_card
@@ -24,9 +26,7 @@ from flowalign.report import page, results
 from flowalign.report.progress import OnMetrics, quiet
 from flowalign.system import files
 from flowalign.system.signals import Clock
-from flowalign.training import preflight
 from flowalign.training.algorithm import TrainingError
-from flowalign.training.preflight import Launch, against_card, check_world, span
 from flowalign.training.run import lock, processes
 from flowalign.training.run.resume import checkpoints
 
@@ -65,9 +65,6 @@ def run_job(
     config: Any = given
     if config.trains:
         folder = Path(config.output)
-        if processes.state(config).is_main_process:
-            for _, text in preflight.misused_adapters({folder.name: config}):
-                log.warning("a finding of preflight: %s", text)
         if resume and not checkpoints(folder):
             text = "--resume: no checkpoint in %s: from the first update"
             log.warning(text, config.folder.checkpoints)
@@ -78,7 +75,9 @@ def run_job(
         clock = Clock(began, stage.train.max_minutes)
         if config.is_recipe and config.max_minutes:
             clock = Clock(began, config.max_minutes, "max_minutes")
-        return train(stage, resume=True, any_world=any_world, clock=clock, on_update=on_update)
+        return train(
+            stage, resume=True, any_world=any_world, clock=clock, on_update=on_update, told=True
+        )
 
     return recipe.run(config, home, train_stage, any_world=any_world)
 
@@ -90,26 +89,25 @@ def train(
     any_world: bool = False,
     clock: Clock | None = None,
     on_update: OnMetrics | None = None,
+    told: bool = False,
 ) -> Path:
     """Train one stage to its end; returns the folder of the resulting adapter. resume: go on from
     the newest sound checkpoint; any_world: which another number of processes may have written.
 
     clock: how long it may take; None = train.max_minutes from the first update on. on_update: is
-    called with each row of metrics. Raises
-    ConfigError before any model is loaded, TrainingError if the run has to stop, Interrupted if it
-    is asked to.
+    called with each row of metrics. told: whether the notes of the checks were logged, as those of
+    a recipe's stages are at its start. Raises ConfigError before any model is loaded, TrainingError
+    if the run has to stop, Interrupted if it is asked to.
     """
-    launch = Launch(processes.state(config).num_processes, resume, any_world)
-    inputs = check_world(config, launch)
+    state = processes.state(config)
+    main = state.is_main_process
+    launch = Launch(state.num_processes, resume, any_world)
+    inputs = check_stage(config, launch, told or not main)
     folder = Path(config.output)
-    main = processes.state().is_main_process
     if main and config.lora.init:
         adapter = inputs.adapter(config.lora.init)
         text = "the student starts from %s: its rank (%s), scale and layers, not those of `lora`"
         log.info(text, config.lora.init, span(adapter.ranks))
-    if main:
-        for _, text in against_card(config):
-            log.warning("a finding of preflight: %s", text)
     unscored = [task.name for task in config.tasks if not task.evaluated]
     if main and config.evaluation and unscored and not config.unrewarded:
         last = "" if config.evaluates else "; the adapter of the last update is kept"

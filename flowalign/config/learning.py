@@ -24,6 +24,7 @@ from flowalign.config.section import (
 )
 from flowalign.system.files import expanded
 from flowalign.system.packages import entry_points
+from flowalign.types import Problem
 
 
 def _expanded(option: Any) -> Any:
@@ -131,10 +132,10 @@ class LabellerConfig(Section):
     """Its CFG scale; null = the student's. A larger scale is distilled into the student; with
     a smaller one the student unlearns its own."""
 
-    def problems(self) -> Iterator[str]:
+    def problems(self) -> Iterator[Problem]:
         for key in ("revision", "dtype", "quantization", "device"):
             if self.base is None and getattr(self, key) is not None:
-                yield f"{key}: it is of `base`, which is null. Name a base, or leave it out."
+                yield Problem(key, "it is of `base`, which is null. Name a base, or leave it out.")
 
 
 class TeacherConfig(LabellerConfig):

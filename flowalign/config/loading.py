@@ -39,6 +39,7 @@ from flowalign.config.stages.base import Stage
 from flowalign.config.stages.training import TrainingStage
 from flowalign.system.folder import RunFolder
 from flowalign.system.hub_address import secrets
+from flowalign.types import Problem
 
 C = TypeVar("C", bound=Stage)
 STEPS = 10  # of rollouts and evaluations, at most, where a config says nothing (as in Flow-GRPO)
@@ -188,7 +189,7 @@ def _index(items: Sequence[Any], key: str, where: str, source: str = "config") -
     names = [str(_name(item)) for item in items]
     if key not in names:
         listed = f"no item {key!r}; it has {len(items)} items, from 0, named {', '.join(names)}."
-        raise ConfigError([f"{where}: {listed}{did_you_mean(key, names)}"], source)
+        raise ConfigError([Problem(where, f"{listed}{did_you_mean(key, names)}")], source)
     return names.index(key)
 
 
@@ -208,16 +209,18 @@ def _replaced(data: Any, path: Sequence[str], value: Any, where: str = "") -> An
     return {**old, key: _replaced(old.get(key), rest, value, inner)}
 
 
-def override(data: Mapping[str, Any], texts: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+def override(data: Mapping[str, Any], texts: Sequence[str]) -> tuple[dict[str, Any], list[Problem]]:
     """The data with `key.path=value` texts laid over it, and what is wrong with these. In a recipe
     they come after what a stage has under `set`."""
     changed = dict(data)
-    problems = []
+    problems = list[Problem]()
     for text in texts:
         path, equals, value = text.partition("=")
         keys = path.strip().split(".")
         if not equals or not all(keys):
-            problems.append(f"{text!r}: want key.path=value, for example optimizer.lr=1e-4.")
+            problems.append(
+                Problem(repr(text), "want key.path=value, for example optimizer.lr=1e-4.")
+            )
             continue
         try:
             content = load_yaml(value)
@@ -228,7 +231,7 @@ def override(data: Mapping[str, Any], texts: Sequence[str]) -> tuple[dict[str, A
                     keys = ["stages", keys[1], "set"]
             changed = _replaced(changed, keys, content)
         except YAMLError as error:
-            problems.append(f"{text!r}: the value is not YAML: {error}")
+            problems.append(Problem(repr(text), f"the value is not YAML: {error}"))
         except ConfigError as error:
             problems += error.problems
     return changed, problems
@@ -268,7 +271,7 @@ def parse(
             text = f"got {shown_value(data['stage'])}; want {listed}.{hint}"
         else:
             text = f"missing. Add `stage:` with {listed}."
-        raise ConfigError([*problems, f"stage: {text}"], source)
+        raise ConfigError([*problems, Problem("stage", text)], source)
     kind: Any = stage_class(name)
     config: Any = None
     try:
@@ -276,8 +279,8 @@ def parse(
     except ValidationError as error:
         for e in error.errors():
             key = ".".join(map(str, e["loc"]))
-            text = f" is now {RENAMED[key]}." if key in RENAMED else f": {e['msg']}"
-            problems.append(f"{key}{text}")
+            text = f"now called {RENAMED[key]}." if key in RENAMED else e["msg"]
+            problems.append(Problem(key, text))
     if problems:
         raise ConfigError(problems, source)
     return config

@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 from pydantic import Discriminator, Field, Tag
 
 from flowalign.config.section import Count, Many, NotNegative, Section, Steps, as_tuple
+from flowalign.types import Problem
 
 
 class WindowConfig(Section):
@@ -71,22 +72,31 @@ class RolloutConfig(Section):
         """Images of a rollout, over all processes."""
         return self.prompts * self.group_size
 
-    def problems(self) -> Iterator[str]:
+    def problems(self) -> Iterator[Problem]:
         start, stop = self.trained
         if self.solver != "euler" and self.kind != "ode":
-            yield f"solver: {self.solver!r} is for kind 'ode' only. Use that, or 'euler'."
-        if self.kind == "cps" and self.noise_level > 1:
-            yield f"noise_level: got {self.noise_level}; kind 'cps' wants a value in (0, 1]."
-        if not isinstance(self.window, tuple) and stop == 0:
-            yield "steps: 1, and the default window leaves out the last step. Use 2 or more."
-        elif isinstance(self.window, WindowConfig) and self.width > stop - start:
-            yield f"window.width: {self.width}, of {stop - start} steps that can be trained."
-        elif not 0 <= start < stop <= self.steps:
-            yield (
-                f"window: got [{start}, {stop}]; want 0 <= start < stop <= {self.steps}, the steps."
+            yield Problem(
+                "solver", f"{self.solver!r} is for kind 'ode' only. Use that, or 'euler'."
             )
+        if self.kind == "cps" and self.noise_level > 1:
+            yield Problem(
+                "noise_level", f"got {self.noise_level}; kind 'cps' wants a value in (0, 1]."
+            )
+        if not isinstance(self.window, tuple) and stop == 0:
+            yield Problem(
+                "steps", "1, and the default window leaves out the last step. Use 2 or more."
+            )
+        elif isinstance(self.window, WindowConfig) and self.width > stop - start:
+            yield Problem(
+                "window.width", f"{self.width}, of {stop - start} steps that can be trained."
+            )
+        elif not 0 <= start < stop <= self.steps:
+            wanted = f"want 0 <= start < stop <= {self.steps}, the steps."
+            yield Problem("window", f"got [{start}, {stop}]; {wanted}")
         elif self.kind == "cps" and stop == self.steps:  # its std is sigma_next * sin(a pi / 2)
-            yield f"window: the last step has no noise under 'cps'. Let it stop at {stop - 1}."
+            yield Problem(
+                "window", f"the last step has no noise under 'cps'. Let it stop at {stop - 1}."
+            )
 
 
 def steps_within(steps: int, within: tuple[float, float]) -> tuple[int, int]:

@@ -21,6 +21,7 @@ from flowalign.config.section import (
     Share,
     Steps,
 )
+from flowalign.types import Problem
 
 
 class TrainConfig(Section):
@@ -96,9 +97,9 @@ class BenchmarkConfig(Section):
         single = {"reward": self.reward} if self.reward else {}
         return single | {f"rewards.{judge}": spec for judge, spec in self.rewards.items()}
 
-    def problems(self) -> Iterator[str]:
+    def problems(self) -> Iterator[Problem]:
         if not self.judges:
-            yield "reward: missing. Add `reward:` or `rewards:`."
+            yield Problem("reward", "missing. Add `reward:` or `rewards:`.")
 
 
 class SamplingConfig(Section):

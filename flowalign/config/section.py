@@ -21,6 +21,7 @@ from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from flowalign.config.safe_yaml import dump_yaml
 from flowalign.system.files import expanded
+from flowalign.types import Problem
 
 # The upper limits are far beyond any run. They keep a slip of the keyboard from filling the memory.
 Count = Annotated[int, Field(ge=1, le=100_000)]
@@ -45,12 +46,13 @@ ADAPTER = "pytorch_lora_weights.safetensors"  # what an adapter folder holds
 
 
 class ConfigError(ValueError):
-    """A config that cannot be run; `problems` holds one text for each place where it is wrong."""
+    """A config that cannot be run; `problems` holds one for each place where it is wrong. A text
+    becomes a problem without a key."""
 
-    def __init__(self, problems: Sequence[str], source: str = "config") -> None:
-        self.problems = list(problems)
+    def __init__(self, problems: Sequence[Problem | str], source: str = "config") -> None:
+        self.problems = [Problem("", p) if isinstance(p, str) else p for p in problems]
         count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
-        super().__init__("\n  - ".join([f"{source}: {count}", *problems]))
+        super().__init__("\n  - ".join([f"{source}: {count}", *map(str, problems)]))
 
 
 def did_you_mean(word: object, possible: Iterable[str], quote: str = "'") -> str:
@@ -67,9 +69,8 @@ class Section(BaseModel):
         extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True
     )  # fmt: skip
 
-    def problems(self) -> Iterator[str]:
-        """Values that are possible alone but not together: "key: what was seen, what to do", the
-        key relative to this section."""
+    def problems(self) -> Iterator[Problem]:
+        """Values that are possible alone but not together; keys are relative to this section."""
         yield from ()
 
     @model_validator(mode="wrap")
@@ -81,8 +82,7 @@ class Section(BaseModel):
         except ValidationError as error:
             problems = [(d["loc"], cls._sentence(d), d["input"]) for d in error.errors()]
         else:
-            parts = (text.partition(": ") for text in section.problems())
-            problems = [((place,), text, data) for place, _, text in parts]
+            problems = [((p.key,), p.text, data) for p in section.problems()]
         if problems:
             raise ValidationError.from_exception_data(
                 cls.__name__,

@@ -318,7 +318,7 @@ class Loop:
     def resume(self) -> bool:
         """Continue from the newest sound checkpoint; False if there is none. The main process looks
         for it and tells the others. Raises ConfigError if none can be used, or if the base model is
-        another; `resume.problems` has compared the rest."""
+        another; the checks have compared the rest."""
         saved = from_main(lambda: resume.newest(self.folder, self.config))
         if saved is None:
             return False

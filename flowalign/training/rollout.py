@@ -108,7 +108,7 @@ def shard(prompts: int, copies: int, shares: int, rank: int, world: int) -> list
 
     The batch is cut into `shares` of complete prompts, one for each optimizer step. Every process
     has an equal part of each share, so that a step learns from the same images whatever `world` is;
-    a config and preflight refuse what cannot be shared so.
+    a config and the checks refuse what cannot be shared so.
     """
     size, rest = divmod(prompts // shares * copies, world)
     assert not (prompts % shares or rest)

@@ -26,8 +26,9 @@ from rich.table import Table
 from flowalign.backbone.structure import local_folder
 from flowalign.commands.doctor.count import Ranks, evaluated_images, judge_bytes, predict, ranks_of
 from flowalign.commands.doctor.pace import DEFAULT_GPU, GPUS, Gpu, Pace, Times, present_gpu, times
-from flowalign.commands.findings import Finding, fault, note, ok, show
+from flowalign.commands.findings import fault, note, ok, show
 from flowalign.config import ADAPTER, ConfigError, ModelConfig, Stage, parse
+from flowalign.types import Problem
 
 GIB = 2**30
 SHARE = 0.92  # of a device's memory that tensors can use; the rest is lost between blocks
@@ -141,23 +142,23 @@ class Forecast:
         """Whether the predicted peak does not fit in the memory."""
         return bool(self.estimate) and self.estimate.peak > usable(self.memory, self.kind)
 
-    def findings(self) -> Iterator[Finding]:
+    def findings(self) -> Iterator[Problem]:
         if self.unknown:
-            yield note(f"memory: no prediction: {self.unknown}")
+            yield note("memory", f"no prediction: {self.unknown}")
         if self.estimate is None:
             return
         yield from fits(self)
         if unknown := judge_bytes(self.stage)[2]:
-            yield note(f"memory: not included: {', '.join(unknown)}")
+            yield note("memory", f"not included: {', '.join(unknown)}")
         if self.times is None:
-            yield note("time: the rate of this device is not known; --gpu or --tflops says it")
+            yield note("time", "the rate of this device is not known; --gpu or --tflops says it")
         elif self.times.unknown:
-            yield note(f"time: not included: {', '.join(self.times.unknown)}")
+            yield note("time", f"not included: {', '.join(self.times.unknown)}")
         if self.times and self.stage.trains and self.device.gpus > 1:
             longest = max(self.times.update, self.times.evaluation)
             warned = 60 * math.ceil((1.5 * longest + 30) / 60)  # hours may be too low by a third
             text = f"at most {longest:.0f} s, an update or an evaluation, pass before a run can end"
-            yield note(f"queue: {text}: sbatch --signal=B:USR1@{warned}")
+            yield note("queue", f"{text}: sbatch --signal=B:USR1@{warned}")
 
     def show(self) -> None:
         """Print what is resident, and the peak, FLOPs and seconds of each phase."""
@@ -214,7 +215,7 @@ def usable(memory: float, device_type: str) -> float:
     return memory * SHARE - (CONTEXT if device_type == "cuda" else 0)
 
 
-def fits(forecast: Forecast) -> Iterator[Finding]:
+def fits(forecast: Forecast) -> Iterator[Problem]:
     """Whether the peak fits in the memory of the device, and what would make it fit. A run that
     does not fit a GPU that is neither here nor asked for has no fault."""
     device, gpu, size = forecast.device, forecast.gpu, forecast.memory
@@ -225,19 +226,19 @@ def fits(forecast: Forecast) -> Iterator[Finding]:
     text += f"{gpu.title if gpu and assumed else 'the device'} has "
     text += f"{size / GIB:.3g} GiB, of which tensors can use {limit / GIB:.3g}"
     if not forecast.too_large:
-        yield ok(f"memory: at most {text}")
+        yield ok("memory", f"at most {text}")
         return
-    yield (note if assumed else fault)(f"memory: does not fit: {text}. Changes:")
+    yield (note if assumed else fault)("memory", f"does not fit: {text}. Changes:")
     for change, after in forecast.advice:
         now = after.estimate
         end = f"still too much, in {now.worst.name}" if after.too_large else "fits"
-        yield note(f"  {change}: {now.peak / GIB:.3g} GiB, {end}")
+        yield note(f"  {change}", f"{now.peak / GIB:.3g} GiB, {end}")
     if forecast.fitting.too_large:
         work = "the text encoders at work" if now.worst.name == "text" else now.worst.name
         parts = {**now.parts, work: now.worst.bytes}
         largest = sorted(parts, key=parts.__getitem__, reverse=True)[:3]
         listed = ", ".join(f"{name}: {parts[name] / GIB:.3g} GiB" for name in largest)
-        yield note(f"  no other setting helps; use a larger device. The most is of {listed}.")
+        yield note("", f"  no other setting helps; use a larger device. The most is of {listed}.")
 
 
 def _changes(forecast: Forecast) -> Iterator[str]:
@@ -345,19 +346,20 @@ def within(config: Any, listed: Sequence[Forecast], limit: float | None) -> bool
     fitting = [forecast.fitting for forecast in listed]
     total = sum(forecast.hours for forecast in fitting)
     changes = {f.name: [change for change, _ in f.advice] for f in listed if f.estimate}
-    text = f"time: {total:.2f} h"
+    text = f"{total:.2f} h"
     if any(changes.values()):
         text += " with the changes for memory"
     if too_large := [forecast.name for forecast in fitting if forecast.too_large]:
         total = 0.0  # they take no hours
         if limit is not None:
-            show([fault(f"time: no hours: {', '.join(too_large)} does not fit in the memory")])
+            show([fault("time", f"no hours: {', '.join(too_large)} does not fit in the memory")])
     elif limit is None:
-        show([note(f"{text}. --hours 24 proposes a smaller run")] if total > LONG else [])
+        if total > LONG:
+            show([note("time", f"{text}. --hours 24 proposes a smaller run")])
     elif not any(forecast.times for forecast in listed):
-        show([fault("time: --hours needs a rate, not known here: add --gpu or --tflops")])
+        show([fault("time", "--hours needs a rate, not known here: add --gpu or --tflops")])
     else:
-        show([(ok if total <= limit else fault)(f"{text} of {limit:g}")])
+        show([(ok if total <= limit else fault)("time", f"{text} of {limit:g}")])
         for name, texts in _cuts(fitting, limit).items():
             changes[name] = [*changes[name], *texts]
     if any(changes.values()):
@@ -388,11 +390,11 @@ def _cuts(listed: Sequence[Forecast], limit: float) -> dict[str, list[str]]:
             after = forecast.after(*texts)
             if after.hours < forecast.hours:
                 took = f"{' '.join(texts)}: {shown_hours(after.hours)} h. {cut.why}"
-                show([note(f"  {name}: {took}")])
+                show([note(f"  {name}", took)])
                 now[name] = after
                 changes[name] += texts
     if over > 0:
-        show([note(f"  {limit + over:.2f} h are the least: use a larger GPU")])
+        show([note("", f"  {limit + over:.2f} h are the least: use a larger GPU")])
     return changes
 
 

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import argparse
 import logging
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from flowalign import rewards
+from flowalign.checks import Launch, once, refused
+from flowalign.checks.rewards import own_code
 from flowalign.commands import recipe
-from flowalign.commands.doctor import advise, live, plan
+from flowalign.commands.doctor import advise, live
 from flowalign.commands.doctor.advise import Device, Forecast
-from flowalign.commands.findings import Finding, fault, healthy, note, ok, show
-from flowalign.config import LABELS, TrainingStage, assignments, label_of
+from flowalign.commands.findings import healthy, note, ok, show
+from flowalign.config import LABELS, assignments, label_of
 from flowalign.eval.suite import environment
 from flowalign.report.progress import quiet
 from flowalign.system.exit import refusing
-from flowalign.training.preflight import Launch, misused_adapters, own_code, unexamined
+from flowalign.training.inputs import Inputs
 
 CPU_MODEL = 2**31  # bytes of the largest model that a CPU samples from
 
@@ -47,45 +50,47 @@ def examine(args: argparse.Namespace) -> int:
     written."""
     if args.trust:
         rewards.add_config_folder(args.config)
-    launch = Launch(args.gpus, resume=False, trust=args.trust, elsewhere=bool(args.gpu))
-    show([ok(", ".join(f"{name} {version}" for name, version in environment().items()))])
+    elsewhere = bool(args.gpu)
+    launch = Launch(args.gpus, False, trust=args.trust, elsewhere=elsewhere, advise=True)
+    show([ok("", ", ".join(f"{name} {version}" for name, version in environment().items()))])
     if label := label_of(args.config):
-        show([note(f"the settings are {label}: {LABELS[label]}")])
-    stages, problems = recipe.examine(args.root, Path(args.config).parent, launch)
-    misused = [Finding(level, text) for level, text in misused_adapters(stages)]
-    show([*map(fault, problems), *misused])
-    code = [] if args.trust else unexamined(stages)
-    show(map(note, code))
-    sound = not problems and healthy(misused)
+        show([note(f"the settings are {label}", LABELS[label])])
+    inputs = Inputs(args.root.model)  # all stages have one base
+    stages, problems = recipe.examine(args.root, Path(args.config).parent, launch, inputs)
+    refusals = refused(problems)
+    show(once(refusals))
+    sound = healthy(problems)
     pace = None
     forecasts = advise.forecasts(stages, Device(args.gpus, args.gpu, args.memory, args.tflops))
     for number, forecast in enumerate(forecasts):
         stage = forecast.stage
-        findings = list[Finding]()
-        if not stage.samples:
+        place = forecast.name if args.root.is_recipe else ""
+        findings = [p for p in problems if p.stage == place and p.level != "refuse"]
+        if not (stage.samples or findings):
             continue
         print(f"\n{forecast.name} ({stage.stage})")
-        if isinstance(stage, TrainingStage) and not problems:
-            findings = plan.examine(stage)
-            show(findings)
-        faulty = bool(problems) or not healthy(findings)
-        if reason := _why_no_images(forecast, args, faulty):
-            sampled = [note(f"no image was sampled: {reason}")]
+        show(replace(problem, stage="") for problem in findings)
+        if not stage.samples:
+            continue
+        if reason := _why_no_images(forecast, args, bool(refusals) or not healthy(findings)):
+            sampled = [note("no image was sampled", reason)]
         else:
-            sampled, measured = live.examine(stage)
+            sampled, measured = live.examine(stage, inputs)
             pace = measured or pace  # of this stage, or of one before
         show(sampled)
         forecasts[number] = forecast = forecast.timed(pace)
         forecast.show()
         last = list(forecast.findings())
         show(last)
-        sound &= healthy([*findings, *sampled, *last])
+        sound &= healthy([*sampled, *last])
     if forecasts:
         advise.show_total(forecasts)
     sound &= advise.within(args.root, forecasts, args.hours)
-    good = "no fault was found" + (" in what was examined; your code was not" if code else "")
+    good = "no fault was found"
+    if not args.trust and any(map(own_code, stages.values())):
+        good += " in what was examined; your code was not"
     print(good if sound else "faults were found")
-    if problems:
+    if refusals:
         return 2
     return 0 if sound else 1
 

@@ -24,16 +24,17 @@ from flowalign.backbone.tiny.scenes import rendered
 from flowalign.commands import build
 from flowalign.commands.doctor.count import predict
 from flowalign.commands.doctor.pace import KINDS, Pace
-from flowalign.commands.findings import Finding, fault, note, ok
+from flowalign.commands.findings import fault, note, ok
 from flowalign.config import ConfigError, Stage, TrainingStage, parse
 from flowalign.rewards.gradient import gradient_problems
 from flowalign.rewards.scoring import score
 from flowalign.training import metrics
 from flowalign.training.algorithm import TrainingError, algorithm_class, pairs_of
 from flowalign.training.data import load_prompts
+from flowalign.training.inputs import Inputs
 from flowalign.training.loop import Loop
 from flowalign.training.nonfinite import NotFinite
-from flowalign.types import PromptBatch, Rollout, Scores
+from flowalign.types import Problem, PromptBatch, Rollout, Scores
 
 SCENES = 16  # that a reward scores
 COPIES = 4  # images of a prompt: of a small run at most, and for a reward that compares them
@@ -43,10 +44,11 @@ PROBES = ("tiny/geneval_test", "tiny/ocr_test", "tiny/preference_test")
 TOLERANCE = 1e-4  # relative, of scores: float32 sums in another order
 
 
-def examine(config: Stage) -> tuple[list[Finding], Pace | None]:
+def examine(config: Stage, inputs: Inputs | None = None) -> tuple[list[Problem], Pace | None]:
     """Score probe images with each reward. Then run a few small updates, in a temporary folder.
-    Findings, and how fast this machine ran them; None = it was not measured."""
-    findings = list[Finding]()
+    Findings, and how fast this machine ran them; None = it was not measured. inputs: what was
+    opened of the stage."""
+    findings = list[Problem]()
     judging = dict[str, float]()
     pace = None
     for judged in config.judged:
@@ -59,16 +61,16 @@ def examine(config: Stage) -> tuple[list[Finding], Pace | None]:
     try:
         if isinstance(config, TrainingStage):
             with tempfile.TemporaryDirectory() as folder:
-                pace = _train(config, folder, judging, findings)
+                pace = _train(config, folder, judging, findings, inputs)
     except (ConfigError, ModelError, TrainingError) as error:
-        findings.append(fault(f"update: {error}"))
+        findings.append(fault("update", str(error)))
     except torch.cuda.OutOfMemoryError as error:
         text = str(error).splitlines()[0]  # the rest is a table of allocations
-        findings.append(fault(f"memory: even a small run fails: {text}"))
+        findings.append(fault("memory", f"even a small run fails: {text}"))
     return findings, pace
 
 
-def _reward(task: str, name: str, options: dict[str, Any], findings: list[Finding]) -> float:
+def _reward(task: str, name: str, options: dict[str, Any], findings: list[Problem]) -> float:
     """Add the faults that `flowalign doctor --reward` finds, or one line that says "ok". Returns
     its seconds for an image, NaN if it was not asked."""
     title = f"reward {name!r} of task {task!r}"
@@ -76,10 +78,10 @@ def _reward(task: str, name: str, options: dict[str, Any], findings: list[Findin
         found, cost = diagnose(name, options, count=4)
     except (ValueError, ImportError, OSError) as error:
         finding = note if isinstance(error, UnsuitedError) else fault
-        findings.append(finding(f"{title}: {error}"))
+        findings.append(finding(title, str(error)))
         return math.nan
-    faults = [fault(f"{title}: {f.text}") for f in found if f.level == "fault"]
-    findings += faults or [ok(f"{title}: sound; {1000 * cost:.1f} ms an image")]
+    faults = [fault(title, str(f)) for f in found if f.level == "fault"]
+    findings += faults or [ok(title, f"sound; {1000 * cost:.1f} ms an image")]
     return cost
 
 
@@ -87,11 +89,15 @@ def _reward(task: str, name: str, options: dict[str, Any], findings: list[Findin
 
 
 def _train(
-    config: TrainingStage, folder: str, judging: dict[str, float], findings: list[Finding]
+    config: TrainingStage,
+    folder: str,
+    judging: dict[str, float],
+    findings: list[Problem],
+    inputs: Inputs | None,
 ) -> Pace:
     """Findings of a small run, and its pace."""
     small = small_run(config, folder)
-    loop, progress, _ = build.wire(small)
+    loop, progress, _ = build.wire(small, inputs=inputs)
     progress.main = False  # silent
     prepared = loop.prepare(loop.rollout(0))
     if isinstance(prepared, NotFinite):
@@ -105,13 +111,13 @@ def _train(
     loop.run()
     with torch.no_grad():
         gap = float((loop.algorithm.velocity(two) - before).norm() / before.norm())
-    text = f"update: the first updates change the velocity by {gap:.2%}"
+    text = f"the first updates change the velocity by {gap:.2%}"
     if gap == 0:
-        findings.append(note(f"{text}. Is it the warm-up, or are all rewards equal?"))
+        findings.append(note("update", f"{text}. Is it the warm-up, or are all rewards equal?"))
     elif gap < 0.5:
-        findings.append(ok(text))
+        findings.append(ok("update", text))
     else:  # or NaN
-        findings.append(fault(f"{text}. Lower optimizer.lr, or use optimizer.warmup."))
+        findings.append(fault("update", f"{text}. Lower optimizer.lr, or use optimizer.warmup."))
     return _pace(small, Path(folder), loop.backbone.device.type, judging)
 
 
@@ -162,7 +168,7 @@ def _pace(small: TrainingStage, folder: Path, device_type: str, judging: dict[st
 
 
 @torch.no_grad()
-def _ratio(config: TrainingStage, loop: Loop, rollout: Rollout) -> Finding:
+def _ratio(config: TrainingStage, loop: Loop, rollout: Rollout) -> Problem:
     """The ratio of new and old policy before any update, by the forward path of the update."""
     schedule = loop.algorithm.plan(0)
     worst = 0.0
@@ -174,13 +180,14 @@ def _ratio(config: TrainingStage, loop: Loop, rollout: Rollout) -> Finding:
         change = sde.log_prob(new, x_next) - old
         worst = max(worst, float((change.exp() - 1).abs().nan_to_num(math.inf).max()))
     limit = min(config.clip_ranges.values())
-    text = f"ratio: within {worst:.2g} of 1 before the first update"
+    text = f"within {worst:.2g} of 1 before the first update"
     if worst <= limit / 10:
-        return ok(text)
-    return Finding(
+        return ok("ratio", text)
+    return Problem(
+        "ratio",
+        f"{text}; the clip range is {limit:g}. Rollout and update compute different log-probs. In "
+        "a 16-bit dtype let rollout.batch_size equal optimizer.micro_batch.",
         "fault" if worst > limit / 2 else "note",
-        f"{text}; the clip range is {limit:g}. Rollout and update compute different "
-        "log-probs. In a 16-bit dtype let rollout.batch_size equal optimizer.micro_batch.",
     )
 
 
@@ -196,7 +203,7 @@ def diagnose(
     options: Mapping[str, Any],
     count: int = SCENES,
     sources: Sequence[str] = PROBES,
-) -> tuple[list[Finding], float]:
+) -> tuple[list[Problem], float]:
     """Build a reward and examine it on `count` scenes: the findings, and its seconds for an image.
     sources: prompt sets; the first that it can score counts. Raises ValueError for a name or
     options that do not work, UnsuitedError where no prompts suit it, and whatever its constructor
@@ -228,7 +235,7 @@ def diagnose(
     answers = {kind: ask(images, rows) for kind, images in probes.items()}
     cost = (time.perf_counter() - began) / (len(probes) * len(rows))
     speed = f"{1000 * cost:.1f} ms an image in batches of {len(rows)}"
-    findings = [ok(speed), *_answers(answers)]
+    findings = [ok("", speed), *_answers(answers)]
     first = answers["its prompt"]
     ways = {"asked again": [rows], "in reverse order": [rows[::-1]]}
     if copies == 1:
@@ -241,10 +248,10 @@ def diagnose(
         worst = float((value - first.value[order])[first.valid[order]].abs().max())
         scale = float(first.value[first.valid].abs().max())
         same = worst <= TOLERANCE * max(scale, TOLERANCE)
-        findings.append((ok if same else fault)(f"{way}: differs by at most {worst:.2g}"))
+        findings.append((ok if same else fault)(way, f"differs by at most {worst:.2g}"))
     if reward.differentiable:
         problems = gradient_problems(reward, scenes, batch.prompts, batch.metadata)
-        findings += [fault(f"gradient: {text}") for text in problems]
+        findings += [fault("gradient", text) for text in problems]
     return findings, cost
 
 
@@ -275,26 +282,26 @@ def _scenes(batch: PromptBatch) -> Tensor:
         return rendered([others[row % len(others)] for row in range(len(batch))], seed=0)
 
 
-def _answers(answers: Mapping[str, Scores]) -> Iterator[Finding]:
+def _answers(answers: Mapping[str, Scores]) -> Iterator[Problem]:
     """The scores of each kind of probe. Are there any, do they differ, does the prompt matter?"""
     valid = {kind: s.value[s.valid].float().cpu() for kind, s in answers.items()}
     for kind, values in valid.items():
         if len(values):
             low, middle, high = values.quantile(torch.tensor([0.0, 0.5, 1.0])).tolist()
-            yield ok(f"scenes with {kind}: {low:.4g} to {high:.4g}, median {middle:.4g}")
+            yield ok(f"scenes with {kind}", f"{low:.4g} to {high:.4g}, median {middle:.4g}")
     count = sum(len(scores.value) for scores in answers.values())
     if lost := count - sum(map(len, valid.values())):
         reason = next(text for scores in answers.values() for text in scores.failures.values())
         level = "note" if answers["its prompt"].valid.all() else "fault"
-        yield Finding(level, f"failed on {lost} of {count} images: {reason}")
+        yield Problem(f"failed on {lost} of {count} images", reason, level)
     values = torch.cat(list(valid.values())).tolist()
     if values and max(values) - min(values) <= TOLERANCE * max(map(abs, values)):
-        yield fault(f"constant: every image scores {values[0]:.4g}, so nothing can be learned")
+        yield fault("constant", f"every image scores {values[0]:.4g}, so nothing can be learned")
     own, other, *plain = (float(v.mean()) if len(v) else math.nan for v in valid.values())
     if math.isfinite(own - other):
         text = f"a scene scores {own - other:+.4g} more with its own prompt than with another one"
-        yield (ok if own > other else note)(text)
+        yield (ok if own > other else note)("", text)
     medians = {kind: float(values.median()) for kind, values in valid.items() if len(values)}
     for kind in ("noise", "grey"):
         if medians.get(kind, -math.inf) > medians.get("its prompt", math.inf):
-            yield note(f"{kind} scores more than scenes: alone, this reward may be hacked so")
+            yield note(f"{kind} scores more than scenes", "alone, this reward may be hacked so")

@@ -18,16 +18,18 @@ from flowalign.config.stages.rewards import AwmStage, DpoStage, GradientStage, G
 from flowalign.config.stages.students import OpdStage, SftStage
 from flowalign.config.stages.training import TrainingStage
 from flowalign.system.packages import entry_points
+from flowalign.types import Problem
 
 
-def variant_problems(variant: Any) -> Iterator[str]:
+def variant_problems(variant: Any) -> Iterator[Problem]:
     """What is wrong with {kind of stage: keys laid over all stages of that kind}."""
     possible = [name for name in stage_names() if name != "recipe"]
     if not isinstance(variant, Mapping):
         variant = {"config": None}
     for kind, keys in variant.items():
         if kind not in possible or not isinstance(keys, Mapping):
-            yield f"{kind}: want keys of a stage's config under one of {', '.join(possible)}."
+            text = f"want keys of a stage's config under one of {', '.join(possible)}."
+            yield Problem(str(kind), text)
 
 
 class RecipeStage(Job):
@@ -52,8 +54,9 @@ class RecipeStage(Job):
     """{kind of stage: keys laid over all stages of that kind}: the same recipe for other hardware.
     `--variant FILE` on the command line sets it."""
 
-    def problems(self) -> Iterator[str]:
-        yield from (f"variant.{text}" for text in variant_problems(self.variant))
+    def problems(self) -> Iterator[Problem]:
+        for problem in variant_problems(self.variant):
+            yield Problem(f"variant.{problem.key}", problem.text)
         yield from same_names([("stages", name) for name in self.stages])
 
 

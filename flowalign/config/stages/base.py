@@ -14,6 +14,7 @@ from flowalign.config.model import LoraConfig, ModelConfig
 from flowalign.config.run import BenchmarkConfig, SamplingConfig
 from flowalign.config.section import Location, Section
 from flowalign.system.folder import RunFolder
+from flowalign.types import Problem
 
 # {layer: rank} of an adapter that a stage reads, or of a fresh one
 RanksOf = Callable[[str | None, LoraConfig], Mapping[str, int]]
@@ -136,12 +137,14 @@ def judged_at(place: str, benchmarks: Sequence[BenchmarkConfig], models: int = 1
     ]  # fmt: skip
 
 
-def same_names(names: Sequence[tuple[str, str]]) -> Iterator[str]:
+def same_names(names: Sequence[tuple[str, str]]) -> Iterator[Problem]:
     """Names in tables, logs and folders that are given twice. names: (key in the config, name)."""
     counts = Counter(name.casefold() for _, name in names)  # a disk may ignore the case
     for key, name in dict.fromkeys(names):
         if counts.pop(name.casefold(), 1) > 1:
-            yield f"{key}: the name {name!r} is taken in tables, logs or folders. Use another."
+            yield Problem(
+                key, f"the name {name!r} is taken in tables, logs or folders. Use another."
+            )
 
 
 def either(value: Any, default: Any) -> Any:

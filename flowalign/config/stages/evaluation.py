@@ -22,6 +22,7 @@ from flowalign.config.section import (
     null_is_empty,
 )
 from flowalign.config.stages.base import Judged, Stage, judged_at, same_names
+from flowalign.types import Problem
 
 
 class GivenImages(Section):
@@ -159,7 +160,7 @@ class EvalStage(Stage):
         scale = self.guidance.get(model, self.sampling.guidance)
         return self.sampling.model_copy(update={"guidance": scale})
 
-    def problems(self) -> Iterator[str]:
+    def problems(self) -> Iterator[Problem]:
         yield from same_names([("models", name) for name in self.models])
         columns = [{b.name, *b.judges} for b in self.benchmarks]
         columns += [{"average"}, {"fidelity"}]  # of every table
@@ -169,4 +170,4 @@ class EvalStage(Stage):
         for key, models in named.items():
             for model in (m for m in models if m not in self.models):
                 text = f"no model is named {model!r}.{did_you_mean(model, self.models)}"
-                yield f"{key}: {text} Possible: {', '.join(self.models)}."
+                yield Problem(key, f"{text} Possible: {', '.join(self.models)}.")

@@ -13,6 +13,7 @@ from pydantic import Field
 from flowalign.config.model import LoraConfig
 from flowalign.config.section import Location, Seed, as_tuple
 from flowalign.config.stages.base import Job, RanksOf
+from flowalign.types import Problem
 
 
 class MergeStage(Job):
@@ -56,8 +57,12 @@ class MergeStage(Job):
         ranks = {layer: self.rank or rank for layer, rank in largest.items()}
         return dict(Counter(ranks) & total) if self.method == "svd" else ranks
 
-    def problems(self) -> Iterator[str]:
+    def problems(self) -> Iterator[Problem]:
         if self.weights is not None and len(self.weights) != len(self.adapters):
-            yield f"weights: {len(self.weights)} for {len(self.adapters)} adapters. Give one each."
+            yield Problem(
+                "weights", f"{len(self.weights)} for {len(self.adapters)} adapters. Give one each."
+            )
         if self.rank is not None and self.method == "concat":
-            yield f"rank: {self.rank}, but 'concat' adds the ranks. Use 'svd', or leave it out."
+            yield Problem(
+                "rank", f"{self.rank}, but 'concat' adds the ranks. Use 'svd', or leave it out."
+            )

@@ -24,6 +24,7 @@ from flowalign.config.section import (
 )
 from flowalign.config.stages.base import either
 from flowalign.config.stages.training import TrainingStage
+from flowalign.types import Problem
 
 
 class RewardStage(TrainingStage):
@@ -102,10 +103,10 @@ class ForwardConfig(PolicyLearning, AdvantageConfig):
     within: Annotated[tuple[Share, Share], as_tuple] = (0.0, 0.99)
     """The part of the way from noise (0) to the image (1) that they are drawn from."""
 
-    def problems(self) -> Iterator[str]:
+    def problems(self) -> Iterator[Problem]:
         low, high = self.within
         if low >= high:
-            yield f"within: [{low}, {high}] is empty. Use [0, 1] for the whole way."
+            yield Problem("within", f"[{low}, {high}] is empty. Use [0, 1] for the whole way.")
 
 
 class PolicyStage(RewardStage):
@@ -129,28 +130,32 @@ class PolicyStage(RewardStage):
     def needs_actions(self) -> bool:
         return False  # there is no ratio of transitions
 
-    def problems(self) -> Iterator[str]:
+    def problems(self) -> Iterator[Problem]:
         yield from super().problems()
         rollout, name = self.rollout, self.stage
         if rollout.kind != "ode":
             text = f"{name} learns from clean images, which noise makes worse. Use 'ode'."
-            yield f"rollout.kind: {rollout.kind!r}, but {text}"
+            yield Problem("rollout.kind", f"{rollout.kind!r}, but {text}")
         if rollout.window is not None:
-            yield f"rollout.window: {name} chooses the states by itself. Leave it out."
+            yield Problem("rollout.window", f"{name} chooses the states by itself. Leave it out.")
         if rollout.shared_noise:
-            yield "rollout.shared_noise: an ode gives all images of a prompt alike. Use false."
+            yield Problem(
+                "rollout.shared_noise", "an ode gives all images of a prompt alike. Use false."
+            )
 
 
 class ForwardStage(PolicyStage):
     """Rewards, learnt from clean images with noise added: no trajectory is kept."""
 
-    def problems(self) -> Iterator[str]:
+    def problems(self) -> Iterator[Problem]:
         yield from super().problems()
         rollout, forward, name = self.rollout, self.forward, self.stage
         start, stop = steps_within(rollout.steps, forward.within)
         if forward.levels != "stratified" and forward.noise_levels > stop - start:
             text = f"{max(stop - start, 0)} sampler steps in {name}.within. Use at most as many"
-            yield f"{name}.noise_levels: {forward.noise_levels} of {text}, or levels 'stratified'."
+            yield Problem(
+                f"{name}.noise_levels", f"{forward.noise_levels} of {text}, or levels 'stratified'."
+            )
 
 
 class NftConfig(ForwardConfig):
@@ -323,9 +328,9 @@ class DpoStage(TrainingStage):
     def loss_guidance(self) -> float:
         return 1.0  # the loss is that of one velocity field, also where it is used with CFG
 
-    def problems(self) -> Iterator[str]:
+    def problems(self) -> Iterator[Problem]:
         yield from super().problems()
         if (copies := self.rollout.group_size) != 2:
-            yield f"rollout.group_size: {copies}, but a row has two images. Use 2."
+            yield Problem("rollout.group_size", f"{copies}, but a row has two images. Use 2.")
         if (size := self.optimizer.micro_batch) % 2:
-            yield f"optimizer.micro_batch: {size} would part a pair. Use an even number."
+            yield Problem("optimizer.micro_batch", f"{size} would part a pair. Use an even number.")

@@ -11,6 +11,7 @@ from flowalign.config.learning import LabellerConfig, TeacherConfig
 from flowalign.config.section import Count, FileName, Many, NotNegative, Positive, Section, Steps
 from flowalign.config.stages.base import either
 from flowalign.config.stages.training import TrainingStage
+from flowalign.types import Problem
 
 FIXED_STATES = 4  # of each trajectory on which the distance to the targets is measured
 
@@ -35,16 +36,18 @@ class DistillationStage(TrainingStage):
     def extrapolated(self) -> dict[str, TeacherConfig]:
         return {f"teachers.{n}": t for n, t in self.teachers.items() if t.extrapolate != 1}
 
-    def problems(self) -> Iterator[str]:
+    def problems(self) -> Iterator[Problem]:
         yield from super().problems()
         names = sorted(self.teachers)
         routing = self.routing
         for index, task in enumerate(self.tasks):
             if routing[task.name] not in names:
                 text = f"no teacher {routing[task.name]!r}; there are {names}. Name one of these"
-                yield f"tasks.{index}.teacher: {text}, or add it under `teachers`."
+                yield Problem(f"tasks.{index}.teacher", f"{text}, or add it under `teachers`.")
         for name in sorted(self.teachers.keys() - set(routing.values())):
-            yield f"teachers.{name}: no task is routed to it. Give one `teacher: {name}`."
+            yield Problem(
+                f"teachers.{name}", f"no task is routed to it. Give one `teacher: {name}`."
+            )
 
 
 class AnchorConfig(LabellerConfig):
@@ -96,11 +99,11 @@ class StudentConfig(Section):
     """The run ends where the mean of these distances on the teachers' paths has not fallen for so
     many evaluations; null = at train.updates."""
 
-    def problems(self) -> Iterator[str]:
+    def problems(self) -> Iterator[Problem]:
         if self.patience is not None and not self.fixed_prompts:
-            yield "patience: it needs fixed_prompts, which are 0."
+            yield Problem("patience", "it needs fixed_prompts, which are 0.")
         if self.gradient == "published" and self.weighting != "published":
-            yield f"weighting: gradient {self.gradient!r} has 'published' only. Use it."
+            yield Problem("weighting", f"gradient {self.gradient!r} has 'published' only. Use it.")
 
 
 class OpdStage(DistillationStage):
@@ -157,36 +160,42 @@ class OpdStage(DistillationStage):
     def labellers(self) -> Mapping[str, LabellerConfig]:
         return {**super().labellers, **({"anchor": self.anchor} if self.anchor else {})}
 
-    def problems(self) -> Iterator[str]:
+    def problems(self) -> Iterator[Problem]:
         yield from super().problems()
         # PPO's ratio compares the new policy with the one that sampled, at its CFG scale.
         if self.needs_actions and self.guidance != self.rollout.guidance:
             text = f"{self.guidance}, but the rollout has {self.rollout.guidance}: a ratio of two"
-            yield f"student.guidance: {text} policies. Use the same, or gradient 'pathwise'."
+            yield Problem(
+                "student.guidance", f"{text} policies. Use the same, or gradient 'pathwise'."
+            )
         for name, teacher in self.teachers.items():
             if teacher.reference == "start" and not self.lora.init:
-                yield f"teachers.{name}.reference: 'start' is the base. Use it, or give lora.init."
+                yield Problem(
+                    f"teachers.{name}.reference", "'start' is the base. Use it, or give lora.init."
+                )
         if self.student.substeps > 1 and self.rollout.kind != "ode":
             text = f"{self.student.substeps}, but a step with noise has no path of its own"
-            yield f"student.substeps: {text}. Use rollout.kind 'ode'."
+            yield Problem("student.substeps", f"{text}. Use rollout.kind 'ode'.")
         if self.student.substeps > 1:
             yield from self._jump_problems()
         if self.student.patience is not None and self.evaluation is None:
-            yield "student.patience: it counts evaluations, and evaluation is null."
+            yield Problem("student.patience", "it counts evaluations, and evaluation is null.")
         states, width = self.student.noise_levels, self.rollout.width
         if states.select != "all" and states.count > width:
             text = f"{states.count}, and rollout.window has only {width} steps"
-            yield f"student.noise_levels.count: {text}. Use at most {width}."
+            yield Problem("student.noise_levels.count", f"{text}. Use at most {width}.")
 
-    def _jump_problems(self) -> Iterator[str]:
+    def _jump_problems(self) -> Iterator[Problem]:
         """With substeps a velocity is a mean over a step of the rollout: right for Euler steps of
         that size alone."""
         steps = self.rollout.steps
         jumps = f"the student learns the jumps of {steps} Euler steps (student.substeps)"
         if self.rollout.solver != "euler":
-            yield f"rollout.solver: {self.rollout.solver!r}, but {jumps}. Use 'euler'."
+            yield Problem("rollout.solver", f"{self.rollout.solver!r}, but {jumps}. Use 'euler'.")
         if self.evaluation and self.evaluation.steps not in (None, steps):
-            yield f"evaluation.steps: {self.evaluation.steps}, but {jumps}. Use null, or {steps}."
+            yield Problem(
+                "evaluation.steps", f"{self.evaluation.steps}, but {jumps}. Use null, or {steps}."
+            )
 
 
 class SftConfig(Section):
@@ -204,8 +213,8 @@ class SftStage(DistillationStage):
     """Learn from teachers' images."""
     sft: SftConfig = SftConfig()
 
-    def problems(self) -> Iterator[str]:
+    def problems(self) -> Iterator[Problem]:
         yield from super().problems()
         for key, teacher in self.extrapolated.items():
             text = f"{teacher.extrapolate}, but `sft` learns from images of the teacher itself"
-            yield f"{key}.extrapolate: {text}. Leave it out, or use stage opd."
+            yield Problem(f"{key}.extrapolate", f"{text}. Leave it out, or use stage opd.")

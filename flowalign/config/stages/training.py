@@ -13,6 +13,7 @@ from flowalign.config.model import LoraConfig, ModelConfig
 from flowalign.config.rollout import RolloutConfig
 from flowalign.config.section import Seed
 from flowalign.config.stages.base import Job, Judged, RanksOf, either, judged_at, same_names
+from flowalign.types import Problem
 
 
 class TrainingStage(Job):
@@ -200,43 +201,53 @@ class TrainingStage(Job):
     def output_ranks(self, ranks_of: RanksOf) -> Mapping[str, int]:
         return ranks_of(self.lora.init, self.lora)
 
-    def problems(self) -> Iterator[str]:
+    def problems(self) -> Iterator[Problem]:
         rollout = self.rollout
         updates = self.optimizer.updates_per_rollout
         if self.needs_noise and (rollout.kind == "ode" or rollout.noise_level == 0):
-            key = "kind: 'ode'" if rollout.kind == "ode" else "noise_level: 0"
-            yield f"rollout.{key} adds no noise, which this loss needs. Use kind 'sde', level 0.7."
+            text = "adds no noise, which this loss needs. Use kind 'sde', level 0.7."
+            if rollout.kind == "ode":
+                yield Problem("rollout.kind", f"'ode' {text}")
+            else:
+                yield Problem("rollout.noise_level", f"0 {text}")
         if self.needs_actions and self.model.compile and self.model.dtype != "float32":
             # measured by Inductor in bfloat16: 9e-5 to 4e-4 off 1, as much as clip ranges allow
-            yield (
-                f"model.compile: in {self.model.dtype} the ratio of new and old policy does not "
-                "begin at 1, as torch compiles rollout and update otherwise. Use false, or a stage "
-                "without a ratio (nft, awm, sft, opd with 'pathwise')."
+            yield Problem(
+                "model.compile",
+                f"in {self.model.dtype} the ratio of new and old policy does not begin at 1, as "
+                "torch compiles rollout and update otherwise. Use false, or a stage without a "
+                "ratio (nft, awm, sft, opd with 'pathwise').",
             )
         if self.learns_from_rewards and rollout.group_size < 2:
             text = "an advantage compares the images of a prompt. Use 2 or more."
-            yield f"rollout.group_size: got {rollout.group_size}; {text}"
+            yield Problem("rollout.group_size", f"got {rollout.group_size}; {text}")
         if rollout.prompts % updates:  # advantages need all images of a prompt in one step
             text = f"{rollout.prompts} prompts cannot be shared evenly among"
             text += f" optimizer.updates_per_rollout = {updates}. Use a multiple of {updates}."
-            yield f"rollout.prompts: {text}"
+            yield Problem("rollout.prompts", text)
         for index, task in enumerate(self.tasks):
             evaluated = self.evaluation and task.validation and not self.unrewarded
             if task.reward is None and (self.learns_from_rewards or evaluated):
                 why = "it is evaluated. Leave out its `validation`, or add"
                 if self.learns_from_rewards:
                     why = "this run learns from it. Add"
-                yield f"tasks.{index}.reward: missing, and {why} the keys name, options."
+                yield Problem(
+                    f"tasks.{index}.reward", f"missing, and {why} the keys name, options."
+                )
             elif task.reward and self.evaluation and not task.validation:
                 text = "missing, though `evaluation` is on. Name a prompt set that is not trained"
-                yield f"tasks.{index}.validation: {text} on, or write `evaluation: null`."
+                yield Problem(
+                    f"tasks.{index}.validation", f"{text} on, or write `evaluation: null`."
+                )
             if task.teacher and not self.routing:
                 text = f"{task.teacher!r}, but {self.stage!r} has no teachers. Leave it out"
-                yield f"tasks.{index}.teacher: {text}, or use stage 'opd' or 'sft'."
+                yield Problem(f"tasks.{index}.teacher", f"{text}, or use stage 'opd' or 'sft'.")
         if self.alarm and self.alarm.reference == "start" and not self.lora.init:
-            yield "alarm.reference: 'start' is the base. Use 'base', or give lora.init."
+            yield Problem("alarm.reference", "'start' is the base. Use 'base', or give lora.init.")
         if self.watched and not self.evaluates:
-            yield "evaluation.watch: no task has `validation` and `reward`: nothing is evaluated."
+            yield Problem(
+                "evaluation.watch", "no task has `validation` and `reward`: nothing is evaluated."
+            )
         names = [("tasks", task.name) for task in self.tasks]
         yield from same_names(
             names + [("evaluation.watch", n) for b in self.watched for n in b.judges]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,13 +17,14 @@ from typing import Any
 from flowalign import __version__
 from flowalign.backbone.adapters import file_digest
 from flowalign.config import ConfigError, Stage, TrainingStage
-from flowalign.config.loading import load, parse
+from flowalign.config.loading import parse
 from flowalign.rewards import RewardSpec
 from flowalign.system import manifest
 from flowalign.system.files import read_lines, replacing
 from flowalign.system.folder import RunFolder
 from flowalign.system.manifest import Damaged
 from flowalign.training import metrics
+from flowalign.types import Problem
 
 SAMPLE = re.compile(r"[a-z_]+_(\d{6,})\.\w+")  # update_000020.png, held_out_000020.json
 NAME = re.compile(r"update_(\d{6,})")
@@ -68,16 +69,16 @@ def rewards_code(config: Stage) -> dict[str, dict[str, str]]:
     return codes
 
 
-def changed_rewards(config: Stage, about: Mapping[str, Any]) -> list[str]:
-    """Keys of the rewards whose code is another than a manifest says, with the names of what
-    changed. An older manifest says nothing."""
-    texts = []
+def changed_rewards(config: Stage, about: Mapping[str, Any]) -> list[Problem]:
+    """The rewards whose code is another than a manifest says, with the names of what changed. An
+    older manifest says nothing."""
+    problems = []
     then = about.get("rewards", {})
     for key, now in rewards_code(config).items():
         was = then.get(key, now)
         if changed := sorted(name for name in now.keys() | was if now.get(name) != was.get(name)):
-            texts.append(f"{key}: the code of {', '.join(changed)} has changed")
-    return texts
+            problems.append(Problem(key, f"the code of {', '.join(changed)} has changed"))
+    return problems
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,7 @@ def newest(run: Path, config: TrainingStage) -> Resumable | None:
         except Damaged as error:
             skipped[folder] = str(error)
             continue
-        changed = _changed(config, about.get("config"))
+        changed = changed_sections(config, about.get("config"))
         if about.get("update") != update_of(folder):
             skipped[folder] = f"it is a copy of update {about.get('update')}"
         elif changed:
@@ -111,18 +112,18 @@ def newest(run: Path, config: TrainingStage) -> Resumable | None:
             return Resumable(folder, about, skipped)
     if other:
         text = (
-            f"--resume: {', '.join(other)} differ from the run that is there. A resumed run keeps "
-            "its config (but for train and evaluation); undo the change or choose another `output`."
+            f"{', '.join(other)} differ from the run that is there. A resumed run keeps its config "
+            "(but for train and evaluation); undo the change or choose another `output`."
         )
-        raise ConfigError([text])
+        raise ConfigError([Problem("--resume", text)])
     if skipped:
         listed = "; ".join(f"{path}: {reason}" for path, reason in skipped.items())
-        text = f"--resume: no checkpoint can be used ({listed}). Put a sound one back. {DELETE}"
-        raise ConfigError([text])
+        text = f"no checkpoint can be used ({listed}). Put a sound one back. {DELETE}"
+        raise ConfigError([Problem("--resume", text)])
     return None
 
 
-def _changed(config: TrainingStage, saved: object) -> list[str]:
+def changed_sections(config: TrainingStage, saved: object) -> list[str]:
     """The sections of a saved config in which the run's differs, but for those in FREE."""
     free = {key: value for key, value in config.model_dump(mode="json").items() if key in FREE}
     try:
@@ -131,76 +132,6 @@ def _changed(config: TrainingStage, saved: object) -> list[str]:
         return ["unreadable"]
     old, new = old.model_dump(exclude=FREE), config.model_dump(exclude=FREE)
     return sorted(key for key in new.keys() | old if new.get(key) != old.get(key))
-
-
-def problems(
-    config: TrainingStage,
-    processes: int,
-    *,
-    resume: bool,
-    any_world: bool = False,
-    pending: Collection[str] = (),
-) -> Iterator[str]:
-    """What the output folder says against this run. resume: whether it is to go on there.
-    any_world: with any number of processes. pending: adapters that an earlier stage of a recipe
-    will write."""
-    run = Path(config.output)
-    if checkpoints(run) and not resume:
-        yield (
-            f"output: {run} holds the checkpoints of a run. Continue it with --resume, "
-            "choose another `output`, or delete the folder."
-        )
-        return
-    try:
-        saved = newest(run, config)
-    except ConfigError as error:
-        yield from error.problems
-        return
-    if saved is None:
-        yield from _unfinished(run, config)
-        return
-    for key, source in config.inputs.items():
-        now = None if source in pending else file_digest(source)  # None: others complain
-        if now is not None and now != saved.about["inputs"].get(key):
-            yield (
-                f"{key}: {source!r} has changed since {saved.folder} was written. Put the "
-                "adapter of that time back, or choose another `output` to start with this one."
-            )
-    if not config.train.allow_changed_rewards:
-        for text in changed_rewards(config, saved.about):
-            yield (
-                f"{text} since {saved.folder} was written. Put it back, choose another `output`, "
-                "or, if its scores are the same, go on with train.allow_changed_rewards=true."
-            )
-    if not any_world and (before := saved.about["processes"]) != processes:
-        yield (
-            f"--resume: {saved.folder} was written by {before} process(es), and there are "
-            f"{processes} now: prompts and noise stay the same, but gradients are summed in "
-            "another order, so that the last digits differ, and rewards that draw random numbers "
-            "draw others. Start as many as before, or accept that with --allow-world-change."
-        )
-
-
-def _unfinished(run: Path, config: TrainingStage) -> Iterator[str]:
-    """Of a folder without checkpoints: log or adapter of anything but a run of this config which
-    ended before its first checkpoint."""
-    folder = RunFolder(run)
-    numbers = (row.get(metrics.UPDATE) for row in read_lines(folder.log))
-    updates = [number for number in numbers if isinstance(number, int)]
-    if not updates and not folder.adapter.exists():
-        return
-    try:
-        old = load(folder.config)
-        # a run writes its card at its end
-        early = max(updates) <= old.train.checkpoint_every and not folder.card.exists()
-        ours = not _changed(config, old.model_dump(mode="json"))
-    except (ConfigError, OSError, ValueError, AttributeError):
-        early = ours = False
-    if not (early and ours):
-        yield (
-            f"output: {run} holds the log or adapter of another run, or of one whose checkpoints "
-            f"are gone. {DELETE}"
-        )
 
 
 # What a run has written of itself ----------------------------------------------------------------
