@@ -20,8 +20,9 @@ from typing import Any, NamedTuple
 
 from flowalign.eval import stats
 from flowalign.system import manifest
-from flowalign.system.escape import escaped, shown, table
+from flowalign.system.escape import escaped, shown
 from flowalign.system.exit import refusing
+from flowalign.system.table import Table
 from flowalign.types import EvalRow
 
 VERSION = 1  # of results.json; raised whenever an older reader would misread a newer file
@@ -143,11 +144,11 @@ def markdown(
     for name, row in differences.items():
         gap = stats.shown(row, 4, signed=True)
         interval = stats.between(row, 4, signed=True) if math.isfinite(row.stderr) else ""
-        rows.append([escaped(name), escaped(row.metric), gap, interval or "–", str(row.n)])
-    heads = ["benchmark", "metric", "difference", "95 %", "n"]
+        rows.append([name, row.metric, gap, interval or "–", str(row.n)])
+    table = Table(["benchmark", "metric", "difference", "95 %", "n"], rows, names=2)
     title = f"{second} − {first}, paired: same {shared}."
     below = [f"\n{escaped(note)}" for note in stats.notes([differences])]
-    return "\n".join([title, "", *table(heads, rows), *below]) + "\n"
+    return "\n".join([title, "", table.markdown(), *below]) + "\n"
 
 
 @refusing("eval compare")

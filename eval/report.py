@@ -18,12 +18,13 @@ from flowalign.eval.compare import VERSION
 from flowalign.eval.fidelity import GROUPS
 from flowalign.eval.stats import AVERAGE, FIDELITY, FIELDS, headline_row, part_of
 from flowalign.eval.suite import Benchmark, environment
-from flowalign.eval.table import Results, Table, markdown, metric_rows, of_cells, tables
+from flowalign.eval.table import Numbers, Results, metric_table, tables
 from flowalign.rewards import describe
 from flowalign.system import manifest
 from flowalign.system.escape import escaped
 from flowalign.system.files import replacing, to_json
 from flowalign.system.images import pixels_of
+from flowalign.system.table import Table
 from flowalign.training.data import spread, spread_text
 from flowalign.training.report import page
 from flowalign.training.report.pictures import (
@@ -37,8 +38,6 @@ from flowalign.training.report.pictures import (
 )
 from flowalign.training.report.results import unlearnt
 from flowalign.types import EvalRow
-
-Cells = Sequence[Sequence[str]]  # of a table, the heads first
 
 
 def write_files(config: EvalStage, results: Results) -> str:
@@ -54,8 +53,8 @@ def write_files(config: EvalStage, results: Results) -> str:
     sentences = [*said, *conditions(config, results, versions)]
     scores = tables(results, config.compare)
     heads = [f"{escaped(text, length=1000)}\n" for text in said]
-    short = "\n".join([*heads, *map(markdown, scores)])
-    metrics = metric_rows(results.rows)
+    short = "\n".join([*heads, *(numbers.markdown() for numbers in scores)])
+    metrics = metric_table(results.rows)
     measured = escaped(" ".join(sentences), length=10_000)
     about = {"title": title, "conditions": sentences, "config": to_yaml(config)}
     if config.report.images:
@@ -64,9 +63,9 @@ def write_files(config: EvalStage, results: Results) -> str:
         listed = blocks(results, dict.fromkeys(equal, "kept: update 0"))
         comparison(folder / "grid.png", [*listed], title=f"{title}. {legend}")
     content = document(config, results, versions)
-    content |= {"remarks": said, "tables": [table.plain() for table in scores]}
+    content |= {"remarks": said, "tables": [numbers.plain() for numbers in scores]}
     texts = {
-        "table.md": f"{short}\nEvery metric:\n\n{of_cells(metrics)}\n{measured}\n",
+        "table.md": f"{short}\nEvery metric:\n\n{metrics.markdown()}\n\n{measured}\n",
         "report.html": render(results, scores, metrics, **about),
         # JSON has no NaN
         "results.json": json.dumps(to_json(content), allow_nan=False, indent=1),
@@ -212,8 +211,8 @@ class Line(NamedTuple):
     cells: Mapping[str, Sequence[Cell]]  # by model, one per image
 
 
-def render(results: Results, tables: Sequence[Table], metrics: Cells, **about: Any) -> str:
-    """The page. metrics: `metric_rows`. about: its title; conditions: how
+def render(results: Results, tables: Sequence[Numbers], metrics: Table, **about: Any) -> str:
+    """The page. metrics: `metric_table`. about: its title; conditions: how
     the numbers were measured, one sentence each; config: YAML."""
     grids = {benchmark.name: lines(results, benchmark) for benchmark in results.benchmarks}
     pictured = {benchmark.name: results.pictured(benchmark) for benchmark in results.benchmarks}
@@ -232,7 +231,7 @@ def render(results: Results, tables: Sequence[Table], metrics: Cells, **about: A
         shared=results.shared,
         tables=tables,
         models=list(results.judged),
-        metrics=page.table(metrics),
+        metrics=metrics.html(),
         # also as a part of another reward, or behind a URL
         geneval='"geneval"' in json.dumps([describe(b.reward) for b in results.benchmarks]),
         grids=grids if any(pictured.values()) else {},

@@ -11,11 +11,8 @@ first, because its tasks share the seed, and may share prompts.
 from __future__ import annotations
 
 import argparse
-import csv
-import io
 import itertools
 import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -25,8 +22,8 @@ import numpy as np
 
 from flowalign.eval import stats
 from flowalign.eval.compare import Column, Incomparable, differences, key_of, load_results
-from flowalign.system.escape import escaped, table
 from flowalign.system.exit import refusing
+from flowalign.system.table import Mark, Table, latex
 from flowalign.types import EvalRow
 
 Document = Mapping[str, Any]  # a results.json
@@ -58,23 +55,45 @@ class SeedTable:
     def columns(self) -> list[str]:
         return list(next(iter(self.rows.values())))
 
-    def texts(self, bold: str) -> tuple[list[list[str]], list[list[str]]]:
-        """The cells of rows and gaps, labels first. bold: the format of a bold number."""
+    @property
+    def tables(self) -> list[Table]:
+        """Of the numbers, and of the gaps if there are any."""
+        seeds = f"{self.seeds} seed{'s' if self.seeds > 1 else ''}"
+        best = {(model, column) for column, model in self.bold.items()}
+        tables = [_table(seeds, self.rows, best, ".3f")]
+        if self.gaps:
+            tables.append(_table("difference", self.gaps, self.clear, "+.3f"))
+        return tables
 
-        def text(cell: Cell, mark: bool, sign: str = "") -> str:
+    @property
+    def clear(self) -> set[tuple[str, str]]:
+        """The gaps that are beyond their margins: (pair, column)."""
+        clear = set()
+        for pair, gap in self.gaps.items():
+            clear |= {
+                (pair, column) for column, cell in gap.items() if abs(cell.mean) > cell.margin
+            }
+        return clear
+
+
+def _table(
+    head: str,
+    rows: Mapping[str, Mapping[str, Cell]],
+    bold: set[tuple[str, str]],
+    form: str,
+) -> Table:
+    lines = []
+    marks = {}
+    columns = next(iter(rows.values()))
+    for label, cells in rows.items():
+        line = [label]
+        for column, cell in cells.items():
+            if (label, column) in bold:
+                marks[len(lines), len(line)] = Mark("best")
             error = "" if math.isnan(cell.error) else f" ± {cell.error:.3f}"
-            number = f"{cell.mean:{sign}.3f}{error}"
-            return bold.format(number) if mark else number
-
-        rows = [
-            [model, *(text(row[c], self.bold.get(c) == model) for c in row)]
-            for model, row in self.rows.items()
-        ]
-        gaps = [
-            [pair, *(text(cell, abs(cell.mean) > cell.margin, "+") for cell in gap.values())]
-            for pair, gap in self.gaps.items()
-        ]
-        return rows, gaps
+            line.append(f"{cell.mean:{form}}{error}")
+        lines.append(line)
+    return Table([head, *columns], lines, marks=marks)
 
 
 def seed_table(
@@ -196,40 +215,25 @@ def cells(documents: Sequence[Document], first: str, second: str = "") -> dict[s
 
 def markdown(numbers: SeedTable) -> str:
     """Numbers, then gaps, as tables."""
-    heads = list(map(escaped, numbers.columns))
-    both = numbers.texts("**{}**")
-    rows, gaps = ([[escaped(label), *cells] for label, *cells in part] for part in both)
-    lines = table([f"{numbers.seeds} seed{'s' * (numbers.seeds > 1)}", *heads], rows)
-    return "\n".join([*lines, *(["", *table(["difference", *heads], gaps)] if gaps else [])]) + "\n"
-
-
-def latex(numbers: SeedTable) -> str:
-    """A tabular for the package booktabs, the gaps below a rule."""
-
-    def plain(name: str) -> str:
-        return re.sub(r"[&%$#_{}]", r"\\\g<0>", re.sub(r"[\\~^]", " ", name))
-
-    columns = list(map(plain, numbers.columns))
-    lines = [rf"\begin{{tabular}}{{l{'r' * len(columns)}}}", r"\toprule"]
-    for part in filter(None, ([["", *columns]], *numbers.texts(r"\textbf{{{}}}"))):
-        rows = (" & ".join([plain(label), *cells]) for label, *cells in part)
-        lines += [*(rf"{row} \\" for row in rows), r"\midrule"]
-    text = "\n".join([*lines[:-1], r"\bottomrule", r"\end{tabular}", ""])
-    return re.sub(r"[±−]|(?<=[ {])-(?=\d)", lambda s: r"$\pm$" if s[0] == "±" else "$-$", text)
+    return "\n\n".join(table.markdown() for table in numbers.tables) + "\n"
 
 
 def comma_separated(numbers: SeedTable) -> str:
     """Models, then gaps: a line each, with mean, standard error and margin of every column."""
-    file = io.StringIO()
-    writer = csv.writer(file, lineterminator="\n")
-    heads = [f"{column}{part}" for column in numbers.columns for part in ("", "_stderr", "_margin")]
-    writer.writerow(["", *heads])
+    heads = [""]
+    for column in numbers.columns:
+        heads += [column, f"{column}_stderr", f"{column}_margin"]
+    lines = []
     for label, row in itertools.chain(numbers.rows.items(), numbers.gaps.items()):
-        writer.writerow([label, *itertools.chain(*row.values())])
-    return file.getvalue()
+        lines.append([label, *map(str, itertools.chain(*row.values()))])
+    return Table(heads, lines).csv()
 
 
-FORMATS = {"markdown": markdown, "csv": comma_separated, "latex": latex}
+FORMATS = {
+    "markdown": markdown,
+    "csv": comma_separated,
+    "latex": lambda numbers: latex(numbers.tables),
+}
 
 
 @refusing("eval table")

@@ -26,8 +26,8 @@ from flowalign.eval.stats import (
 )
 from flowalign.eval.suite import Benchmark, Judged
 from flowalign.rewards import as_reward, describe
-from flowalign.system import escape
 from flowalign.system.escape import escaped
+from flowalign.system.table import Mark, Table
 from flowalign.training.report.page import Panel
 from flowalign.types import EvalRow
 
@@ -67,7 +67,7 @@ class Results:
         return own if benchmark in self.columns else "others"
 
     @cached_property
-    def crossed(self) -> Table | None:
+    def crossed(self) -> Numbers | None:
         """Every judge on the prompts of every task, by model, and what that comes to: the mean of
         the judges on their own prompts, that on those of other tasks, and the cell that lost most
         to the first model. None where no judge has prompts besides its own. Kept, as the tables and
@@ -92,7 +92,7 @@ class Results:
         text = "TASK_JUDGE: another task's judge. own, others: means of the judges on their own "
         text += f"prompts, and on those of others. worst: the largest loss to {base}, paired."
         below = [text, *notes(rows.values())]
-        return Table("Every judge on every task's prompts", rows, decimals, False, below, changes)
+        return Numbers("Every judge on every task's prompts", rows, decimals, False, below, changes)
 
     def pictured(self, benchmark: Benchmark) -> list[int]:
         """The prompts of the report, whose images are at hand: those of all models alike."""
@@ -143,8 +143,8 @@ class Results:
 
 
 @dataclass(frozen=True)
-class Table:
-    """Numbers by row and column, as they are printed."""
+class Numbers:
+    """Numbers by row and column, and how many decimals are printed."""
 
     caption: str
     rows: Mapping[str, Mapping[str, EvalRow]]  # {label: {column: number}}
@@ -153,10 +153,29 @@ class Table:
     notes: Sequence[str] = ()  # below it
     changes: Mapping[str, Mapping[str, EvalRow]] | None = None  # {label: {column: to the first}}
 
-    @staticmethod
-    def arrow(column: str) -> str:
-        """Marks a column where lower is better."""
-        return " ↓" if column in LOWER_IS_BETTER else ""
+    @property
+    def table(self) -> Table:
+        """As texts. Below each column, how many images (for differences: pairs) it comes from."""
+        heads = [""]
+        foot = ["n"]
+        lines = [[label] for label in self.rows]
+        marks = {}
+        for place, (column, decimals) in enumerate(self.decimals.items(), start=1):
+            heads.append(f"{column} ↓" if column in LOWER_IS_BETTER else column)
+            foot.append(counts(row[column] for row in self.rows.values()))
+            best = self.best(column)
+            for number, (label, row) in enumerate(self.rows.items()):
+                lines[number].append(self.text(label, column))
+                interval = between(row[column], decimals)
+                kind = "best" if label in best else self.trend(label, column)
+                hint = f"95 % {interval}" if interval else ""
+                marks[number, place] = Mark(kind, hint, self.shade(label, column))
+        return Table(heads, lines, marks=marks, foot=foot)
+
+    def markdown(self) -> str:
+        """The caption, the table and the notes."""
+        notes = [escaped(note, length=5000) for note in self.notes]
+        return "\n\n".join([escaped(self.caption), self.table.markdown(), *notes]) + "\n"
 
     def text(self, label: str, column: str) -> str:
         """Mean ± standard error, and the count where images have no score; a dash = no number."""
@@ -165,20 +184,9 @@ class Table:
         incomplete = row.total is not None and row.n < row.total
         return f"{number} (n {row.n} of {row.total})" if incomplete else number
 
-    def interval(self, label: str, column: str) -> str:
-        """The ends of the 95 % interval, "" if there is none."""
-        return between(self.rows[label][column], self.decimals[column])
-
-    def n(self, column: str) -> str:
-        """How many images (for differences: pairs) the numbers of a column come from."""
-        return counts(row[column] for row in self.rows.values())
-
     def plain(self) -> dict[str, Any]:
         """For results.json: caption, rows of texts with the heads first, and notes."""
-        heads = ["", *(f"{column}{self.arrow(column)}" for column in self.decimals)]
-        rows = [[label, *(self.text(label, c) for c in self.decimals)] for label in self.rows]
-        rows = [heads, *rows, ["n", *map(self.n, self.decimals)]]
-        return {"caption": self.caption, "rows": rows, "notes": list(self.notes)}
+        return {"caption": self.caption, "rows": self.table.texts, "notes": list(self.notes)}
 
     def best(self, column: str) -> set[str]:
         """The rows with the best printed number (several if equal); empty for differences."""
@@ -210,7 +218,7 @@ class Table:
         return "better" if (row.mean > 0) != (column in LOWER_IS_BETTER) else "worse"
 
 
-def tables(results: Results, compare: Mapping[str, Sequence[str]]) -> list[Table]:
+def tables(results: Results, compare: Mapping[str, Sequence[str]]) -> list[Numbers]:
     """The main table, the differences to the first model, and one table per entry of `compare`.
 
     compare {model: other models}: model minus each of the others.
@@ -230,13 +238,13 @@ def tables(results: Results, compare: Mapping[str, Sequence[str]]) -> list[Table
     about = [(benchmark.name, describe(benchmark.reward)) for benchmark in results.columns]
     who = [f"{name}: {_judge(described)}" for name, described in about]
     who = [f"Judges. {'; '.join(who)}.", *without_error(main)]
-    result = [Table("Mean ± standard error.", main, decimals, notes=who)]
+    result = [Numbers("Mean ± standard error.", main, decimals, notes=who)]
     result += filter(None, [results.crossed])
     for caption, pairs in captions.items():
         rows = {f"{model} − {other}": results.difference(model, other) for model, other in pairs}
         if rows:
             title = f"{caption}, {results.shared}:"
-            result.append(Table(title, rows, decimals, True, without_error(rows)))
+            result.append(Numbers(title, rows, decimals, True, without_error(rows)))
     return result
 
 
@@ -255,38 +263,17 @@ def _decimals(rows: Iterable[Mapping[str, EvalRow]], column: str) -> int:
     return 2 if largest >= 10 else 3 if largest >= 0.1 or largest == 0 else 5
 
 
-def markdown(table: Table) -> str:
-    """A table as Markdown: the best of a column in bold, and the counts below."""
-    heads = ["", *(f"{escaped(column)}{table.arrow(column)}" for column in table.decimals)]
-    best = {column: table.best(column) for column in table.decimals}
-    rows = []
-    for label in table.rows:
-        cells = [(table.text(label, column), label in best[column]) for column in table.decimals]
-        rows.append([escaped(label), *(f"**{text}**" if bold else text for text, bold in cells)])
-    rows.append(["n", *map(table.n, table.decimals)])
-    below = [line for note in table.notes for line in ("", escaped(note, length=5000))]
-    return "\n".join([escaped(table.caption), "", *escape.table(heads, rows), *below]) + "\n"
-
-
-def metric_rows(rows: Mapping[str, Sequence[EvalRow]]) -> list[list[str]]:
-    """{model: rows} as texts: one line per benchmark and metric, one column per model; heads
-    first."""
-    lines = [["benchmark", "metric", "n", *rows]]
+def metric_table(rows: Mapping[str, Sequence[EvalRow]]) -> Table:
+    """{model: rows} as texts: one line per benchmark and metric, one column per model."""
     by_metric: dict[tuple[str, str], dict[str, EvalRow]] = {}
     for model, numbers in rows.items():
         for row in numbers:
             by_metric.setdefault((row.benchmark, row.metric), {})[model] = row
-    for (benchmark, metric), numbers in by_metric.items():
+    lines = []
+    for names, numbers in by_metric.items():
         cells = [f"{shown(row, 3)} {between(row, 3)}".strip() for row in map(numbers.get, rows)]
-        lines.append([benchmark, metric, counts(numbers.values()), *cells])
-    return lines
-
-
-def of_cells(rows: Sequence[Sequence[str]]) -> str:
-    """`metric_rows` as Markdown. Names are escaped, numbers are ours."""
-    heads, *lines = rows
-    texts = [[escaped(name), escaped(metric), *numbers] for name, metric, *numbers in lines]
-    return "\n".join(escape.table([*map(escaped, heads)], texts)) + "\n"
+        lines.append([*names, counts(numbers.values()), *cells])
+    return Table(["benchmark", "metric", "n", *rows], lines, names=2)
 
 
 def counts(rows: Iterable[EvalRow]) -> str:

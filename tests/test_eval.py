@@ -22,7 +22,7 @@ from flowalign.eval.fidelity import distance, enough, frechet
 from flowalign.eval.geneval import summarize
 from flowalign.eval.stats import NO_ERROR, average, difference, lost, rows_of
 from flowalign.eval.suite import Benchmark, ImageSet, Judged
-from flowalign.eval.table import metric_rows, of_cells
+from flowalign.eval.table import metric_table
 from flowalign.system.images import pixels_of
 from flowalign.types import EvalReport, EvalRow, PromptBatch, Scores
 
@@ -95,7 +95,7 @@ def test_a_reward_that_failed_on_everything_has_no_headline_but_a_report(tags: s
         del image["correct"]  # a reward that raised gives no parts
     report = EvalReport(rows_of(GENEVAL, images))
     assert math.isnan(suite.headline(report, [GENEVAL]).mean)
-    assert "| geneval | correct | 0 | – |" in of_cells(metric_rows({"base": report.rows}))
+    assert "| geneval | correct | 0 | – |" in metric_table({"base": report.rows}).markdown()
 
 
 def test_an_evaluation_that_lost_too_many_images_says_which_and_why():

@@ -26,9 +26,9 @@ from flowalign.eval.evaluation import evaluate as run_evaluation
 from flowalign.system.files import expanded, read_lines, replacing
 from flowalign.system.images import image_files, in_order, read_image, stacked
 from flowalign.system.packages import require
+from flowalign.system.table import Table
 from flowalign.training import metrics
 from flowalign.training.data import load_prompts
-from flowalign.training.report import page
 from flowalign.training.report.pictures import score_text, sheet
 from flowalign.training.report.progress import OnMetrics, figures
 from flowalign.training.report.results import kept
@@ -78,7 +78,7 @@ class Scored:
     def _repr_html_(self) -> str:
         prompts, *numbers = self.columns.values()
         texts = ([f"{number:.4g}" for number in column] for column in numbers)
-        return page.table([[*self.columns], *zip(prompts, *texts, strict=True)])
+        return Table([*self.columns], [*zip(prompts, *texts, strict=True)]).html()
 
 
 @dataclass(frozen=True, repr=False)
@@ -130,7 +130,7 @@ class Run:
 
     def _repr_html_(self) -> str:
         tables = self.results.get("tables", []) if (self.folder / "results.json").is_file() else []
-        return "".join(page.table(table["rows"]) for table in tables) or str(self.folder)
+        return "".join(Table.of(table["rows"]).html() for table in tables) or str(self.folder)
 
 
 def score(images: Any, prompts: Prompts, reward: Any, **options: Any) -> Scored:
