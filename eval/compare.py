@@ -19,11 +19,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from flowalign.eval import stats
+from flowalign.eval.scores import from_row
 from flowalign.system import manifest
 from flowalign.system.escape import escaped, shown
 from flowalign.system.exit import refusing
 from flowalign.system.table import Table
-from flowalign.types import EvalRow
+from flowalign.types import EvalRow, ImageScore
 
 VERSION = 1  # of results.json; raised whenever an older reader would misread a newer file
 SAMPLER = ("height", "width", "steps", "guidance", "max_sequence_length", "seed")
@@ -96,7 +97,7 @@ def differences(
             if key == "average":  # says how it is shown, and older files lack it
                 continue
             problems.append(f"{name}: {key} is {x!r} and {y!r}")
-        a, b = (list(map(key_of, model["images"][name])) for model in models)
+        a, b = ([score.image for score in scores_of(model, name)] for model in models)
         count = min(len(a), len(b))  # a smaller `limit` takes the first prompts
         if a[:count] != b[:count] or not count:
             problems.append(
@@ -112,9 +113,9 @@ def _unequal(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[tuple[str, Any,
     return [(key, x, y) for key, x, y in pairs if x != y]
 
 
-def key_of(row: Mapping[str, Any]) -> tuple[int, int, str, str]:
-    """What makes two images comparable: index, copy, prompt, metadata."""
-    return row["index"], row["copy"], row["prompt"], json.dumps(row["metadata"])
+def scores_of(model: Mapping[str, Any], benchmark: str) -> list[ImageScore]:
+    """The scores of a model's images, in results.json."""
+    return [from_row(row) for row in model["images"][benchmark]]
 
 
 def compare(
@@ -128,7 +129,7 @@ def compare(
     result = {}
     for name, about in first["benchmarks"].items():
         if name in second["benchmarks"]:
-            a, b = (list(map(stats.from_json, model["images"][name])) for model in models)
+            a, b = (scores_of(model, name) for model in models)
             count = min(len(a), len(b))  # the shared ones, which come first
             column = Column(name, about.get("headline"))
             result[name] = stats.difference(column, a[:count], b[:count])
@@ -171,7 +172,7 @@ def main(argv: Sequence[str]) -> int:
         raise Incomparable(text) from error
     models = documents[0]["models"][first], documents[1]["models"][second]
     unknown = [k for k in SAMPLER if any(m["settings"].get(k) is None for m in models)]
-    shared = f"prompts{' and noise' * ('seed' not in unknown)}"
+    shared = "prompts" if "seed" in unknown else "prompts and noise"
     print(markdown(result, (first, second), shared), end="")
     if unknown := [key for key in unknown if key in SAMPLER[2:5]]:
         print(f"note: not known, and so not compared: {', '.join(unknown)}")

@@ -44,9 +44,9 @@ def run_command(config: EvalStage, file: str) -> int:
     )
     rewards.add_config_folder(file)
     with status:
-        main = processes.state(config).is_main_process
-        for _, text in misused_adapters({Path(config.output).name: config}) if main else ():
-            log.warning("a finding of preflight: %s", text)
+        if processes.state(config).is_main_process:
+            for _, text in misused_adapters({Path(config.output).name: config}):
+                log.warning("a finding of preflight: %s", text)
         evaluate(config)
         if processes.state().is_main_process:
             print(results.summary(config), flush=True)
@@ -117,7 +117,9 @@ def _evaluate(config: EvalStage, accelerator: Accelerator) -> None:
         benchmarks = [judge for images in sets for judge in images.judges]
         panels = drift_panels(config, backbone, sets, judged)
         seeds = {config.settings_of(model)["seed"] for model in config.models}
-        alike = f"same prompts{' and noise' * (len(seeds) == 1 and None not in seeds)}"
+        alike = "same prompts"
+        if len(seeds) == 1 and None not in seeds:
+            alike += " and noise"
         print(write_files(config, Results(benchmarks, judged, distances, panels, alike, own)))
         warn_of_drift(config, panels)
 
@@ -176,12 +178,12 @@ def score_models(
             problems = []
             for benchmark, result in zip(images.judges, scored, strict=True):
                 judged[name][benchmark.name] = result
-                number = headline_rows(benchmark, result.rows)[0].mean
+                number = headline_rows(benchmark, result.scores)[0].mean
                 old = result.taken_over
-                said = f"{old} scores taken over, {len(result.rows) - old} made"
+                said = f"{old} scores taken over, {len(result.scores) - old} made"
                 line = f"{name}: {benchmark.name} {number:.3f} ({said})"
                 console.print(harmless(line), markup=False)
-                if reason := lost(benchmark, result.rows, config.max_invalid_share):
+                if reason := lost(benchmark, result.scores, config.max_invalid_share):
                     problems.append(f"{name}, {reason}")
             if problems:
                 raise EvaluationError(

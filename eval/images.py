@@ -43,7 +43,8 @@ def find_images(source: str) -> dict[str, list[Path]]:
     if not path.is_dir() and not (path.suffix.lower() == ".jsonl" and path.exists()):
         raise ImagesError(f"there is no such folder or .jsonl: {source!r}. {FORMS}")
     try:
-        for prompt, files in _read_folder(path) if path.is_dir() else _read_jsonl(path):
+        rows = _read_folder(path) if path.is_dir() else _read_jsonl(path)
+        for prompt, files in rows:
             files = [files] if isinstance(files, str) else files
             if not files or not isinstance(files, list) or not all(map(Path, files)):
                 raise ValueError(f"no image of {shown(repr(prompt))}, but {shown(repr(files))}")

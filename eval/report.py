@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 from flowalign.config import EvalStage, to_yaml
 from flowalign.eval.compare import VERSION
 from flowalign.eval.fidelity import GROUPS
-from flowalign.eval.stats import AVERAGE, FIDELITY, FIELDS, headline_row, part_of
+from flowalign.eval.scores import to_row
+from flowalign.eval.stats import AVERAGE, FIDELITY, headline_row, part_of
 from flowalign.eval.suite import Benchmark, environment
 from flowalign.eval.table import Numbers, Results, metric_table, tables
 from flowalign.rewards import describe
@@ -45,10 +46,12 @@ def write_files(config: EvalStage, results: Results) -> str:
     folder = Path(config.output)
     versions = environment()
     drawn = []
-    on = f"{(n := len(results.judged))} model{'s' * (n > 1)} on {config.model.id}"
+    count = len(results.judged)
+    on = f"{count} model{'s' if count > 1 else ''} on {config.model.id}"
     title = on if config.adapters else ", ".join(config.given)
     title = config.report.title or f"flowalign eval: {title}"
-    equal = {name: text for name, a in config.adapters.items() if (text := unlearnt(a))}
+    remarks = {name: unlearnt(adapter) for name, adapter in config.adapters.items()}
+    equal = {name: text for name, text in remarks.items() if text}
     said = [f"{name}: {text}." for name, text in equal.items()]
     sentences = [*said, *conditions(config, results, versions)]
     scores = tables(results, config.compare)
@@ -100,7 +103,7 @@ def document(config: EvalStage, results: Results, versions: Mapping[str, str]) -
             "average": plain(scores[AVERAGE]) if AVERAGE in scores else None,
             "difference": listed(results.difference(model, first)) if model != first else [],
             "matrix": {k: plain(r) for k, r in crossed.rows[model].items()} if crossed else None,
-            "images": {name: images.rows for name, images in judged.items()},
+            "images": {name: [*map(to_row, images.scores)] for name, images in judged.items()},
         }
     return {
         "version": VERSION,
@@ -174,10 +177,10 @@ def blocks(results: Results, marks: Mapping[str, str]) -> Iterator[Block]:
         pictured = results.pictured(judges[0])
         indices = [pictured[i] for i in spread(len(pictured), COLUMNS)]
         for model, judged in results.judged.items():
-            scores = [
-                [row.get(part_of(j), math.nan) for row in judged[j.name].rows] for j in judges
-            ]
-            captions = ["\n".join(score_text(s[i * copies]) for s in scores) for i in indices]
+            captions = []
+            for index in indices:
+                firsts = [judged[j.name].scores[index * copies].number(part_of(j)) for j in judges]
+                captions.append("\n".join(map(score_text, firsts)))
             numbers = [headline_row(judge, results.rows[model]).mean for judge in judges]
             lines = [f"{j.name} {score_text(n)}" for j, n in zip(judges, numbers, strict=True)]
             images = [pixels_of(results.picture(model, first, i, 0)) for i in indices]
@@ -248,29 +251,29 @@ def lines(results: Results, benchmark: Benchmark) -> list[Line]:
     """Every prompt, with its scores by every model."""
     part = part_of(benchmark)
     copies = benchmark.copies
-    judged = {model: of[benchmark.name].rows for model, of in results.judged.items()}
-    scores = [row.get(part, math.nan) for rows in judged.values() for row in rows]
-    finite = list(filter(math.isfinite, scores))
+    judged = {model: of[benchmark.name].scores for model, of in results.judged.items()}
+    numbers = [score.number(part) for scores in judged.values() for score in scores]
+    finite = list(filter(math.isfinite, numbers))
     low, high = min(finite, default=0.0), max(finite, default=0.0)
     pictured = results.pictured(benchmark)
 
     def cell(model: str, number: int) -> Cell:
-        row = judged[model][number]
-        score = row.get(part, math.nan)
-        verdict = row.get("correct", math.nan)
-        level = None if math.isnan(score) else 100.0
+        score = judged[model][number]
+        value = score.number(part)
+        verdict = score.number("correct")
+        level = None if math.isnan(value) else 100.0
         if level and high > low:
-            level = 100 * (score - low) / (high - low)
+            level = 100 * (value - low) / (high - low)
         elif level and verdict == 0:  # all scores are equal: only a verdict says that they are bad
             level = 0.0
         place = divmod(number, copies)  # prompt, copy
         return Cell(
             f"{benchmark.image_set}/{model}/{number}",
             results.picture(model, benchmark, *place) if place[0] in pictured else b"",
-            score_text(score),
+            score_text(value),
             level,
-            ", ".join(f"{key} {value:.3g}" for key, value in row.items() if key not in FIELDS),
-            str(row.get("reason") or ""),
+            ", ".join(f"{name} {number:.3g}" for name, number in score.numbers.items()),
+            score.reason or "",
             level is None or (verdict == 0 if math.isfinite(verdict) else level < 50),
         )
 
@@ -278,9 +281,9 @@ def lines(results: Results, benchmark: Benchmark) -> list[Line]:
     for index, means in enumerate(zip(*(results.means(benchmark, m) for m in judged), strict=True)):
         images = range(index * copies, (index + 1) * copies)
         cells = {model: [cell(model, number) for number in images] for model in judged}
-        row = next(iter(judged.values()))[images[0]]
-        tag = str(row["metadata"].get("tag", ""))
-        result.append(Line(index, row["prompt"], tag, disagree(means, high - low), cells))
+        image = next(iter(judged.values()))[images[0]].image
+        tag = str(image.metadata.get("tag", ""))
+        result.append(Line(index, image.prompt, tag, disagree(means, high - low), cells))
     return result
 
 

@@ -21,10 +21,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from flowalign.eval import stats
-from flowalign.eval.compare import Column, Incomparable, differences, key_of, load_results
+from flowalign.eval.compare import Column, Incomparable, differences, load_results, scores_of
 from flowalign.system.exit import refusing
 from flowalign.system.table import Mark, Table, latex
-from flowalign.types import EvalRow
+from flowalign.types import EvalRow, ImageScore
 
 Document = Mapping[str, Any]  # a results.json
 
@@ -113,11 +113,13 @@ def seed_table(
     if unknown := [name for name in named if name not in common]:
         raise ValueError(f"no model {unknown[0]!r} in all results; they share {', '.join(common)}.")
     for document in documents[1:]:
-        found = [p for m in models for p in differences(documents[0], document, (m, m))]
+        problems = []
+        for model in models:
+            problems += differences(documents[0], document, (model, model))
         if document["benchmarks"].keys() != documents[0]["benchmarks"].keys():
-            found.append("they have other benchmarks")
-        if found:
-            raise Incomparable("\n  - ".join(["these seeds do not compare:", *found]))
+            problems.append("they have other benchmarks")
+        if problems:
+            raise Incomparable("\n  - ".join(["these seeds do not compare:", *problems]))
     rows = {model: cells(documents, model) for model in models}
     gaps = {f"{a} − {b}": cells(documents, a, b) for a, b in pairs}
     return SeedTable(len(documents), rows, gaps, ahead(documents, rows))
@@ -127,8 +129,10 @@ def ahead(documents: Sequence[Document], rows: Mapping[str, Mapping[str, Cell]])
     """{column: the model in bold}: the one whose paired difference to every other model is above 0
     by more than its margin. A column without such a model has no bold number."""
     leaders = {}
+    if len(rows) < 2:
+        return leaders
     gap = cache(lambda first, second: cells(documents, first, second))
-    for column in next(iter(rows.values())) if len(rows) > 1 else ():
+    for column in next(iter(rows.values())):
         first, *others = sorted(rows, key=lambda model: -rows[model][column].mean)
         differences = (gap(first, other)[column] for other in others)
         if all(difference.mean > difference.margin for difference in differences):
@@ -166,16 +170,19 @@ def crossed(rows: Sequence[EvalRow]) -> Cell:
     return Cell(float(means.mean()), math.sqrt(of_prompts + of_seeds), math.sqrt(margin))
 
 
-def images(documents: Sequence[Document], model: str, name: str) -> list[list[Any]]:
-    """A model's rows of a benchmark, of every seed. Raises ValueError where a seed lacks one."""
+def images(documents: Sequence[Document], model: str, name: str) -> list[list[ImageScore]]:
+    """A model's scores of a benchmark, of every seed. Raises ValueError where a seed lacks one."""
     part = stats.part_of(Column(name, documents[0]["benchmarks"][name].get("headline")))
-    rows = [list(map(stats.from_json, d["models"][model]["images"][name])) for d in documents]
-    keys = [list(map(key_of, some)) for some in rows]
-    if any(key != keys[0] for key in keys):
-        raise ValueError(f"{model}, {name}: the seeds have other prompts")
-    if lost := sum(not math.isfinite(row.get(part, math.nan)) for some in rows for row in some):
+    seeds = [scores_of(document["models"][model], name) for document in documents]
+    first = [score.image for score in seeds[0]]
+    lost = 0
+    for scores in seeds:
+        if [score.image for score in scores] != first:
+            raise ValueError(f"{model}, {name}: the seeds have other prompts")
+        lost += sum(not math.isfinite(score.number(part)) for score in scores)
+    if lost:
         raise ValueError(f"{model}, {name}: {lost} images have no score")
-    return rows
+    return seeds
 
 
 def averages(document: Document) -> dict[str, list[str]]:
@@ -195,19 +202,19 @@ def averages(document: Document) -> dict[str, list[str]]:
 
 def cells(documents: Sequence[Document], first: str, second: str = "") -> dict[str, Cell]:
     """A model's number of every benchmark and its averages; with a second, first minus second."""
-    found = {}
+    rows = {}  # of every seed
     for name, judge in documents[0]["benchmarks"].items():
         column = Column(name, judge.get("headline"))
-        rows = images(documents, first, name)
+        scores = images(documents, first, name)
         if second:
-            pairs = zip(images(documents, second, name), rows, strict=True)
-            found[name] = [stats.difference(column, *pair) for pair in pairs]
+            pairs = zip(images(documents, second, name), scores, strict=True)
+            rows[name] = [stats.difference(column, *pair) for pair in pairs]
         else:
-            found[name] = [stats.headline_rows(column, some)[0] for some in rows]
+            rows[name] = [stats.headline_rows(column, seed)[0] for seed in scores]
     for head, names in averages(documents[0]).items():
-        of_seeds = zip(*(found[name] for name in names), strict=True)
-        found[head] = [stats.average(rows) for rows in of_seeds]
-    return {name: crossed(rows) for name, rows in found.items()}
+        by_seed = zip(*(rows[name] for name in names), strict=True)
+        rows[head] = [stats.average(seed) for seed in by_seed]
+    return {name: crossed(numbers) for name, numbers in rows.items()}
 
 
 # As text -----------------------------------------------------------------------------------------

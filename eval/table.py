@@ -49,10 +49,11 @@ class Results:
     @cached_property
     def rows(self) -> dict[str, list[EvalRow]]:
         """{model: every metric of every benchmark}; kept, because bootstrap intervals take time."""
-        return {
-            model: [row for b in self.benchmarks for row in rows_of(b, judged[b.name].rows)]
-            for model, judged in self.judged.items()
-        }
+        rows: dict[str, list[EvalRow]] = {model: [] for model in self.judged}
+        for model, judged in self.judged.items():
+            for benchmark in self.benchmarks:
+                rows[model] += rows_of(benchmark, judged[benchmark.name].scores)
+        return rows
 
     @property
     def columns(self) -> list[Benchmark]:
@@ -82,7 +83,9 @@ class Results:
         for model, judged in self.judged.items():
             row = {b.name: headline_row(b, self.rows[model]) for b in cells}
             others = [row[b.name] for b in cells if b not in own]
-            change = {b.name: difference(b, first[b.name].rows, judged[b.name].rows) for b in cells}
+            change = {}
+            for b in cells:
+                change[b.name] = difference(b, first[b.name].scores, judged[b.name].scores)
             means = {"own": average([row[b.name] for b in own]), "others": average(others)}
             worst = min(change.values(), key=lambda gap: (math.isnan(gap.mean), gap.mean))
             rows[model] = row | means | {"worst": worst}
@@ -105,13 +108,15 @@ class Results:
 
     def means(self, benchmark: Benchmark, model: str) -> list[float]:
         """Of each prompt the mean score of its images; NaN = none of them has a score."""
-        part = part_of(benchmark)
         copies = benchmark.copies
-        rows = self.judged[model]
-        scores = [row.get(part, math.nan) for row in rows[benchmark.name].rows]
-        groups = [scores[i : i + copies] for i in range(0, len(scores), copies)]
-        valid = [[score for score in group if math.isfinite(score)] for group in groups]
-        return [sum(group) / len(group) if group else math.nan for group in valid]
+        scores = self.judged[model][benchmark.name].scores
+        means = []
+        for start in range(0, len(scores), copies):
+            group = scores[start : start + copies]
+            numbers = [score.number(part_of(benchmark)) for score in group]
+            valid = [number for number in numbers if math.isfinite(number)]
+            means.append(sum(valid) / len(valid) if valid else math.nan)
+        return means
 
     def scores(self, model: str) -> dict[str, EvalRow]:
         """{column: number}: the benchmarks with what else their judges show, fidelity if it was
@@ -124,7 +129,7 @@ class Results:
         first, second = self.judged[other], self.judged[model]  # gains are second - first
         gap = self.distances[model].minus(self.distances[other]) if self.distances else None
         return self._columns(
-            lambda b, part: difference(b, first[b.name].rows, second[b.name].rows, part), gap
+            lambda b, part: difference(b, first[b.name].scores, second[b.name].scores, part), gap
         )
 
     def _columns(
@@ -260,7 +265,9 @@ def _decimals(rows: Iterable[Mapping[str, EvalRow]], column: str) -> int:
     """Decimals of a column: three, fewer for large numbers (PickScore 22.34), more for small."""
     sizes = [abs(row[column].mean) for row in rows if math.isfinite(row[column].mean)]
     largest = max(sizes, default=0.0)
-    return 2 if largest >= 10 else 3 if largest >= 0.1 or largest == 0 else 5
+    if largest >= 10:
+        return 2
+    return 3 if largest >= 0.1 or largest == 0 else 5
 
 
 def metric_table(rows: Mapping[str, Sequence[EvalRow]]) -> Table:

@@ -20,7 +20,7 @@ from flowalign.eval.suite import Benchmark, Judged
 from flowalign.eval.table import Numbers, Results, metric_table, tables
 from flowalign.system.escape import escaped
 from flowalign.training.report.pictures import png
-from flowalign.types import EvalRow, PromptBatch
+from flowalign.types import EvalRow, ImageScore, PromptBatch
 
 NAN = math.nan
 PROMPTS = ['a "<b>cat</b>" & a dog', "two stars", "a red sign", "nothing"]
@@ -44,14 +44,18 @@ def benchmark(name: str, headline: str | None) -> Benchmark:
 
 
 def judged(mark: Benchmark, scores: list[float], shade: float) -> Judged:
-    part = mark.headline or "value"
-    rows = [
-        {"index": i, "prompt": PROMPTS[i], "metadata": mark.prompts.metadata[i], "value": score}
-        | {part: score, "reason": f"saw <{score}>"}
-        for i, score in enumerate(scores)
-    ]
     images = [torch.full((3, 4, 4), shade + i / 100) for i in range(3)]  # one is not shown
-    return Judged(rows, [png(image) for image in images])
+    return Judged(given(mark, scores), [png(image) for image in images])
+
+
+def given(mark: Benchmark, scores: list[float]) -> list[ImageScore]:
+    """Of all images of a benchmark, in order."""
+    images = []
+    for number, score in enumerate(scores):
+        image = mark.image(divmod(number, mark.copies))
+        parts = {mark.headline: score} if mark.headline else {}
+        images.append(ImageScore(image, score, parts, reason=f"saw <{score}>"))
+    return images
 
 
 MARKS = [benchmark("geneval", "correct"), benchmark("ocr", None)]
@@ -232,17 +236,7 @@ def shared() -> Results:
     for model, of in scores.items():
         shade = 0.5 * (model == "new")
         pictures = [png(torch.full((3, 4, 4), shade + i / 10)) for i in range(4)]
-        images[model] = {
-            mark.name: Judged(
-                [
-                    {"index": i // 2, "copy": i % 2, "prompt": PROMPTS[i // 2], "metadata": {}}
-                    | {"value": score, mark.headline or "value": score, "reason": None}
-                    for i, score in enumerate(of[mark.name])
-                ],
-                pictures,
-            )
-            for mark in marks
-        }
+        images[model] = {mark.name: Judged(given(mark, of[mark.name]), pictures) for mark in marks}
     return Results(marks, images, {})
 
 
@@ -263,11 +257,7 @@ def test_the_images_of_a_line_of_cards_begin_at_one_height(tmp_path: Path, width
     prompts = ["two stars", "a red sign " * 9, "nothing", "a photo of two cups and a red sign"]
     batch = PromptBatch(prompts, ["x"] * 4, [{}] * 4)
     mark = Benchmark("ocr", batch, Judge(None))  # type: ignore[arg-type]
-    rows = [
-        {"index": i, "prompt": text, "metadata": {}, "value": 0.5, "reason": None}
-        for i, text in enumerate(prompts)
-    ]
-    images = Judged(rows, [png(torch.zeros(3, 4, 4))] * 4)
+    images = Judged(given(mark, [0.5] * 4), [png(torch.zeros(3, 4, 4))] * 4)
     text = page(Results([mark], {"one": {"ocr": images}}, {}))
     (tmp_path / "page.html").write_text(text)
     (tmp_path / "frame.html").write_text(
