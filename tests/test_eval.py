@@ -66,7 +66,10 @@ def test_overall_is_the_unweighted_mean_of_the_tags_as_the_official_summary_has_
     rows = named(rows_of(GENEVAL, images))
     assert (rows["a"].mean, rows["a"].n, rows["b"].mean) == (0.75, 4, 0)
     assert rows["overall"].mean == 0.375 and rows["correct"].mean == 0.6
-    verdicts = [{"tag": i.image.metadata["tag"], "correct": i.value} for i in images]
+    verdicts = [
+        {"tag": i.image.metadata["tag"], "prompt": i.image.prompt, "correct": i.value}
+        for i in images
+    ]
     assert rows["overall"].mean == summarize(verdicts)["overall"]
     assert list(rows) == ["reward", "correct", "overall", "a", "b"]
 
