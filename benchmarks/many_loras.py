@@ -35,8 +35,8 @@ from flowalign.backbone import Backbone
 from flowalign.commands import cli
 from flowalign.config import ModelConfig
 from flowalign.report.progress import quiet
-from flowalign.system.escape import table
 from flowalign.system.files import read_lines
+from flowalign.system.table import Table
 from flowalign.teachers.bank import Bank, Member
 from flowalign.teachers.merge import merge
 from flowalign.training import metrics
@@ -366,9 +366,8 @@ def report(found: dict[str, Any]) -> str:
     nearest = [[m, *(f"{share:.2f}" for share in s.values())] for m, s in found["leaks"].items()]
     loras = "{made} LoRAs: {cpu_seconds:.0f} CPU s.".format(**found["loras"])
     total = f"{loras} All: {found['seconds'] / 60:.1f} min."
-    return "\n".join(
-        [*table(head, rows), "", *table(costs, speed), "", *table(heads, nearest), "", total]
-    )
+    tables = [Table(head, rows), Table(costs, speed), Table(heads, nearest)]
+    return "\n\n".join([*(table.markdown() for table in tables), total])
 
 
 if __name__ == "__main__":

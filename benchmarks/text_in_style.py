@@ -29,8 +29,8 @@ from flowalign.backbone.tiny.scenes import SIZE
 from flowalign.commands import run
 from flowalign.config import SamplingConfig, TrainingStage, load
 from flowalign.rewards.scoring import score
-from flowalign.system.escape import table
 from flowalign.system.images import to_uint8
+from flowalign.system.table import Table
 from flowalign.teachers.merge import merge
 from flowalign.training.data import load_prompts
 from flowalign.training.rollout import generate
@@ -114,7 +114,7 @@ def main() -> None:
         rows.append([name, *(f"{v.mean():.3f} ± {v.std() / len(v) ** 0.5:.3f}" for v in values)])
         if "0.75" not in name and name.count("0.5") != 1:  # fewer columns
             shown[name] = list(images[chosen])
-    print("\n".join(table(["", "OCR", "style", "both right"], rows)))
+    print(Table(["", "OCR", "style", "both right"], rows).markdown())
     gallery(shown, [prompts.prompts[i] for i in chosen]).save(args.out / "text_in_style.png")
 
 

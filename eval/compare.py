@@ -19,11 +19,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from flowalign.eval import stats
+from flowalign.eval.scores import from_row
 from flowalign.system import manifest
-from flowalign.system.escape import escaped, shown, table
+from flowalign.system.escape import escaped, shown
 from flowalign.system.exit import refusing
 from flowalign.system.folder import RunFolder
-from flowalign.types import EvalRow
+from flowalign.system.table import Table
+from flowalign.types import EvalRow, ImageScore
 
 VERSION = 1  # of results.json; raised whenever an older reader would misread a newer file
 SAMPLER = ("height", "width", "steps", "guidance", "max_sequence_length", "seed")
@@ -96,7 +98,7 @@ def differences(
             if key == "average":  # says how it is shown, and older files lack it
                 continue
             problems.append(f"{name}: {key} is {x!r} and {y!r}")
-        a, b = (list(map(key_of, model["images"][name])) for model in models)
+        a, b = ([score.image for score in scores_of(model, name)] for model in models)
         count = min(len(a), len(b))  # a smaller `limit` takes the first prompts
         if a[:count] != b[:count] or not count:
             problems.append(
@@ -112,9 +114,9 @@ def _unequal(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[tuple[str, Any,
     return [(key, x, y) for key, x, y in pairs if x != y]
 
 
-def key_of(row: Mapping[str, Any]) -> tuple[int, int, str, str]:
-    """What makes two images comparable: index, copy, prompt, metadata."""
-    return row["index"], row["copy"], row["prompt"], json.dumps(row["metadata"])
+def scores_of(model: Mapping[str, Any], benchmark: str) -> list[ImageScore]:
+    """The scores of a model's images, in results.json."""
+    return [from_row(row) for row in model["images"][benchmark]]
 
 
 def compare(
@@ -128,7 +130,7 @@ def compare(
     result = {}
     for name, about in first["benchmarks"].items():
         if name in second["benchmarks"]:
-            a, b = (list(map(stats.from_json, model["images"][name])) for model in models)
+            a, b = (scores_of(model, name) for model in models)
             count = min(len(a), len(b))  # the shared ones, which come first
             column = Column(name, about.get("headline"))
             result[name] = stats.difference(column, a[:count], b[:count])
@@ -144,11 +146,11 @@ def markdown(
     for name, row in differences.items():
         gap = stats.shown(row, 4, signed=True)
         interval = stats.between(row, 4, signed=True) if math.isfinite(row.stderr) else ""
-        rows.append([escaped(name), escaped(row.metric), gap, interval or "–", str(row.n)])
-    heads = ["benchmark", "metric", "difference", "95 %", "n"]
+        rows.append([name, row.metric, gap, interval or "–", str(row.n)])
+    table = Table(["benchmark", "metric", "difference", "95 %", "n"], rows, names=2)
     title = f"{second} − {first}, paired: same {shared}."
     below = [f"\n{escaped(note)}" for note in stats.notes([differences])]
-    return "\n".join([title, "", *table(heads, rows), *below]) + "\n"
+    return "\n".join([title, "", table.markdown(), *below]) + "\n"
 
 
 @refusing("eval compare")

@@ -177,12 +177,12 @@ def score_models(
             problems = []
             for benchmark, result in zip(images.judges, scored, strict=True):
                 judged[name][benchmark.name] = result
-                number = headline_rows(benchmark, result.rows)[0].mean
+                number = headline_rows(benchmark, result.scores)[0].mean
                 old = result.taken_over
-                said = f"{old} scores taken over, {len(result.rows) - old} made"
+                said = f"{old} scores taken over, {len(result.scores) - old} made"
                 line = f"{name}: {benchmark.name} {number:.3f} ({said})"
                 console.print(harmless(line), markup=False)
-                if reason := lost(benchmark, result.rows, config.max_invalid_share):
+                if reason := lost(benchmark, result.scores, config.max_invalid_share):
                     problems.append(f"{name}, {reason}")
             if problems:
                 raise EvaluationError(

@@ -123,9 +123,13 @@ class Reference:
     features: Tensor
 
     def distance(self, judged: Iterable[Judged]) -> Distance:
-        measured = [(r.features, r.rows) for r in judged if r.features is not None]
-        prompts = [row["prompt"] for _, rows in measured for row in rows]
-        return distance(torch.cat([features for features, _ in measured]), prompts, self.features)
+        features = []
+        prompts = []
+        for images in judged:
+            if images.features is not None:
+                features.append(images.features)
+                prompts += [score.image.prompt for score in images.scores]
+        return distance(torch.cat(features), prompts, self.features)
 
 
 def enough(width: int) -> int:

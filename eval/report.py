@@ -15,9 +15,10 @@ from typing import Any, NamedTuple
 from flowalign.config import EvalStage, to_yaml
 from flowalign.eval.compare import VERSION
 from flowalign.eval.fidelity import GROUPS
-from flowalign.eval.stats import AVERAGE, FIDELITY, FIELDS, headline_row, part_of
+from flowalign.eval.scores import to_row
+from flowalign.eval.stats import AVERAGE, FIDELITY, headline_row, part_of
 from flowalign.eval.suite import Benchmark, environment
-from flowalign.eval.table import Results, Table, markdown, metric_rows, of_cells, tables
+from flowalign.eval.table import Numbers, Results, metric_table, tables
 from flowalign.report import page
 from flowalign.report.pictures import (
     COLUMNS,
@@ -34,10 +35,9 @@ from flowalign.system import manifest
 from flowalign.system.escape import escaped
 from flowalign.system.files import replacing, to_json
 from flowalign.system.images import pixels_of
+from flowalign.system.table import Table
 from flowalign.training.data import spread, spread_text
 from flowalign.types import EvalRow
-
-Cells = Sequence[Sequence[str]]  # of a table, the heads first
 
 
 def write_files(config: EvalStage, results: Results) -> str:
@@ -55,8 +55,8 @@ def write_files(config: EvalStage, results: Results) -> str:
     sentences = [*said, *conditions(config, results, versions)]
     scores = tables(results, config.compare)
     heads = [f"{escaped(text, length=1000)}\n" for text in said]
-    short = "\n".join([*heads, *map(markdown, scores)])
-    metrics = metric_rows(results.rows)
+    short = "\n".join([*heads, *(numbers.markdown() for numbers in scores)])
+    metrics = metric_table(results.rows)
     measured = escaped(" ".join(sentences), length=10_000)
     about = {"title": title, "conditions": sentences, "config": to_yaml(config)}
     if config.report.images:
@@ -65,9 +65,9 @@ def write_files(config: EvalStage, results: Results) -> str:
         listed = blocks(results, dict.fromkeys(equal, "kept: update 0"))
         comparison(folder.grid, [*listed], title=f"{title}. {legend}")
     content = document(config, results, versions)
-    content |= {"remarks": said, "tables": [table.plain() for table in scores]}
+    content |= {"remarks": said, "tables": [numbers.plain() for numbers in scores]}
     texts = {
-        folder.table: f"{short}\nEvery metric:\n\n{of_cells(metrics)}\n{measured}\n",
+        folder.table: f"{short}\nEvery metric:\n\n{metrics.markdown()}\n\n{measured}\n",
         folder.page: render(results, scores, metrics, **about),
         # JSON has no NaN
         folder.results: json.dumps(to_json(content), allow_nan=False, indent=1),
@@ -103,7 +103,7 @@ def document(config: EvalStage, results: Results, versions: Mapping[str, str]) -
             "average": plain(scores[AVERAGE]) if AVERAGE in scores else None,
             "difference": listed(results.difference(model, first)) if model != first else [],
             "matrix": {k: plain(r) for k, r in crossed.rows[model].items()} if crossed else None,
-            "images": {name: images.rows for name, images in judged.items()},
+            "images": {name: [*map(to_row, images.scores)] for name, images in judged.items()},
         }
     return {
         "version": VERSION,
@@ -177,10 +177,10 @@ def blocks(results: Results, marks: Mapping[str, str]) -> Iterator[Block]:
         pictured = results.pictured(judges[0])
         indices = [pictured[i] for i in spread(len(pictured), COLUMNS)]
         for model, judged in results.judged.items():
-            scores = [
-                [row.get(part_of(j), math.nan) for row in judged[j.name].rows] for j in judges
-            ]
-            captions = ["\n".join(score_text(s[i * copies]) for s in scores) for i in indices]
+            captions = []
+            for index in indices:
+                firsts = [judged[j.name].scores[index * copies].number(part_of(j)) for j in judges]
+                captions.append("\n".join(map(score_text, firsts)))
             numbers = [headline_row(judge, results.rows[model]).mean for judge in judges]
             lines = [f"{j.name} {score_text(n)}" for j, n in zip(judges, numbers, strict=True)]
             images = [pixels_of(results.picture(model, first, i, 0)) for i in indices]
@@ -214,8 +214,8 @@ class Line(NamedTuple):
     cells: Mapping[str, Sequence[Cell]]  # by model, one per image
 
 
-def render(results: Results, tables: Sequence[Table], metrics: Cells, **about: Any) -> str:
-    """The page. metrics: `metric_rows`. about: its title; conditions: how
+def render(results: Results, tables: Sequence[Numbers], metrics: Table, **about: Any) -> str:
+    """The page. metrics: `metric_table`. about: its title; conditions: how
     the numbers were measured, one sentence each; config: YAML."""
     grids = {benchmark.name: lines(results, benchmark) for benchmark in results.benchmarks}
     pictured = {benchmark.name: results.pictured(benchmark) for benchmark in results.benchmarks}
@@ -234,7 +234,7 @@ def render(results: Results, tables: Sequence[Table], metrics: Cells, **about: A
         shared=results.shared,
         tables=tables,
         models=list(results.judged),
-        metrics=page.table(metrics),
+        metrics=metrics.html(),
         # also as a part of another reward, or behind a URL
         geneval='"geneval"' in json.dumps([describe(b.reward) for b in results.benchmarks]),
         grids=grids if any(pictured.values()) else {},
@@ -251,29 +251,29 @@ def lines(results: Results, benchmark: Benchmark) -> list[Line]:
     """Every prompt, with its scores by every model."""
     part = part_of(benchmark)
     copies = benchmark.copies
-    judged = {model: of[benchmark.name].rows for model, of in results.judged.items()}
-    scores = [row.get(part, math.nan) for rows in judged.values() for row in rows]
-    finite = list(filter(math.isfinite, scores))
+    judged = {model: of[benchmark.name].scores for model, of in results.judged.items()}
+    numbers = [score.number(part) for scores in judged.values() for score in scores]
+    finite = list(filter(math.isfinite, numbers))
     low, high = min(finite, default=0.0), max(finite, default=0.0)
     pictured = results.pictured(benchmark)
 
     def cell(model: str, number: int) -> Cell:
-        row = judged[model][number]
-        score = row.get(part, math.nan)
-        verdict = row.get("correct", math.nan)
-        level = None if math.isnan(score) else 100.0
+        score = judged[model][number]
+        value = score.number(part)
+        verdict = score.number("correct")
+        level = None if math.isnan(value) else 100.0
         if level and high > low:
-            level = 100 * (score - low) / (high - low)
+            level = 100 * (value - low) / (high - low)
         elif level and verdict == 0:  # all scores are equal: only a verdict says that they are bad
             level = 0.0
         place = divmod(number, copies)  # prompt, copy
         return Cell(
             f"{benchmark.image_set}/{model}/{number}",
             results.picture(model, benchmark, *place) if place[0] in pictured else b"",
-            score_text(score),
+            score_text(value),
             level,
-            ", ".join(f"{key} {value:.3g}" for key, value in row.items() if key not in FIELDS),
-            str(row.get("reason") or ""),
+            ", ".join(f"{name} {number:.3g}" for name, number in score.numbers.items()),
+            score.reason or "",
             level is None or (verdict == 0 if math.isfinite(verdict) else level < 50),
         )
 
@@ -281,9 +281,9 @@ def lines(results: Results, benchmark: Benchmark) -> list[Line]:
     for index, means in enumerate(zip(*(results.means(benchmark, m) for m in judged), strict=True)):
         images = range(index * copies, (index + 1) * copies)
         cells = {model: [cell(model, number) for number in images] for model in judged}
-        row = next(iter(judged.values()))[images[0]]
-        tag = str(row["metadata"].get("tag", ""))
-        result.append(Line(index, row["prompt"], tag, disagree(means, high - low), cells))
+        image = next(iter(judged.values()))[images[0]].image
+        tag = str(image.metadata.get("tag", ""))
+        result.append(Line(index, image.prompt, tag, disagree(means, high - low), cells))
     return result
 
 

@@ -11,11 +11,8 @@ first, because its tasks share the seed, and may share prompts.
 from __future__ import annotations
 
 import argparse
-import csv
-import io
 import itertools
 import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -24,10 +21,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from flowalign.eval import stats
-from flowalign.eval.compare import Column, Incomparable, differences, key_of, load_results
-from flowalign.system.escape import escaped, table
+from flowalign.eval.compare import Column, Incomparable, differences, load_results, scores_of
 from flowalign.system.exit import refusing
-from flowalign.types import EvalRow
+from flowalign.system.table import Mark, Table, latex
+from flowalign.types import EvalRow, ImageScore
 
 Document = Mapping[str, Any]  # a results.json
 
@@ -58,23 +55,45 @@ class SeedTable:
     def columns(self) -> list[str]:
         return list(next(iter(self.rows.values())))
 
-    def texts(self, bold: str) -> tuple[list[list[str]], list[list[str]]]:
-        """The cells of rows and gaps, labels first. bold: the format of a bold number."""
+    @property
+    def tables(self) -> list[Table]:
+        """Of the numbers, and of the gaps if there are any."""
+        seeds = f"{self.seeds} seed{'s' if self.seeds > 1 else ''}"
+        best = {(model, column) for column, model in self.bold.items()}
+        tables = [_table(seeds, self.rows, best, ".3f")]
+        if self.gaps:
+            tables.append(_table("difference", self.gaps, self.clear, "+.3f"))
+        return tables
 
-        def text(cell: Cell, mark: bool, sign: str = "") -> str:
+    @property
+    def clear(self) -> set[tuple[str, str]]:
+        """The gaps that are beyond their margins: (pair, column)."""
+        clear = set()
+        for pair, gap in self.gaps.items():
+            clear |= {
+                (pair, column) for column, cell in gap.items() if abs(cell.mean) > cell.margin
+            }
+        return clear
+
+
+def _table(
+    head: str,
+    rows: Mapping[str, Mapping[str, Cell]],
+    bold: set[tuple[str, str]],
+    form: str,
+) -> Table:
+    lines = []
+    marks = {}
+    columns = next(iter(rows.values()))
+    for label, cells in rows.items():
+        line = [label]
+        for column, cell in cells.items():
+            if (label, column) in bold:
+                marks[len(lines), len(line)] = Mark("best")
             error = "" if math.isnan(cell.error) else f" ± {cell.error:.3f}"
-            number = f"{cell.mean:{sign}.3f}{error}"
-            return bold.format(number) if mark else number
-
-        rows = [
-            [model, *(text(row[c], self.bold.get(c) == model) for c in row)]
-            for model, row in self.rows.items()
-        ]
-        gaps = [
-            [pair, *(text(cell, abs(cell.mean) > cell.margin, "+") for cell in gap.values())]
-            for pair, gap in self.gaps.items()
-        ]
-        return rows, gaps
+            line.append(f"{cell.mean:{form}}{error}")
+        lines.append(line)
+    return Table([head, *columns], lines, marks=marks)
 
 
 def seed_table(
@@ -94,11 +113,13 @@ def seed_table(
     if unknown := [name for name in named if name not in common]:
         raise ValueError(f"no model {unknown[0]!r} in all results; they share {', '.join(common)}.")
     for document in documents[1:]:
-        found = [p for m in models for p in differences(documents[0], document, (m, m))]
+        problems = []
+        for model in models:
+            problems += differences(documents[0], document, (model, model))
         if document["benchmarks"].keys() != documents[0]["benchmarks"].keys():
-            found.append("they have other benchmarks")
-        if found:
-            raise Incomparable("\n  - ".join(["these seeds do not compare:", *found]))
+            problems.append("they have other benchmarks")
+        if problems:
+            raise Incomparable("\n  - ".join(["these seeds do not compare:", *problems]))
     rows = {model: cells(documents, model) for model in models}
     gaps = {f"{a} − {b}": cells(documents, a, b) for a, b in pairs}
     return SeedTable(len(documents), rows, gaps, ahead(documents, rows))
@@ -149,16 +170,19 @@ def crossed(rows: Sequence[EvalRow]) -> Cell:
     return Cell(float(means.mean()), math.sqrt(of_prompts + of_seeds), math.sqrt(margin))
 
 
-def images(documents: Sequence[Document], model: str, name: str) -> list[list[Any]]:
-    """A model's rows of a benchmark, of every seed. Raises ValueError where a seed lacks one."""
+def images(documents: Sequence[Document], model: str, name: str) -> list[list[ImageScore]]:
+    """A model's scores of a benchmark, of every seed. Raises ValueError where a seed lacks one."""
     part = stats.part_of(Column(name, documents[0]["benchmarks"][name].get("headline")))
-    rows = [list(map(stats.from_json, d["models"][model]["images"][name])) for d in documents]
-    keys = [list(map(key_of, some)) for some in rows]
-    if any(key != keys[0] for key in keys):
-        raise ValueError(f"{model}, {name}: the seeds have other prompts")
-    if lost := sum(not math.isfinite(row.get(part, math.nan)) for some in rows for row in some):
+    seeds = [scores_of(document["models"][model], name) for document in documents]
+    first = [score.image for score in seeds[0]]
+    lost = 0
+    for scores in seeds:
+        if [score.image for score in scores] != first:
+            raise ValueError(f"{model}, {name}: the seeds have other prompts")
+        lost += sum(not math.isfinite(score.number(part)) for score in scores)
+    if lost:
         raise ValueError(f"{model}, {name}: {lost} images have no score")
-    return rows
+    return seeds
 
 
 def averages(document: Document) -> dict[str, list[str]]:
@@ -178,19 +202,19 @@ def averages(document: Document) -> dict[str, list[str]]:
 
 def cells(documents: Sequence[Document], first: str, second: str = "") -> dict[str, Cell]:
     """A model's number of every benchmark and its averages; with a second, first minus second."""
-    found = {}
+    rows = {}  # of every seed
     for name, judge in documents[0]["benchmarks"].items():
         column = Column(name, judge.get("headline"))
-        rows = images(documents, first, name)
+        scores = images(documents, first, name)
         if second:
-            pairs = zip(images(documents, second, name), rows, strict=True)
-            found[name] = [stats.difference(column, *pair) for pair in pairs]
+            pairs = zip(images(documents, second, name), scores, strict=True)
+            rows[name] = [stats.difference(column, *pair) for pair in pairs]
         else:
-            found[name] = [stats.headline_rows(column, some)[0] for some in rows]
+            rows[name] = [stats.headline_rows(column, seed)[0] for seed in scores]
     for head, names in averages(documents[0]).items():
-        of_seeds = zip(*(found[name] for name in names), strict=True)
-        found[head] = [stats.average(rows) for rows in of_seeds]
-    return {name: crossed(rows) for name, rows in found.items()}
+        by_seed = zip(*(rows[name] for name in names), strict=True)
+        rows[head] = [stats.average(seed) for seed in by_seed]
+    return {name: crossed(numbers) for name, numbers in rows.items()}
 
 
 # As text -----------------------------------------------------------------------------------------
@@ -198,43 +222,25 @@ def cells(documents: Sequence[Document], first: str, second: str = "") -> dict[s
 
 def markdown(numbers: SeedTable) -> str:
     """Numbers, then gaps, as tables."""
-    heads = list(map(escaped, numbers.columns))
-    both = numbers.texts("**{}**")
-    rows, gaps = ([[escaped(label), *cells] for label, *cells in part] for part in both)
-    seeds = f"{numbers.seeds} seed{'s' if numbers.seeds > 1 else ''}"
-    lines = table([seeds, *heads], rows)
-    if gaps:
-        lines += ["", *table(["difference", *heads], gaps)]
-    return "\n".join(lines) + "\n"
-
-
-def latex(numbers: SeedTable) -> str:
-    """A tabular for the package booktabs, the gaps below a rule."""
-
-    def plain(name: str) -> str:
-        return re.sub(r"[&%$#_{}]", r"\\\g<0>", re.sub(r"[\\~^]", " ", name))
-
-    columns = list(map(plain, numbers.columns))
-    lines = [rf"\begin{{tabular}}{{l{'r' * len(columns)}}}", r"\toprule"]
-    for part in filter(None, ([["", *columns]], *numbers.texts(r"\textbf{{{}}}"))):
-        rows = (" & ".join([plain(label), *cells]) for label, *cells in part)
-        lines += [*(rf"{row} \\" for row in rows), r"\midrule"]
-    text = "\n".join([*lines[:-1], r"\bottomrule", r"\end{tabular}", ""])
-    return re.sub(r"[±−]|(?<=[ {])-(?=\d)", lambda s: r"$\pm$" if s[0] == "±" else "$-$", text)
+    return "\n\n".join(table.markdown() for table in numbers.tables) + "\n"
 
 
 def comma_separated(numbers: SeedTable) -> str:
     """Models, then gaps: a line each, with mean, standard error and margin of every column."""
-    file = io.StringIO()
-    writer = csv.writer(file, lineterminator="\n")
-    heads = [f"{column}{part}" for column in numbers.columns for part in ("", "_stderr", "_margin")]
-    writer.writerow(["", *heads])
+    heads = [""]
+    for column in numbers.columns:
+        heads += [column, f"{column}_stderr", f"{column}_margin"]
+    lines = []
     for label, row in itertools.chain(numbers.rows.items(), numbers.gaps.items()):
-        writer.writerow([label, *itertools.chain(*row.values())])
-    return file.getvalue()
+        lines.append([label, *map(str, itertools.chain(*row.values()))])
+    return Table(heads, lines).csv()
 
 
-FORMATS = {"markdown": markdown, "csv": comma_separated, "latex": latex}
+FORMATS = {
+    "markdown": markdown,
+    "csv": comma_separated,
+    "latex": lambda numbers: latex(numbers.tables),
+}
 
 
 @refusing("eval table")

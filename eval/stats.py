@@ -1,7 +1,4 @@
-"""Statistics of image scores: means with standard errors, paired differences, averages. Pure.
-
-An image is a row of `suite.Judged`: FIELDS, value (NaN = invalid) and the parts of its score.
-"""
+"""Statistics of image scores: means with standard errors, paired differences, averages. Pure."""
 
 from __future__ import annotations
 
@@ -9,26 +6,23 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from flowalign.types import EvalRow
+from flowalign.types import EvalRow, ImageScore
 
 AVERAGE, FIDELITY = "average", "fidelity"  # columns of a table besides the benchmarks
 # GenEval's, in the order of its paper; others follow
 TAGS = ("single_object", "two_object", "counting", "colors", "position", "color_attr")
-FIELDS = ("index", "copy", "prompt", "metadata", "reason")  # of an image; the rest are its scores
-WEIGHT = "weight"  # the part that says how often an image counts in the means of its benchmark
-LEFT_OUT = "left_out"  # the part that is 1 where the first question was not asked
 
 DRAWS = 2000  # of a bootstrap
 CONFIDENCE = 0.95  # of the intervals
 
 Array = NDArray[np.float64]
 Labels = NDArray[np.int64]
-Images = Sequence[Mapping[str, Any]]
+Images = Sequence[ImageScore]
 
 NO_ERROR = "No ± and no interval for {}: too few prompts have a score, in all or of one tag."
 
@@ -44,7 +38,7 @@ class Named(Protocol):
 
 
 def part_of(benchmark: Named) -> str:
-    """The key of an image's row that holds the benchmark's number."""
+    """The name of the benchmark's number in an image's score (`ImageScore.number`)."""
     return benchmark.headline or "value"
 
 
@@ -54,7 +48,9 @@ def rows_of(benchmark: Named, images: Images) -> list[EvalRow]:
     Errors and intervals are over prompts, because the images of one prompt resemble each other.
     If the reward has a headline and every prompt a tag (GenEval), `headline_rows` follow.
     """
-    parts = {key for image in images for key in image} - {*FIELDS, "value", WEIGHT, LEFT_OUT}
+    parts = set()
+    for score in images:
+        parts.update(part for part in score.parts if score.weight.get(part, 1))
     if benchmark.headline:
         parts.add(benchmark.headline)
     named = {"reward": "value"} | {part: part for part in sorted(parts)}
@@ -73,12 +69,13 @@ def headline_rows(benchmark: Named, images: Images) -> list[EvalRow]:
     part = part_of(benchmark)
     if not _tagged(benchmark, images):
         return [part_row(benchmark.name, benchmark.headline or "reward", images, part)]
-    tags = {image["metadata"]["tag"] for image in images}
-    rows = [
-        part_row(benchmark.name, tag, [i for i in images if i["metadata"]["tag"] == tag], part)
-        for tag in dict.fromkeys([*TAGS, *sorted(tags)])
-        if tag in tags
-    ]
+    by_tag: dict[str, list[ImageScore]] = {}
+    for score in images:
+        by_tag.setdefault(_tag(score), []).append(score)
+    rows = []
+    for tag in dict.fromkeys([*TAGS, *sorted(by_tag)]):
+        if tag in by_tag:
+            rows.append(part_row(benchmark.name, tag, by_tag[tag], part))
     scored = [row for row in rows if row.n]  # a tag without valid images is unknown, not wrong
     low, high = bootstrap_interval(*_prompt_scores(images, part, tags=True)[1])
     overall = average(scored or rows, benchmark.name, "overall")
@@ -103,8 +100,7 @@ def difference(benchmark: Named, first: Images, second: Images, part: str | None
     """
     key = part or part_of(benchmark)
     gains = [
-        {**b, key: b.get(key, math.nan) - a.get(key, math.nan)}
-        for a, b in zip(first, second, strict=True)
+        b.replaced(key, b.number(key) - a.number(key)) for a, b in zip(first, second, strict=True)
     ]
     if part:
         return part_row(benchmark.name, part, gains, part)
@@ -147,16 +143,16 @@ def student_t(freedom: int) -> float:
 def lost(benchmark: Named, images: Images, share: float) -> str:
     """Why these images give no result: over `share`, or all of a tag, have no score; "" = ok."""
     part = part_of(benchmark)
-    valid = [image for image in images if math.isfinite(image.get(part, math.nan))]
-    invalid = [image for image in images if not math.isfinite(image.get(part, math.nan))]
+    valid = [score for score in images if math.isfinite(score.number(part))]
+    invalid = [score for score in images if not math.isfinite(score.number(part))]
     tags: set[str] = set()  # without any score
     if _tagged(benchmark, images):
-        tags = {i["metadata"]["tag"] for i in images} - {i["metadata"]["tag"] for i in valid}
+        tags = set(map(_tag, images)) - set(map(_tag, valid))
     too_many = invalid and (not valid or len(invalid) > share * len(images))
     if not tags and not too_many:
         return ""
     # a dict keeps the order in which the reasons came up
-    reasons = dict.fromkeys(image.get("reason") or "no reason is known" for image in invalid)
+    reasons = dict.fromkeys(score.reason or "no reason is known" for score in invalid)
     which = f", including all of {', '.join(map(repr, sorted(tags)))}" if tags else ""
     return (
         f"{benchmark.name}: {len(invalid)} of {len(images)} images have no score{which} "
@@ -164,14 +160,13 @@ def lost(benchmark: Named, images: Images, share: float) -> str:
     )
 
 
-def from_json(image: Mapping[str, Any]) -> dict[str, Any]:
-    """An image's row from JSON: a score that is null there is NaN again."""
-    return {k: math.nan if v is None and k not in FIELDS else v for k, v in image.items()}
-
-
 def _tagged(benchmark: Named, images: Images) -> bool:
-    has_tags = bool(images) and all("tag" in image["metadata"] for image in images)
+    has_tags = bool(images) and all("tag" in score.image.metadata for score in images)
     return benchmark.headline is not None and has_tags
+
+
+def _tag(score: ImageScore) -> str:
+    return score.image.metadata["tag"]
 
 
 def _prompt_scores(images: Images, part: str, tags: bool) -> tuple[list[str], PromptScores]:
@@ -180,29 +175,16 @@ def _prompt_scores(images: Images, part: str, tags: bool) -> tuple[list[str], Pr
 
     A prompt is its text: a set may list it several times, as the sets of the tiny world do.
     """
-    keys = [(str(i["metadata"]["tag"]) if tags else "", i["prompt"]) for i in images]
+    keys = [(str(_tag(score)) if tags else "", score.image.prompt) for score in images]
     numbers = {key: number for number, key in enumerate(dict.fromkeys(keys))}
     prompt = np.array([numbers[key] for key in keys], np.int64)
     count = len(numbers)
-    values = np.array([image.get(part, math.nan) for image in images], np.float64)
-    weights = np.where(np.isfinite(values), [_weight(image, part) for image in images], 0)
+    values = np.array([score.number(part) for score in images], np.float64)
+    weights = np.where(np.isfinite(values), [score.weight.get(part, 1) for score in images], 0)
     strata = np.unique([tag for tag, _ in numbers], return_inverse=True)[1]
     sums = np.bincount(prompt, np.nan_to_num(values) * weights, count).astype(np.float64)
     counts = np.bincount(prompt, weights, count).astype(np.float64)
     return [text for _, text in numbers], PromptScores(sums, counts, strata)
-
-
-def _weight(image: Mapping[str, Any], part: str) -> float:
-    """How often an image counts in a mean: once a word, or a question of skill `a - b` or `a`."""
-    if image.get(WEIGHT):
-        return image[WEIGHT]
-    skills = image["metadata"].get("skills")
-    if not isinstance(skills, list):
-        return 1
-    if image.get(LEFT_OUT) == 1:
-        skills = skills[1:]
-    names = [str(skill) for skill in skills]
-    return sum(part in (name, name.split("-")[0].strip()) for name in names) or 1
 
 
 def part_row(benchmark: str, metric: str, images: Images, part: str) -> EvalRow:
@@ -210,7 +192,7 @@ def part_row(benchmark: str, metric: str, images: Images, part: str) -> EvalRow:
     texts, (sums, counts, one) = _prompt_scores(images, part, tags=False)
     n = float(counts.sum())
     prompts = int((counts > 0).sum())
-    valid = sum(math.isfinite(image.get(part, math.nan)) for image in images)
+    valid = sum(math.isfinite(score.number(part)) for score in images)
     if not n:
         return EvalRow(benchmark, metric, math.nan, math.nan, 0, total=len(images))
     mean = float(sums.sum()) / n

@@ -29,7 +29,7 @@ from accelerate.utils import gather_object
 from torch import Tensor
 
 from flowalign.config import EvalStage
-from flowalign.eval.stats import from_json
+from flowalign.eval.scores import from_row, to_row
 from flowalign.report.pictures import png
 from flowalign.rewards import describe
 from flowalign.system.escape import shown
@@ -37,13 +37,12 @@ from flowalign.system.files import append, read_lines, replacing, to_json
 from flowalign.system.images import read_image, stacked
 from flowalign.system.manifest import file_sha256, json_sha256
 from flowalign.training.data import spread
-from flowalign.types import PromptBatch
+from flowalign.types import ImageScore
 
 if TYPE_CHECKING:
-    from flowalign.eval.suite import ImageSet
+    from flowalign.eval.suite import Benchmark, ImageSet
 
 Key = tuple[int, int]  # an image: index of its prompt in the set, number of the copy
-ImageRow = dict[str, Any]  # the scores of an image by one judge
 SETTINGS = "settings.json"
 MODEL_KEYS = {  # of `model`, that change an image
     "id", "revision", "dtype", "quantization", "max_sequence_length", "height", "width"
@@ -123,29 +122,27 @@ class Store:
                 part.write_text(json.dumps(content, indent=1, default=str))
 
     def read(
-        self, judges: Mapping[str, PromptBatch], keys: Collection[Key]
-    ) -> dict[str, dict[Key, ImageRow]]:
-        """{judge: {image: its row}} of these images, by all processes; the value of a row is NaN
-        where the reward failed.
+        self, judges: Sequence[Benchmark], keys: Collection[Key]
+    ) -> dict[str, dict[Key, ImageScore]]:
+        """{judge: {image: its score}} of these images, by all processes; the value is NaN where the
+        reward failed. A row of other prompts, or other metadata, is left out."""
+        scores: dict[str, dict[Key, ImageScore]] = {judge.name: {} for judge in judges}
+        for judge in judges:
+            known = scores[judge.name]
+            wanted = {key: judge.image(key) for key in keys}
+            for path in sorted(self.score_folder(judge.name).glob("rows.*.jsonl")):
+                for row in read_lines(path):
+                    with suppress(KeyError, TypeError, AttributeError):  # no row of ours
+                        score = from_row(row, judge.counts)
+                        key = (score.image.index, score.image.copy)
+                        # a failed image may have been scored later
+                        if score.image == wanted[key] and not is_valid(known.get(key)):
+                            known[key] = score
+        return scores
 
-        judges {judge: its prompts with their metadata}: a row of other ones is left out.
-        """
-        found: dict[str, dict[Key, ImageRow]] = {judge: {} for judge in judges}
-        for judge, prompts in judges.items():
-            rows = found[judge]
-            wanted = {key: (prompts.prompts[key[0]], prompts.metadata[key[0]]) for key in keys}
-            paths = sorted(self.score_folder(judge).glob("rows.*.jsonl"))
-            for row in (from_json(line) for path in paths for line in read_lines(path)):
-                with suppress(KeyError, TypeError):  # no row of ours
-                    key, about = (row["index"], row["copy"]), (row["prompt"], row["metadata"])
-                    # a failed image may have been scored later
-                    if about == wanted[key] and not is_valid(rows.get(key)):
-                        rows[key] = row
-        return found
-
-    def append(self, judge: str, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Add rows of this process; they are in the file when this returns."""
-        lines = (json.dumps(to_json(row), allow_nan=False) for row in rows)
+    def append(self, judge: str, scores: Sequence[ImageScore]) -> None:
+        """Add scores of this process; they are in the file when this returns."""
+        lines = (json.dumps(to_json(to_row(score)), allow_nan=False) for score in scores)
         # the break comes first, so that a line that a kill cut off does not spoil the next one
         text = "".join(f"\n{line}" for line in lines)
         append(self.score_folder(judge) / f"rows.{self._rank}.jsonl", text)
@@ -173,8 +170,8 @@ class Store:
         return self._files[key] if self._files else self.folder / f"{key[0]:05}_{key[1]}.png"
 
 
-def is_valid(row: Mapping[str, Any] | None) -> bool:
-    return row is not None and math.isfinite(row.get("value", math.nan))
+def is_valid(score: ImageScore | None) -> bool:
+    return score is not None and math.isfinite(score.value)
 
 
 def open_stores(

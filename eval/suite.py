@@ -15,7 +15,6 @@ from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from itertools import groupby, product
 from pathlib import Path
-from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -27,8 +26,9 @@ from flowalign.config import BenchmarkConfig, ConfigError, ModelConfig, RewardCo
 from flowalign.config.section import Size
 from flowalign.config.stages.evaluation import GivenImages
 from flowalign.eval.images import ImagesError, assign, check_images, find_images
+from flowalign.eval.scores import Counts, image_score
 from flowalign.eval.stats import average, headline_row, lost, part_of, rows_of
-from flowalign.eval.store import ImageRow, Key, Store, is_valid
+from flowalign.eval.store import Key, Store, is_valid
 from flowalign.report.pictures import png
 from flowalign.rewards import RewardBase, RewardSpec
 from flowalign.rewards.scoring import AsyncScorer, TaskRewards
@@ -38,7 +38,16 @@ from flowalign.training.data import spread
 from flowalign.training.inputs import Inputs
 from flowalign.training.rollout import generate
 from flowalign.training.run.processes import missing_steps
-from flowalign.types import EvalReport, EvalRow, Example, Problem, PromptBatch, Scores
+from flowalign.types import (
+    EvalImage,
+    EvalReport,
+    EvalRow,
+    Example,
+    ImageScore,
+    Problem,
+    PromptBatch,
+    Scores,
+)
 
 log = logging.getLogger("flowalign")
 
@@ -66,6 +75,15 @@ class Benchmark:
     def headline(self) -> str | None:
         """The part of the scores that is the benchmark's number; None = the value itself."""
         return self.reward.headline
+
+    @property
+    def counts(self) -> Counts:
+        return self.reward.counts
+
+    def image(self, key: Key) -> EvalImage:
+        """One of the images that it judges."""
+        index, copy = key
+        return EvalImage(index, copy, self.prompts.prompts[index], self.prompts.metadata[index])
 
 
 @dataclass(frozen=True)
@@ -200,16 +218,14 @@ def run(
     for images in sets:
         results = judge_set(backbone, images, settings, accelerator, keep=shown, seconds=seconds)
         for benchmark, judged in zip(images.judges, results, strict=True):
-            rows += rows_of(benchmark, judged.rows)
-            if reason := lost(benchmark, judged.rows, max_invalid_share):
+            rows += rows_of(benchmark, judged.scores)
+            if reason := lost(benchmark, judged.scores, max_invalid_share):
                 reasons[benchmark.name] = reason
         first = images.judges[0]  # which says what its images are worth
         judged = results[0]
-        pictured = [judged.rows[i * images.copies] for i in judged.pictured(images.copies)]
-        examples.extend(
-            Example(row["prompt"], row.get(part_of(first), math.nan), picture)
-            for row, picture in zip(pictured, judged.pictures[:: images.copies], strict=True)
-        )
+        pictured = [judged.scores[i * images.copies] for i in judged.pictured(images.copies)]
+        for score, picture in zip(pictured, judged.pictures[:: images.copies], strict=True):
+            examples.append(Example(score.image.prompt, score.number(part_of(first)), picture))
     return EvalReport(rows, reasons, examples)
 
 
@@ -236,21 +252,17 @@ def environment() -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Judged:
-    """The images of a benchmark: one row per image, in order, and a few of the pictures.
+    """The images of a benchmark: a score each, in order, and a few of the pictures. The copies of
+    a prompt follow one another."""
 
-    A row holds index (the index of its prompt), copy, prompt, metadata, value (NaN = invalid),
-    reason (why it failed, or what the score rests on; None if the reward gives none) and the parts
-    of its score. The copies of a prompt follow one another.
-    """
-
-    rows: list[dict[str, Any]]
+    scores: list[ImageScore]
     pictures: list[bytes]  # PNG files of the images of some prompts, evenly spaced: `pictured`
     features: Tensor | None = None  # [N,D] on the CPU, if they were asked for
     taken_over: int = field(default=0, compare=False)  # scores that the store had
 
     def pictured(self, copies: int) -> list[int]:
         """The indices of the prompts with pictures, where there are `copies` images per prompt."""
-        return spread(len(self.rows) // copies, len(self.pictures) // copies)
+        return spread(len(self.scores) // copies, len(self.pictures) // copies)
 
 
 def judge_set(
@@ -278,9 +290,10 @@ def judge_set(
     assert owner, "without a model, the accelerator says the device"
     batches = _share(images, settings.batch_size, world, rank)
     order = [key for keys in batches.values() for key in keys]
-    by_judge = {judge.name: judge.prompts for judge in images.judges}
-    known = store.read(by_judge, order) if store else {name: {} for name in by_judge}
-    had = [sum(map(is_valid, rows.values())) for rows in known.values()]
+    known: dict[str, dict[Key, ImageScore]] = {judge.name: {} for judge in images.judges}
+    if store:
+        known = store.read(images.judges, order)
+    had = [sum(map(is_valid, scores.values())) for scores in known.values()]
     scoring = _Scoring(images.judges, known, store, seconds)
     extra = missing_steps(len(batches), backbone.sharded) if backbone else 0  # before any forward
     pictured = {*spread(len(images.prompts), keep)}
@@ -302,13 +315,13 @@ def judge_set(
         assert backbone
         generate(backbone, images.prompts.select([0]), settings)
     scoring.finish()
-    rows = [[known[judge.name][key] for key in order] for judge in images.judges]
+    scores = [[known[judge.name][key] for key in order] for judge in images.judges]
     if world > 1:  # objects, not tensors: a process without prompts does not know the width of [D]
-        rows = [gather_object(judge_rows) for judge_rows in rows]
+        scores = [gather_object(by_judge) for by_judge in scores]
         pictures, vectors = gather_object(pictures), gather_object(vectors)
         had = [sum(gather_object([count])) for count in had]
     joined = torch.cat(vectors) if vectors else None
-    return [Judged(r, pictures, joined, count) for r, count in zip(rows, had, strict=True)]
+    return [Judged(s, pictures, joined, count) for s, count in zip(scores, had, strict=True)]
 
 
 def _share(images: ImageSet, size: int, world: int, rank: int) -> dict[range, list[Key]]:
@@ -324,15 +337,15 @@ def _share(images: ImageSet, size: int, world: int, rank: int) -> dict[range, li
     return {batch: [*product(batch, range(images.copies))] for batch in own}
 
 
-def _unscored(judge: Benchmark, rows: Mapping[Key, ImageRow], keys: list[Key]) -> list[Key]:
+def _unscored(judge: Benchmark, known: Mapping[Key, ImageScore], keys: list[Key]) -> list[Key]:
     """The images of a batch that are to be scored. A batch that a kill cut off is judged
     completely: a score's last bits depend on what is judged with it. Images that the reward failed
     on are judged alone, as judges may cost money; by a groupwise one with their prompt."""
-    missing = [key for key in keys if not is_valid(rows.get(key))]
+    missing = [key for key in keys if not is_valid(known.get(key))]
     if judge.reward.groupwise:
         prompts = {prompt for prompt, _ in missing}
         return [key for key in keys if key[0] in prompts]
-    return keys if any(key not in rows for key in missing) else missing
+    return keys if any(key not in known for key in missing) else missing
 
 
 def _pixels(
@@ -376,18 +389,18 @@ def _vectors(images: Tensor, features: Callable[[Tensor], Tensor]) -> Tensor:
 
 
 class _Scoring:
-    """Scores batches during the sampling of the next ones. rows {judge: {image: its row}}: of the
-    store; the new ones are added, here and there."""
+    """Scores batches during the sampling of the next ones. known {judge: {image: its score}}: of
+    the store; the new ones are added, here and there."""
 
     def __init__(
         self,
         judges: Sequence[Benchmark],
-        rows: Mapping[str, dict[Key, ImageRow]],
+        known: Mapping[str, dict[Key, ImageScore]],
         store: Store | None,
         seconds: float | None,
     ) -> None:
         self.judges = judges
-        self.rows = rows
+        self.known = known
         self.store = store
         # judges take turns: models are not thread safe, and one at a time fills the memory
         by_name = TaskRewards({judge.name: judge.reward for judge in judges})
@@ -418,22 +431,19 @@ class _Scoring:
         self._submitted = []
         for (judge, keys), scores in zip(submitted, self._scoring.results(), strict=True):
             # a batch or group also holds images that had a score: the first one counts
-            rows = self.rows[judge.name]
-            unscored = [i for i, key in enumerate(keys) if not is_valid(rows.get(key))]
-            new_rows = {keys[i]: _row(judge, keys[i], scores, i) for i in unscored}
-            rows |= new_rows
+            known = self.known[judge.name]
+            new = {}
+            for i, key in enumerate(keys):
+                if not is_valid(known.get(key)):
+                    new[key] = _score(judge, key, scores, i)
+            known |= new
             if self.store:
-                self.store.append(judge.name, [*new_rows.values()])
+                self.store.append(judge.name, [*new.values()])
 
 
-def _row(judge: Benchmark, key: Key, scores: Scores, i: int) -> ImageRow:
-    index, copy = key
-    return {
-        "index": index,
-        "copy": copy,
-        "prompt": judge.prompts.prompts[index],
-        "metadata": judge.prompts.metadata[index],
-        "reason": scores.reasons.get(i),
-        "value": float(scores.value[i]),
-        **{name: float(part[i]) for name, part in scores.parts.items()},
-    }
+def _score(judge: Benchmark, key: Key, scores: Scores, i: int) -> ImageScore:
+    """Image i of the scores of a batch."""
+    numbers = {"value": float(scores.value[i])}
+    for name, part in scores.parts.items():
+        numbers[name] = float(part[i])
+    return image_score(judge.image(key), numbers, scores.reasons.get(i), judge.counts)

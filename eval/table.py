@@ -27,8 +27,8 @@ from flowalign.eval.stats import (
 from flowalign.eval.suite import Benchmark, Judged
 from flowalign.report.page import Panel
 from flowalign.rewards import describe
-from flowalign.system import escape
 from flowalign.system.escape import escaped
+from flowalign.system.table import Mark, Table
 from flowalign.types import EvalRow
 
 LOWER_IS_BETTER = {FIDELITY}
@@ -49,10 +49,11 @@ class Results:
     @cached_property
     def rows(self) -> dict[str, list[EvalRow]]:
         """{model: every metric of every benchmark}; kept, because bootstrap intervals take time."""
-        return {
-            model: [row for b in self.benchmarks for row in rows_of(b, judged[b.name].rows)]
-            for model, judged in self.judged.items()
-        }
+        rows: dict[str, list[EvalRow]] = {model: [] for model in self.judged}
+        for model, judged in self.judged.items():
+            for benchmark in self.benchmarks:
+                rows[model] += rows_of(benchmark, judged[benchmark.name].scores)
+        return rows
 
     @property
     def columns(self) -> list[Benchmark]:
@@ -67,7 +68,7 @@ class Results:
         return own if benchmark in self.columns else "others"
 
     @cached_property
-    def crossed(self) -> Table | None:
+    def crossed(self) -> Numbers | None:
         """Every judge on the prompts of every task, by model, and what that comes to: the mean of
         the judges on their own prompts, that on those of other tasks, and the cell that lost most
         to the first model. None where no judge has prompts besides its own. Kept, as the tables and
@@ -82,7 +83,9 @@ class Results:
         for model, judged in self.judged.items():
             row = {b.name: headline_row(b, self.rows[model]) for b in cells}
             others = [row[b.name] for b in cells if b not in own]
-            change = {b.name: difference(b, first[b.name].rows, judged[b.name].rows) for b in cells}
+            change = {}
+            for b in cells:
+                change[b.name] = difference(b, first[b.name].scores, judged[b.name].scores)
             means = {"own": average([row[b.name] for b in own]), "others": average(others)}
             worst = min(change.values(), key=lambda gap: (math.isnan(gap.mean), gap.mean))
             rows[model] = row | means | {"worst": worst}
@@ -92,7 +95,7 @@ class Results:
         text = "TASK_JUDGE: another task's judge. own, others: means of the judges on their own "
         text += f"prompts, and on those of others. worst: the largest loss to {base}, paired."
         below = [text, *notes(rows.values())]
-        return Table("Every judge on every task's prompts", rows, decimals, False, below, changes)
+        return Numbers("Every judge on every task's prompts", rows, decimals, False, below, changes)
 
     def pictured(self, benchmark: Benchmark) -> list[int]:
         """The prompts of the report, whose images are at hand: those of all models alike."""
@@ -105,13 +108,15 @@ class Results:
 
     def means(self, benchmark: Benchmark, model: str) -> list[float]:
         """Of each prompt the mean score of its images; NaN = none of them has a score."""
-        part = part_of(benchmark)
         copies = benchmark.copies
-        rows = self.judged[model]
-        scores = [row.get(part, math.nan) for row in rows[benchmark.name].rows]
-        groups = [scores[i : i + copies] for i in range(0, len(scores), copies)]
-        valid = [[score for score in group if math.isfinite(score)] for group in groups]
-        return [sum(group) / len(group) if group else math.nan for group in valid]
+        scores = self.judged[model][benchmark.name].scores
+        means = []
+        for start in range(0, len(scores), copies):
+            group = scores[start : start + copies]
+            numbers = [score.number(part_of(benchmark)) for score in group]
+            valid = [number for number in numbers if math.isfinite(number)]
+            means.append(sum(valid) / len(valid) if valid else math.nan)
+        return means
 
     def scores(self, model: str) -> dict[str, EvalRow]:
         """{column: number}: the benchmarks with what else their judges show, fidelity if it was
@@ -124,7 +129,7 @@ class Results:
         first, second = self.judged[other], self.judged[model]  # gains are second - first
         gap = self.distances[model].minus(self.distances[other]) if self.distances else None
         return self._columns(
-            lambda b, part: difference(b, first[b.name].rows, second[b.name].rows, part), gap
+            lambda b, part: difference(b, first[b.name].scores, second[b.name].scores, part), gap
         )
 
     def _columns(
@@ -143,8 +148,8 @@ class Results:
 
 
 @dataclass(frozen=True)
-class Table:
-    """Numbers by row and column, as they are printed."""
+class Numbers:
+    """Numbers by row and column, and how many decimals are printed."""
 
     caption: str
     rows: Mapping[str, Mapping[str, EvalRow]]  # {label: {column: number}}
@@ -153,10 +158,29 @@ class Table:
     notes: Sequence[str] = ()  # below it
     changes: Mapping[str, Mapping[str, EvalRow]] | None = None  # {label: {column: to the first}}
 
-    @staticmethod
-    def arrow(column: str) -> str:
-        """Marks a column where lower is better."""
-        return " ↓" if column in LOWER_IS_BETTER else ""
+    @property
+    def table(self) -> Table:
+        """As texts. Below each column, how many images (for differences: pairs) it comes from."""
+        heads = [""]
+        foot = ["n"]
+        lines = [[label] for label in self.rows]
+        marks = {}
+        for place, (column, decimals) in enumerate(self.decimals.items(), start=1):
+            heads.append(f"{column} ↓" if column in LOWER_IS_BETTER else column)
+            foot.append(counts(row[column] for row in self.rows.values()))
+            best = self.best(column)
+            for number, (label, row) in enumerate(self.rows.items()):
+                lines[number].append(self.text(label, column))
+                interval = between(row[column], decimals)
+                kind = "best" if label in best else self.trend(label, column)
+                hint = f"95 % {interval}" if interval else ""
+                marks[number, place] = Mark(kind, hint, self.shade(label, column))
+        return Table(heads, lines, marks=marks, foot=foot)
+
+    def markdown(self) -> str:
+        """The caption, the table and the notes."""
+        notes = [escaped(note, length=5000) for note in self.notes]
+        return "\n\n".join([escaped(self.caption), self.table.markdown(), *notes]) + "\n"
 
     def text(self, label: str, column: str) -> str:
         """Mean ± standard error, and the count where images have no score; a dash = no number."""
@@ -165,20 +189,9 @@ class Table:
         incomplete = row.total is not None and row.n < row.total
         return f"{number} (n {row.n} of {row.total})" if incomplete else number
 
-    def interval(self, label: str, column: str) -> str:
-        """The ends of the 95 % interval, "" if there is none."""
-        return between(self.rows[label][column], self.decimals[column])
-
-    def n(self, column: str) -> str:
-        """How many images (for differences: pairs) the numbers of a column come from."""
-        return counts(row[column] for row in self.rows.values())
-
     def plain(self) -> dict[str, Any]:
         """For results.json: caption, rows of texts with the heads first, and notes."""
-        heads = ["", *(f"{column}{self.arrow(column)}" for column in self.decimals)]
-        rows = [[label, *(self.text(label, c) for c in self.decimals)] for label in self.rows]
-        rows = [heads, *rows, ["n", *map(self.n, self.decimals)]]
-        return {"caption": self.caption, "rows": rows, "notes": list(self.notes)}
+        return {"caption": self.caption, "rows": self.table.texts, "notes": list(self.notes)}
 
     def best(self, column: str) -> set[str]:
         """The rows with the best printed number (several if equal); empty for differences."""
@@ -210,7 +223,7 @@ class Table:
         return "better" if (row.mean > 0) != (column in LOWER_IS_BETTER) else "worse"
 
 
-def tables(results: Results, compare: Mapping[str, Sequence[str]]) -> list[Table]:
+def tables(results: Results, compare: Mapping[str, Sequence[str]]) -> list[Numbers]:
     """The main table, the differences to the first model, and one table per entry of `compare`.
 
     compare {model: other models}: model minus each of the others.
@@ -230,13 +243,13 @@ def tables(results: Results, compare: Mapping[str, Sequence[str]]) -> list[Table
     about = [(benchmark.name, describe(benchmark.reward)) for benchmark in results.columns]
     who = [f"{name}: {_judge(described)}" for name, described in about]
     who = [f"Judges. {'; '.join(who)}.", *without_error(main)]
-    result = [Table("Mean ± standard error.", main, decimals, notes=who)]
+    result = [Numbers("Mean ± standard error.", main, decimals, notes=who)]
     result += filter(None, [results.crossed])
     for caption, pairs in captions.items():
         rows = {f"{model} − {other}": results.difference(model, other) for model, other in pairs}
         if rows:
             title = f"{caption}, {results.shared}:"
-            result.append(Table(title, rows, decimals, True, without_error(rows)))
+            result.append(Numbers(title, rows, decimals, True, without_error(rows)))
     return result
 
 
@@ -257,38 +270,17 @@ def _decimals(rows: Iterable[Mapping[str, EvalRow]], column: str) -> int:
     return 3 if largest >= 0.1 or largest == 0 else 5
 
 
-def markdown(table: Table) -> str:
-    """A table as Markdown: the best of a column in bold, and the counts below."""
-    heads = ["", *(f"{escaped(column)}{table.arrow(column)}" for column in table.decimals)]
-    best = {column: table.best(column) for column in table.decimals}
-    rows = []
-    for label in table.rows:
-        cells = [(table.text(label, column), label in best[column]) for column in table.decimals]
-        rows.append([escaped(label), *(f"**{text}**" if bold else text for text, bold in cells)])
-    rows.append(["n", *map(table.n, table.decimals)])
-    below = [line for note in table.notes for line in ("", escaped(note, length=5000))]
-    return "\n".join([escaped(table.caption), "", *escape.table(heads, rows), *below]) + "\n"
-
-
-def metric_rows(rows: Mapping[str, Sequence[EvalRow]]) -> list[list[str]]:
-    """{model: rows} as texts: one line per benchmark and metric, one column per model; heads
-    first."""
-    lines = [["benchmark", "metric", "n", *rows]]
+def metric_table(rows: Mapping[str, Sequence[EvalRow]]) -> Table:
+    """{model: rows} as texts: one line per benchmark and metric, one column per model."""
     by_metric: dict[tuple[str, str], dict[str, EvalRow]] = {}
     for model, numbers in rows.items():
         for row in numbers:
             by_metric.setdefault((row.benchmark, row.metric), {})[model] = row
-    for (benchmark, metric), numbers in by_metric.items():
+    lines = []
+    for names, numbers in by_metric.items():
         cells = [f"{shown(row, 3)} {between(row, 3)}".strip() for row in map(numbers.get, rows)]
-        lines.append([benchmark, metric, counts(numbers.values()), *cells])
-    return lines
-
-
-def of_cells(rows: Sequence[Sequence[str]]) -> str:
-    """`metric_rows` as Markdown. Names are escaped, numbers are ours."""
-    heads, *lines = rows
-    texts = [[escaped(name), escaped(metric), *numbers] for name, metric, *numbers in lines]
-    return "\n".join(escape.table([*map(escaped, heads)], texts)) + "\n"
+        lines.append([*names, counts(numbers.values()), *cells])
+    return Table(["benchmark", "metric", "n", *rows], lines, names=2)
 
 
 def counts(rows: Iterable[EvalRow]) -> str:

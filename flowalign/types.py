@@ -225,6 +225,47 @@ class StepLoss:
 
 
 @dataclass(frozen=True)
+class EvalImage:
+    """An image of an evaluation: its prompt, whose place in the set is index, and which of the
+    prompt's images it is."""
+
+    index: int
+    copy: int
+    prompt: str
+    metadata: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class ImageScore:
+    """What a judge gives for an image. NaN = it has no such number.
+
+    weight {"value" or a part: how often it counts in a mean}: once where it is not named; 0 = it is
+    no metric. reason: why the image has no value, or what the score rests on.
+    """
+
+    image: EvalImage
+    value: float
+    parts: Mapping[str, float] = field(default_factory=dict)
+    weight: Mapping[str, float] = field(default_factory=dict)
+    reason: str | None = None
+
+    @property
+    def numbers(self) -> dict[str, float]:
+        """The value and the parts, by name."""
+        return {"value": self.value, **self.parts}
+
+    def number(self, name: str) -> float:
+        """The value or a part; NaN for a part that it has not."""
+        return self.value if name == "value" else self.parts.get(name, math.nan)
+
+    def replaced(self, name: str, number: float) -> ImageScore:
+        """The same score with another value or part."""
+        if name == "value":
+            return replace(self, value=number)
+        return replace(self, parts={**self.parts, name: number})
+
+
+@dataclass(frozen=True)
 class EvalRow:
     """One number of an evaluation."""
 

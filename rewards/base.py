@@ -134,6 +134,13 @@ class RewardBase:
         """What images of this size are resized by before they are judged; 1 where not known."""
         return 1.0
 
+    def counts(
+        self, metadata: Mapping[str, Any], parts: Mapping[str, float]
+    ) -> Mapping[str, float]:
+        """How often the parts of an image's scores count in the means of an evaluation: once where
+        they are not named; 0 = such a part is no metric."""
+        return {}
+
     def describe(self) -> dict[str, Any]:
         return {"name": self.name, **self.settings}
 
@@ -146,6 +153,18 @@ class RewardBase:
         """images [B,3,H,W] in [0,1] with their B prompts and metadata -> Scores of B. A subclass
         gets them so; its caller may give PIL images, one image with its prompt, and no metadata."""
         raise NotImplementedError
+
+
+def question_counts(metadata: Mapping[str, Any], parts: Mapping[str, float]) -> Mapping[str, float]:
+    """`RewardBase.counts` of a reward that asks the questions of an image's metadata: the part of
+    each skill `a - b`, and that of `a`, is a mean over so many questions. The first question was
+    not asked where the part `left_out` is 1."""
+    counts = {"left_out": 0}
+    skipped = 1 if parts.get("left_out") == 1 else 0
+    for skill in metadata.get("skills", ())[skipped:]:
+        for name in {skill, skill.split("-")[0].strip()}:
+            counts[name] = counts.get(name, 0) + 1
+    return counts
 
 
 def _any_images(call: Callable[..., Scores]) -> Callable[..., Scores]:

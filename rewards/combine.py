@@ -184,6 +184,7 @@ class Normalized(Composed):
     ) -> None:
         super().__init__({"reward": reward}, device, median=median, spread=spread)
         self.headline = self.components["reward"].headline or "raw"  # comparable
+        self.counts = self.components["reward"].counts  # its parts are kept
 
     def __call__(self, images: Tensor, prompts: Sequence[str], metadata: Metadata) -> Scores:
         scores = score(self.components["reward"], images, prompts, metadata)

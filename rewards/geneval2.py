@@ -18,7 +18,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from flowalign.backbone.placement import Placement
 from flowalign.backbone.pretrained import load_complete
-from flowalign.rewards.base import RewardBase
+from flowalign.rewards.base import RewardBase, question_counts
 from flowalign.rewards.options import Device, Pretrained, hub_files, located
 from flowalign.system.escape import shown
 from flowalign.system.images import to_uint8
@@ -120,6 +120,11 @@ class AskedReward(RewardBase):
     reads = {"model": (MODEL, hub_files)}
     source: str
     questions: Callable[[Mapping[str, Any]], Any]
+
+    def counts(
+        self, metadata: Mapping[str, Any], parts: Mapping[str, float]
+    ) -> Mapping[str, float]:
+        return question_counts(metadata, parts)
 
     @classmethod
     def check_prompts(cls, prompts: Sequence[str], metadata: Metadata, **options: Any) -> None:

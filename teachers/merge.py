@@ -25,10 +25,10 @@ from flowalign.backbone.structure import read_family
 from flowalign.config import ADAPTER, ModelConfig
 from flowalign.report import results
 from flowalign.report.progress import quiet
-from flowalign.system.escape import escaped, table
 from flowalign.system.exit import refusing
 from flowalign.system.files import expanded
 from flowalign.system.folder import RunFolder
+from flowalign.system.table import Table
 
 METHODS = ("concat", "svd", "ties", "dare")
 BLOCK = re.compile(r"transformer_blocks\.(\d+)\.")
@@ -67,8 +67,9 @@ class MergeReport:
         )
 
     def __str__(self) -> str:
-        rows = [[escaped(k), str(self.ranks[k]), f"{e:.2e}"] for k, e in self.errors.items()]
-        return "\n".join([self.summary, "", *table(["layer", "rank", "relative error"], rows)])
+        rows = [[k, str(self.ranks[k]), f"{error:.2e}"] for k, error in self.errors.items()]
+        layers = Table(["layer", "rank", "relative error"], rows)
+        return f"{self.summary}\n\n{layers.markdown()}"
 
 
 def merge(

@@ -11,11 +11,12 @@ import pytest
 import torch
 from test_vlm import asked, serve  # noqa: F401
 
+from flowalign.eval.scores import image_score
 from flowalign.eval.stats import rows_of
 from flowalign.rewards import RewardSpec, build, check, check_prompts, describe, score
 from flowalign.rewards.dpg import gated
 from flowalign.training.data import load_prompts
-from flowalign.types import EvalRow, PromptBatch
+from flowalign.types import EvalImage, EvalRow, ImageScore, PromptBatch
 
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "dpg.json").read_text())
 BENCH: Any = SimpleNamespace(name="dpg", headline=None)
@@ -41,23 +42,23 @@ def batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PromptBatch:
     return prompts.select([row for row in range(len(prompts)) for _ in range(4)])
 
 
-def judged(batch: PromptBatch, rule: str) -> tuple[list[dict[str, Any]], dict[str, EvalRow]]:
+def judged(batch: PromptBatch, rule: str) -> tuple[list[ImageScore], dict[str, EvalRow]]:
     images = torch.arange(4.0).repeat(len(batch) // 4)[:, None, None, None].expand(-1, 3, 4, 4)
     reward = build("dpg", model="mplug", rule=rule)
     scores = score(reward, images / 255, batch.prompts, batch.metadata)
-    found = [
-        {"index": row // 4, "copy": row % 4, "prompt": prompt, "metadata": batch.metadata[row]}
-        | {"value": float(scores.value[row])}
-        | {name: float(part[row]) for name, part in scores.parts.items()}
-        for row, prompt in enumerate(batch.prompts)
-    ]
+    found = []
+    for row, prompt in enumerate(batch.prompts):
+        image = EvalImage(row // 4, row % 4, prompt, batch.metadata[row])
+        numbers = {"value": float(scores.value[row])}
+        numbers |= {name: float(part[row]) for name, part in scores.parts.items()}
+        found.append(image_score(image, numbers, None, reward.counts))
     return found, {row.metric: row for row in rows_of(BENCH, found)}
 
 
 def test_the_official_rule_gives_the_official_numbers(batch: PromptBatch) -> None:
     images, rows = judged(batch, "official")
     expected = [math.nan] * 4 + [v for crops in GOLDEN["images"].values() for v in crops]
-    found = [image["value"] for image in images]
+    found = [image.value for image in images]
     assert found == pytest.approx(expected, abs=1e-6, nan_ok=True)
     assert rows["reward"].mean == pytest.approx(GOLDEN["score"], abs=1e-6)
     assert (rows["reward"].n, rows["reward"].total) == (4 * 13, 4 * 14)  # one prompt fell out
@@ -109,7 +110,7 @@ def test_the_corrected_rule_has_no_quirk(batch: PromptBatch, monkeypatch) -> Non
         monkeypatch.setitem(GOLDEN["answers"], question, plain)
     values, categories = by_hand(batch)
     images, rows = judged(batch, "corrected")
-    assert [image["value"] for image in images] == pytest.approx(values, abs=1e-6)
+    assert [image.value for image in images] == pytest.approx(values, abs=1e-6)
     assert rows["reward"].mean == pytest.approx(sum(values) / len(values), abs=1e-6)
     for name, number in categories.items():
         assert rows[name].mean == pytest.approx(number, abs=1e-6), name

@@ -11,6 +11,7 @@ import pytest
 from numpy.typing import NDArray
 
 from flowalign.eval import seeds, stats
+from flowalign.eval.scores import from_row
 from flowalign.eval.stats import AVERAGE
 from flowalign.eval.suite import Benchmark, Judged
 from flowalign.eval.table import Results
@@ -108,7 +109,7 @@ def evaluated(world: World, models: list[dict[str, list[dict]]]) -> tuple[float,
         for name, (_, tagged) in world.judges.items()
     ]
     judged = {
-        str(i): {name: Judged(rows, []) for name, rows in images.items()}
+        str(i): {name: Judged([*map(from_row, rows)], []) for name, rows in images.items()}
         for i, images in enumerate(models)
     }
     results = Results(marks, judged, {})

@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,12 +21,13 @@ from flowalign.config import SamplingConfig
 from flowalign.eval import suite
 from flowalign.eval.fidelity import distance, enough, frechet
 from flowalign.eval.geneval import summarize
+from flowalign.eval.scores import from_row, to_row
 from flowalign.eval.stats import NO_ERROR, average, difference, lost, rows_of
 from flowalign.eval.suite import Benchmark, ImageSet, Judged
-from flowalign.eval.table import metric_rows, of_cells
+from flowalign.eval.table import metric_table
 from flowalign.rewards import RewardBase
 from flowalign.system.images import pixels_of
-from flowalign.types import EvalReport, EvalRow, PromptBatch, Scores
+from flowalign.types import EvalImage, EvalReport, EvalRow, ImageScore, PromptBatch, Scores
 
 NAN = math.nan
 NONE = PromptBatch([], [], [])
@@ -47,15 +49,13 @@ OCR = Benchmark("ocr", NONE, Judge(None))
 
 
 def judged(tags: str, correct: list[float], value: list[float] | None = None):
-    """Rows as `judge_set` gives them, one a letter of `tags` (a space = no tag)."""
+    """Scores as `judge_set` gives them, one a letter of `tags` (a space = no tag)."""
     values = value or correct
-    return [
-        {
-            "index": i, "prompt": f"p{i}", "metadata": {"tag": tag} if tag != " " else {},
-            "value": values[i], "correct": correct[i],
-        }
-        for i, tag in enumerate(tags)
-    ]  # fmt: skip
+    scores = []
+    for i, tag in enumerate(tags):
+        image = EvalImage(i, 0, f"p{i}", {"tag": tag} if tag != " " else {})
+        scores.append(ImageScore(image, values[i], {"correct": correct[i]}))
+    return scores
 
 
 def named(rows: list[EvalRow]) -> dict[str, EvalRow]:
@@ -67,7 +67,10 @@ def test_overall_is_the_unweighted_mean_of_the_tags_as_the_official_summary_has_
     rows = named(rows_of(GENEVAL, images))
     assert (rows["a"].mean, rows["a"].n, rows["b"].mean) == (0.75, 4, 0)
     assert rows["overall"].mean == 0.375 and rows["correct"].mean == 0.6
-    verdicts = [{**i, "tag": i["metadata"]["tag"]} for i in images]
+    verdicts = [
+        {"tag": i.image.metadata["tag"], "prompt": i.image.prompt, "correct": i.value}
+        for i in images
+    ]
     assert rows["overall"].mean == summarize(verdicts)["overall"]
     assert list(rows) == ["reward", "correct", "overall", "a", "b"]
 
@@ -91,17 +94,30 @@ def test_the_headline_is_overall_or_the_part_or_the_value():
 
 @pytest.mark.parametrize("tags", ["ab", "  "])
 def test_a_reward_that_failed_on_everything_has_no_headline_but_a_report(tags: str):
-    images = [{**row, "value": NAN} for row in judged(tags, [NAN, NAN])]
-    for image in images:
-        del image["correct"]  # a reward that raised gives no parts
+    # a reward that raised gives no parts
+    images = [replace(score, parts={}) for score in judged(tags, [NAN, NAN])]
     report = EvalReport(rows_of(GENEVAL, images))
     assert math.isnan(suite.headline(report, [GENEVAL]).mean)
-    assert "| geneval | correct | 0 | – |" in of_cells(metric_rows({"base": report.rows}))
+    assert "| geneval | correct | 0 | – |" in metric_table({"base": report.rows}).markdown()
+
+
+def test_only_the_judge_says_how_often_an_image_counts():
+    """By its part `weight`, which is no metric; metadata changes nothing."""
+    about = {"index": 0, "copy": 0, "metadata": {"skills": ["part", "part"], "weight": 9}}
+    rows = [
+        {**about, "prompt": "a", "reason": None, "value": 1.0, "part": 1.0},
+        {**about, "prompt": "b", "reason": "r", "value": 0.0, "weight": 3.0, "part": 0.0},
+    ]
+    images = [from_row(row) for row in rows]
+    assert [to_row(image) for image in images] == rows
+    assert {row.metric: row.mean for row in rows_of(OCR, images)} == {"reward": 0.25, "part": 0.25}
+    once = [from_row({**row, "weight": None}) for row in rows]
+    assert [row.mean for row in rows_of(OCR, once)] == [0.5, 0.5]
 
 
 def test_an_evaluation_that_lost_too_many_images_says_which_and_why():
     images = judged("aaaab", [1, 1, NAN, 1, 0])
-    images[2]["reason"] = "ValueError: no opinion"
+    images[2] = replace(images[2], reason="ValueError: no opinion")
     assert lost(GENEVAL, images, 0.2) == ""
     said = lost(GENEVAL, images, 0.19)
     assert all(text in said for text in ("geneval", "1 of 5", "no opinion"))
@@ -204,18 +220,19 @@ def test_an_image_depends_neither_on_the_batch_nor_on_who_samples_it(
         return judge(backbone, benchmark, settings, processes, keep=3, features=fakes.mean_colour)
 
     single = run(6)
-    assert [(row["index"], row["copy"]) for row in single.rows] == list(product(range(5), range(3)))
-    assert [row["prompt"] for row in single.rows] == [word for word in words for _ in range(3)]
+    images = [score.image for score in single.scores]
+    assert [(image.index, image.copy) for image in images] == list(product(range(5), range(3)))
+    assert [image.prompt for image in images] == [word for word in words for _ in range(3)]
     assert len(single.pictures) == 9 and single.features is not None
     monkeypatch.setattr(suite, "gather_object", lambda objects: objects)
     for world in (2, 8):  # of eight processes, five have nothing to do
         shares = [run(6, world, rank) for rank in range(world)]
-        assert [row for share in shares for row in share.rows] == single.rows  # not merely close
+        assert [s for share in shares for s in share.scores] == single.scores  # not merely close
         assert [picture for share in shares for picture in share.pictures] == single.pictures
         features = [share.features for share in shares if share.features is not None]
         assert torch.equal(torch.cat(features), single.features)
     other = run(15)
-    values = [torch.tensor([row["value"] for row in judged.rows]) for judged in (other, single)]
+    values = [torch.tensor([s.value for s in judged.scores]) for judged in (other, single)]
     torch.testing.assert_close(*values)
     torch.testing.assert_close(other.features, single.features)
 

@@ -10,8 +10,10 @@ import pytest
 import torch
 from vision_judge import tokenizer
 
+from flowalign.eval.scores import image_score
 from flowalign.eval.stats import rows_of
 from flowalign.rewards import check, check_prompts, score
+from flowalign.rewards.base import question_counts
 from flowalign.rewards.geneval2 import (
     GenEval2,
     first_tokens,
@@ -19,6 +21,8 @@ from flowalign.rewards.geneval2 import (
     soft_tifa,
     spellings,
 )
+from flowalign.rewards.service.client import Remote
+from flowalign.types import EvalImage, ImageScore
 
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "geneval2.json").read_text())
 FIRST, CASES = GOLDEN["meta"]["first_token"], GOLDEN["cases"]
@@ -51,18 +55,21 @@ def test_the_benchmark_its_skills_and_its_atoms_are_those_of_the_official_analys
     for index, case in enumerate(CASES):
         scores = scored(case)
         am, gm = soft_tifa(scores)
-        row = {"am": am, "gm": gm, "value": gm, f"atoms_{case['atom_count']:02}": gm}
+        numbers = {"am": am, "gm": gm, "value": gm, f"atoms_{case['atom_count']:02}": gm}
         for skill in {*case["skills"]}:
             own = [s for s, name in zip(scores, case["skills"], strict=True) if name == skill]
-            row[skill] = sum(own) / len(own)
+            numbers[skill] = sum(own) / len(own)
         metadata = {key: case[key] for key in ("vqa_list", "skills", "atom_count")}
-        images.append({"index": index, "prompt": str(index), "metadata": metadata, **row})
-    lost = {"index": 99, "prompt": "99", "metadata": LINE, "value": math.nan, "gm": math.nan}
+        image = EvalImage(index, 0, str(index), metadata)
+        images.append(image_score(image, numbers, None, question_counts))
+    lost = ImageScore(EvalImage(99, 0, "99", LINE), math.nan, {"gm": math.nan})
     rows = {row.metric: row for row in rows_of(BENCH, [*images, lost])}
     expected = {"am": summary["am"], "gm": summary["gm"], **summary["skills"]}
     expected |= {f"atoms_{int(count):02}": number for count, number in summary["atoms"].items()}
     assert {name: 100 * rows[name].mean for name in expected} == pytest.approx(expected, rel=1e-12)
     assert (rows["gm"].n, rows["gm"].total) == (20, 21)
+    served = Remote("http://localhost:1", reward="geneval2")
+    assert served.counts(CASES[0], {}) == question_counts(CASES[0], {})
     having = [case for case in CASES if "verb" in case["skills"]]
     assert rows["verb"].n == len(having) < len(CASES)  # images, not questions
 

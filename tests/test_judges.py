@@ -150,7 +150,7 @@ def test_judges_take_turns_and_one_that_hangs_costs_the_others_nothing(random_mo
         seconds=0.3,
     )  # fmt: skip
     ended.set()
-    values = torch.tensor([[row["value"] for row in judged.rows] for judged in results])
+    values = torch.tensor([[score.value for score in judged.scores] for judged in results])
     assert values.isfinite().tolist() == [[False, True, True], [True, True, True]]
     assert values[0, 1:].tolist() == values[1, 1:].tolist()
 

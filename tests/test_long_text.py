@@ -11,11 +11,12 @@ import pytest
 import torch
 from test_vlm import asked, serve  # noqa: F401
 
+from flowalign.eval.scores import image_score
 from flowalign.eval.stats import rows_of
 from flowalign.rewards import build, check_prompts, describe, score
 from flowalign.rewards.ocr import OCR, Line
 from flowalign.training.data import load_prompts
-from flowalign.types import EvalRow, Metadata, PromptBatch
+from flowalign.types import EvalImage, EvalRow, Metadata, PromptBatch
 
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "long_text.json").read_text("utf-8"))
 CVTG, LONG = GOLDEN["cvtg2k"]["images"], GOLDEN["longtext"]["images"]
@@ -35,15 +36,15 @@ class Recorded:
 
 
 def rows(rule: str, lines: list[list[str]], prompts: list[str], metadata: Metadata) -> Any:
-    """The images of an evaluation as a results file holds them, and the benchmark's rows."""
+    """The scores of the images of an evaluation, and the benchmark's rows."""
     images = torch.arange(float(len(lines)))[:, None, None, None].expand(-1, 3, 4, 4) / 255
     reward = build("ocr", engine=Recorded(lines), rule=rule)
     scores = score(reward, images, prompts, metadata)
-    found = [
-        {"index": i, "prompt": prompt, "metadata": metadata[i], "value": float(scores.value[i])}
-        | {name: float(part[i]) for name, part in scores.parts.items()}
-        for i, prompt in enumerate(prompts)
-    ]
+    found = []
+    for i, prompt in enumerate(prompts):
+        numbers = {"value": float(scores.value[i])}
+        numbers |= {name: float(part[i]) for name, part in scores.parts.items()}
+        found.append(image_score(EvalImage(i, 0, prompt, metadata[i]), numbers, None))
     return found, {row.metric: row for row in rows_of(BENCH, found)}
 
 
@@ -71,9 +72,9 @@ def test_cvtg2k_counts_words_as_the_official_script_does(tmp_path: Path) -> None
     lines = [case["lines"] for case in cases]
     images, found = rows("cvtg2k", lines, batch.prompts, batch.metadata)
     for image, case in zip(images, cases, strict=True):
-        assert image["value"] == pytest.approx(case["correct"] / case["total"], abs=1e-6)
-        assert image["ned"] == pytest.approx(sum(case["ned"]) / case["total"], abs=1e-6)
-        assert image["weight"] == case["total"]
+        assert image.value == pytest.approx(case["correct"] / case["total"], abs=1e-6)
+        assert image.parts["ned"] == pytest.approx(sum(case["ned"]) / case["total"], abs=1e-6)
+        assert image.weight["value"] == case["total"]
     overall, areas = GOLDEN["cvtg2k"]["overall"], GOLDEN["cvtg2k"]["areas"]
     assert means(found, "reward", "ned") == pytest.approx(
         [overall["word_accuracy"], overall["ned"]], abs=1e-6
@@ -82,7 +83,7 @@ def test_cvtg2k_counts_words_as_the_official_script_does(tmp_path: Path) -> None
         assert means(found, f"regions_{area}", f"regions_{area}_ned") == pytest.approx(
             [numbers["word_accuracy"], numbers["ned"]], abs=1e-6
         )
-    plain = sum(image["value"] for image in images) / len(images)
+    plain = sum(image.value for image in images) / len(images)
     assert found["reward"].mean != pytest.approx(plain, abs=1e-3)  # words count, not images
 
 
@@ -94,7 +95,7 @@ def test_longtext_counts_words_or_characters_as_officially(mode: str, rule: str)
     prompts = [f"prompt {i}" for i in range(len(cases))]
     images, found = rows(rule, [case["lines"] for case in cases], prompts, metadata)
     for image, case in zip(images, cases, strict=True):
-        assert image["value"] == pytest.approx(case["match"] / case["gt"], abs=1e-6)
+        assert image.value == pytest.approx(case["match"] / case["gt"], abs=1e-6)
     assert found["reward"].mean == pytest.approx(GOLDEN["longtext"]["overall"][mode], abs=1e-6)
     short = [case for case, length in zip(cases, lengths, strict=True) if length == "short"]
     expected = sum(case["match"] for case in short) / sum(case["gt"] for case in short)
@@ -121,7 +122,7 @@ def test_texts_come_from_the_metadata_or_from_all_double_quotes() -> None:
     lines = [["stop", "BUS"]] * 3
     for rule in ("longtext", "cvtg2k"):
         images, found = rows(rule, lines, prompts, metadata)
-        assert [image["value"] for image in images] == [1, 1, 1]
+        assert [image.value for image in images] == [1, 1, 1]
     assert (found["regions_1"].n, found["regions_2"].n) == (1, 2)
     assert describe(OCR(Recorded([]), rule="longtext"))["rule"] == "longtext"
 

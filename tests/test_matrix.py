@@ -10,7 +10,7 @@ from flowalign.commands.evaluate import main
 from flowalign.eval.suite import Benchmark, Judged
 from flowalign.eval.table import Results, tables
 from flowalign.rewards import RewardBase
-from flowalign.types import PromptBatch
+from flowalign.types import EvalImage, ImageScore, PromptBatch
 
 DOGS = [{"prompt": f"{n} dogs", "tag": n, "include": [{"class": "dog", "count": 1}]} for n in "ab"]
 
@@ -46,7 +46,7 @@ def test_the_worst_cell_is_the_largest_loss_to_the_first_model() -> None:
     scores = {"base": [0.5, 0.5, 0.5, 0.5], "student": [0.9, 0.7, 0.2, 0.4]}
     judged = {
         model: {
-            name: Judged([{"index": i, "prompt": p, "metadata": {}, "value": value + 0.1 * i}
+            name: Judged([ImageScore(EvalImage(i, 0, p, {}), value + 0.1 * i)
                           for i, p in enumerate("xy")], [])
             for name, value in zip(names, values, strict=True)
         }

@@ -17,18 +17,11 @@ from flowalign.eval import report
 from flowalign.eval.fidelity import Distance
 from flowalign.eval.stats import NO_ERROR
 from flowalign.eval.suite import Benchmark, Judged
-from flowalign.eval.table import (
-    Results,
-    Table,
-    markdown,
-    metric_rows,
-    of_cells,
-    tables,
-)
+from flowalign.eval.table import Numbers, Results, metric_table, tables
 from flowalign.report.pictures import png
 from flowalign.rewards import RewardBase
 from flowalign.system.escape import escaped
-from flowalign.types import EvalRow, PromptBatch
+from flowalign.types import EvalRow, ImageScore, PromptBatch
 
 NAN = math.nan
 PROMPTS = ['a "<b>cat</b>" & a dog', "two stars", "a red sign", "nothing"]
@@ -52,14 +45,18 @@ def benchmark(name: str, headline: str | None) -> Benchmark:
 
 
 def judged(mark: Benchmark, scores: list[float], shade: float) -> Judged:
-    part = mark.headline or "value"
-    rows = [
-        {"index": i, "prompt": PROMPTS[i], "metadata": mark.prompts.metadata[i], "value": score}
-        | {part: score, "reason": f"saw <{score}>"}
-        for i, score in enumerate(scores)
-    ]
     images = [torch.full((3, 4, 4), shade + i / 100) for i in range(3)]  # one is not shown
-    return Judged(rows, [png(image) for image in images])
+    return Judged(given(mark, scores), [png(image) for image in images])
+
+
+def given(mark: Benchmark, scores: list[float]) -> list[ImageScore]:
+    """Of all images of a benchmark, in order."""
+    images = []
+    for number, score in enumerate(scores):
+        image = mark.image(divmod(number, mark.copies))
+        parts = {mark.headline: score} if mark.headline else {}
+        images.append(ImageScore(image, score, parts, reason=f"saw <{score}>"))
+    return images
 
 
 MARKS = [benchmark("geneval", "correct"), benchmark("ocr", None)]
@@ -94,7 +91,8 @@ def test_the_main_table_is_models_by_benchmarks_then_fidelity_and_average(result
     graded = [gap * math.sqrt(4 / 3) / 4 for gap in (-0.15, -0.05, 0.05, 0.15)]
     both = [(a + b) / 2 for a, b in zip(right, graded, strict=True)]
     assert row["average"].stderr == pytest.approx(math.hypot(*both))
-    assert main.n("geneval") == "3 to 4" and to_base.n("average") == "7 to 8"
+    assert main.table.foot == ["n", "3 to 4", "4", "8", "7 to 8"]
+    assert to_base.table.foot[-1] == "7 to 8"
 
 
 def test_differences_are_paired_in_every_column(results: Results):
@@ -128,8 +126,8 @@ def rows_with(column: str, means: list[float]) -> dict[str, dict[str, EvalRow]]:
 )
 def test_the_best_of_a_column(column: str, means: list[float], best: set[str]):
     rows = rows_with(column, means)
-    assert Table("", rows, {column: 3}).best(column) == best
-    assert Table("", rows, {column: 3}, signed=True).best(column) == set()
+    assert Numbers("", rows, {column: 3}).best(column) == best
+    assert Numbers("", rows, {column: 3}, signed=True).best(column) == set()
 
 
 def test_a_table_as_markdown():
@@ -137,7 +135,7 @@ def test_a_table_as_markdown():
         "base": {"ocr": EvalRow("", "", 22.338, 0.5, 8), "fidelity": EvalRow("", "", 0.5, NAN, 8)},
         "new": {"ocr": EvalRow("", "", 23.0, 0.25, 7), "fidelity": EvalRow("", "", NAN, NAN, 8)},
     }
-    assert markdown(Table("Scores.", rows, {"ocr": 2, "fidelity": 3})).splitlines() == [
+    assert Numbers("Scores.", rows, {"ocr": 2, "fidelity": 3}).markdown().splitlines() == [
         "Scores.",
         "",
         "|  | ocr | fidelity ↓ |",
@@ -147,7 +145,7 @@ def test_a_table_as_markdown():
         "| n | 7 to 8 | 8 |",
     ]
     some = {"new": {"ocr": EvalRow("", "", 0.5, 0.1, 7, total=8)}}
-    assert "| new | 0.500 ± 0.100 (n 7 of 8) |" in markdown(Table("", some, {"ocr": 3}))
+    assert "| new | 0.500 ± 0.100 (n 7 of 8) |" in Numbers("", some, {"ocr": 3}).markdown()
 
 
 def test_a_note_says_which_columns_have_no_error():
@@ -174,7 +172,7 @@ def test_a_note_says_which_columns_have_no_error():
 
 def test_numbers_are_not_escaped_in_markdown():
     rows = [EvalRow("[x]", "reward", -0.938, 0.024, 9, -0.98, -0.89)]
-    line = of_cells(metric_rows({"0.5": rows})).splitlines()[-1]
+    line = metric_table({"0.5": rows}).markdown().splitlines()[-1]
     assert line.endswith("| 9 | -0.938 ± 0.024 [-0.980, -0.890] |") and r"\[x\]" in line
     assert escaped("0.5") == "0.5" and escaped("-1.5") == "-1.5"
     assert escaped("1. x") == r"1\. x" and escaped("- x") == r"\- x"
@@ -189,7 +187,7 @@ def page(results: Results) -> str:
     compare = {"student": ["ocr"]} if "ocr" in results.judged else {}
     shown = tables(results, compare)
     about = {"title": "T < 1", "conditions": ["Seed 7."], "config": "stage: eval"}
-    return report.render(results, shown, metric_rows(results.rows), **about)
+    return report.render(results, shown, metric_table(results.rows), **about)
 
 
 def test_the_page_parses_and_refers_to_nothing_outside(text: str):
@@ -239,17 +237,7 @@ def shared() -> Results:
     for model, of in scores.items():
         shade = 0.5 * (model == "new")
         pictures = [png(torch.full((3, 4, 4), shade + i / 10)) for i in range(4)]
-        images[model] = {
-            mark.name: Judged(
-                [
-                    {"index": i // 2, "copy": i % 2, "prompt": PROMPTS[i // 2], "metadata": {}}
-                    | {"value": score, mark.headline or "value": score, "reason": None}
-                    for i, score in enumerate(of[mark.name])
-                ],
-                pictures,
-            )
-            for mark in marks
-        }
+        images[model] = {mark.name: Judged(given(mark, of[mark.name]), pictures) for mark in marks}
     return Results(marks, images, {})
 
 
@@ -270,11 +258,7 @@ def test_the_images_of_a_line_of_cards_begin_at_one_height(tmp_path: Path, width
     prompts = ["two stars", "a red sign " * 9, "nothing", "a photo of two cups and a red sign"]
     batch = PromptBatch(prompts, ["x"] * 4, [{}] * 4)
     mark = Benchmark("ocr", batch, Judge(None))
-    rows = [
-        {"index": i, "prompt": text, "metadata": {}, "value": 0.5, "reason": None}
-        for i, text in enumerate(prompts)
-    ]
-    images = Judged(rows, [png(torch.zeros(3, 4, 4))] * 4)
+    images = Judged(given(mark, [0.5] * 4), [png(torch.zeros(3, 4, 4))] * 4)
     text = page(Results([mark], {"one": {"ocr": images}}, {}))
     (tmp_path / "page.html").write_text(text)
     (tmp_path / "frame.html").write_text(

@@ -16,12 +16,12 @@ from flowalign.commands.cli import main
 from flowalign.eval import seeds, stats
 from flowalign.eval.compare import Column, Incomparable
 from flowalign.eval.stats import headline_rows
-from flowalign.types import EvalRow
+from flowalign.types import EvalImage, EvalRow, ImageScore
 
 
 def test_equal_seeds_have_the_error_of_their_prompts() -> None:
     values = np.random.default_rng(1).random(50)
-    images = [{"prompt": str(i), "metadata": {}, "value": value} for i, value in enumerate(values)]
+    images = [ImageScore(EvalImage(i, 0, str(i), {}), v) for i, v in enumerate(values)]
     row = headline_rows(Column("x", None), images)[0]
     cell = seeds.crossed([row] * 3)
     assert cell.mean == pytest.approx(values.mean())

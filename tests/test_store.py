@@ -82,12 +82,12 @@ def judge(backbone: Backbone, mark: Benchmark, size: int = 2, **options: Any) ->
 def test_a_copy_has_its_own_noise_and_the_first_is_that_of_a_run_with_one(backbone: Backbone):
     one, three = judge(backbone, benchmark(), keep=5), judge(backbone, benchmark(3), 6, keep=2)
     # about: the kernels of some machines round other batch sizes otherwise
-    firsts = [row["value"] for row in three.rows[::3]]
-    assert firsts == pytest.approx([row["value"] for row in one.rows], abs=1e-4)
+    firsts = [score.value for score in three.scores[::3]]
+    assert firsts == pytest.approx([score.value for score in one.scores], abs=1e-4)
     assert len(three.pictures) == 6
     for a, b in zip(three.pictures[::3], one.pictures[0:3:2], strict=True):  # prompts 0 and 2
         assert (pixels_of(a) - pixels_of(b)).abs().max() < 1.1 / 255
-    assert len({row["value"] for row in three.rows}) == 15
+    assert len({score.value for score in three.scores}) == 15
 
 
 def test_a_groupwise_reward_sees_all_images_of_a_prompt_at_once(backbone: Backbone, tmp_path: Path):
@@ -104,7 +104,7 @@ def test_a_groupwise_reward_sees_all_images_of_a_prompt_at_once(backbone: Backbo
     (rows,) = kept.score_folder("x").glob("rows.*")
     rows.write_text("\n".join(rows.read_text().splitlines()[:-1]))  # one of E's is lost
     again = judge(backbone, mark, 4, store=store(tmp_path / "s"))
-    assert groups[5:] == [['a "E"'] * 3] and again.rows == whole.rows
+    assert groups[5:] == [['a "E"'] * 3] and again.scores == whole.scores
 
 
 def test_what_a_store_holds_is_neither_sampled_nor_scored_again(
@@ -119,7 +119,7 @@ def test_what_a_store_holds_is_neither_sampled_nor_scored_again(
     more = {**kept, "advance": done.append}
     again = judge(backbone, benchmark(2), **more, store=store(tmp_path / "s"))
     assert sampled == PROMPTS and len(Watched.asked) == 10 and sum(done) == 10
-    assert again.rows == first.rows and again.pictures == first.pictures
+    assert again.scores == first.scores and again.pictures == first.pictures
     assert again.features is not None and first.features is not None
     assert torch.equal(again.features, first.features)
 
@@ -150,7 +150,7 @@ def test_a_row_that_is_not_whole_is_scored_again(
     sampled.clear()
     Watched.asked.clear()
     for _ in range(2):
-        assert judge(backbone, benchmark(), store=store(tmp_path)).rows == first.rows
+        assert judge(backbone, benchmark(), store=store(tmp_path)).scores == first.scores
     assert sampled == [] and len(Watched.asked) == asked
 
 
@@ -163,7 +163,7 @@ def test_without_its_images_a_store_samples_only_what_has_no_row(
     assert [path.name for path in tmp_path.glob("s/*.png")] == ["00000_0.png"]
     sampled.clear()
     again = judge(backbone, benchmark(), store=store(tmp_path / "s", saved={0}))
-    assert sampled == PROMPTS[4:] and again.rows == judge(backbone, benchmark()).rows
+    assert sampled == PROMPTS[4:] and again.scores == judge(backbone, benchmark()).scores
 
 
 def test_the_number_of_processes_may_change_and_nothing_is_counted_twice(
@@ -179,7 +179,7 @@ def test_the_number_of_processes_may_change_and_nothing_is_counted_twice(
     (lost.parent / "rows.7.jsonl").write_text(twice.read_text() + twice.read_text())
     sampled.clear()
     again = judge(backbone, benchmark(), store=store(tmp_path / "s"))
-    assert sampled == PROMPTS[:2] and again.rows == plain.rows
+    assert sampled == PROMPTS[:2] and again.scores == plain.scores
 
 
 def test_a_batch_that_was_cut_off_is_scored_as_a_whole_so_that_the_bits_are_the_same(
@@ -194,7 +194,7 @@ def test_a_batch_that_was_cut_off_is_scored_as_a_whole_so_that_the_bits_are_the_
     for left in range(5):
         rows.write_text("\n".join(lines[:left]))
         again = judge(backbone, mark, 5, store=store(tmp_path / "s"))
-        assert [row["value"] for row in again.rows] == [row["value"] for row in whole.rows]
+        assert [s.value for s in again.scores] == [s.value for s in whole.scores]
 
 
 @pytest.fixture(scope="module")

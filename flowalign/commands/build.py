@@ -17,6 +17,7 @@ from flowalign.eval.suite import Benchmark
 from flowalign.report.alarm import Alarm
 from flowalign.report.drift.monitor import Monitor
 from flowalign.report.log import RunLog
+from flowalign.report.page import Page
 from flowalign.report.pictures import png
 from flowalign.report.progress import Progress
 from flowalign.report.samples import HELD_OUT, Samples

@@ -21,8 +21,9 @@ from flowalign.config import Stage, TrainingStage, to_yaml
 from flowalign.config.learning import ADVANTAGES
 from flowalign.report import results
 from flowalign.rewards import RewardSpec
-from flowalign.system.escape import block, code, escaped, table
+from flowalign.system.escape import block, code, escaped
 from flowalign.system.folder import RunFolder
+from flowalign.system.table import Table
 from flowalign.training import metrics
 
 # The models under Stability's community licence.
@@ -97,9 +98,9 @@ def score_table(rows: Sequence[Mapping[str, Any]], own: Mapping[str, Any]) -> st
     lines = [["update", *(str(row[metrics.UPDATE]) for row in columns)]]
     for name in names:
         cells = [f"{row.get(name, math.nan):.3f}" for row in columns]
-        lines.append([escaped(name.removeprefix(metrics.EVAL)), *cells])
+        lines.append([name.removeprefix(metrics.EVAL), *cells])
     note = "This adapter was chosen by its headline on these very prompts."
-    return "\n".join([*table(heads, lines), "", note])
+    return f"{Table(heads, lines).markdown()}\n\n{note}"
 
 
 def licence(base: str) -> dict[str, str]:

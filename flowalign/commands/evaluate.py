@@ -22,8 +22,8 @@ from flowalign.commands import CONFIGS, SD35
 from flowalign.config import BenchmarkConfig, ConfigError, EvalStage, load, parse, read
 from flowalign.config.safe_yaml import dump_yaml
 from flowalign.config.section import did_you_mean
-from flowalign.system.escape import table
 from flowalign.system.files import replacing
+from flowalign.system.table import Table
 from flowalign.training.data import PromptError, load_prompts
 from flowalign.training.run import lock
 from flowalign.training.sources import commands
@@ -183,7 +183,7 @@ def show(argv: Sequence[str]) -> int:
         texts = "; ".join(text for text, _ in about)
         rows.append([benchmark["name"], benchmark["prompts"], number, images, texts, download])
     heads = ["benchmark", "prompts", "number", "images a prompt", "judge", "download"]
-    print("\n".join(table(heads, rows)))
+    print(Table(heads, rows).markdown())
     return 0
 
 

@@ -23,7 +23,6 @@ from flowalign.config import EvalStage, Stage, load, parse, read
 from flowalign.config.loading import run_config
 from flowalign.eval.compare import load_results
 from flowalign.eval.evaluation import evaluate as run_evaluation
-from flowalign.report import page
 from flowalign.report.pictures import score_text, sheet
 from flowalign.report.progress import OnMetrics, figures
 from flowalign.report.results import kept
@@ -31,6 +30,7 @@ from flowalign.system.files import expanded, read_lines, replacing
 from flowalign.system.folder import RunFolder
 from flowalign.system.images import image_files, in_order, read_image, stacked
 from flowalign.system.packages import require
+from flowalign.system.table import Table
 from flowalign.training import metrics
 from flowalign.training.data import load_prompts
 from flowalign.training.run import lock
@@ -79,7 +79,7 @@ class Scored:
     def _repr_html_(self) -> str:
         prompts, *numbers = self.columns.values()
         texts = ([f"{number:.4g}" for number in column] for column in numbers)
-        return page.table([[*self.columns], *zip(prompts, *texts, strict=True)])
+        return Table([*self.columns], [*zip(prompts, *texts, strict=True)]).html()
 
 
 @dataclass(frozen=True, repr=False)
@@ -131,7 +131,7 @@ class Run:
 
     def _repr_html_(self) -> str:
         tables = self.results.get("tables", []) if RunFolder(self.folder).results.is_file() else []
-        return "".join(page.table(table["rows"]) for table in tables) or str(self.folder)
+        return "".join(Table.of(table["rows"]).html() for table in tables) or str(self.folder)
 
 
 def score(images: Any, prompts: Prompts, reward: Any, **options: Any) -> Scored:

@@ -12,9 +12,8 @@ import argparse
 import base64
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
-from html import escape
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import quote
@@ -29,6 +28,7 @@ from flowalign.report.progress import figures
 from flowalign.system.exit import refusing
 from flowalign.system.files import read_lines, replacing
 from flowalign.system.folder import RunFolder
+from flowalign.system.table import Table
 from flowalign.training import metrics
 from flowalign.training.evaluations import Evaluation
 from flowalign.training.events import Listener
@@ -44,17 +44,6 @@ class Panel(NamedTuple):
     warn: float
     check: Check
     reference: str = "base"
-
-
-def table(rows: Sequence[Sequence[str]]) -> str:
-    """HTML of a table whose first row and column are heads."""
-    lines = []
-    for number, row in enumerate(rows):
-        kinds = ["th", *["td" if number else "th"] * (len(row) - 1)]
-        texts = (escape(text).replace("_", "<wbr>_") for text in row)  # names may break there
-        cells = (f"<{kind}>{text}</{kind}>" for kind, text in zip(kinds, texts, strict=True))
-        lines.append(f"<tr>{''.join(cells)}</tr>")
-    return f"<table class='numbers'>{''.join(lines)}</table>"
 
 
 def render(template: str, **content: object) -> str:
@@ -119,7 +108,6 @@ def write(run: Path, config: TrainingStage | None = None) -> Path:
         warnings=read_lines(folder.warnings)[::-1][:NEWEST],
         clock=lambda seconds: time.strftime("%m-%d %H:%M", time.localtime(seconds)),
         facts=_facts(run, keys, curves),
-        as_table=table,
         meanings={chart.title: chart.about for chart in charts},
         pictures=_pictures(run),
         drifts=_drifts(run, keys.get("alarm") or {}),
@@ -142,7 +130,9 @@ def _stage(folder: RunFolder, config: Mapping[str, Any]) -> dict[str, Any]:
         "facts": _facts(folder.path, config, pictures.read_metrics(folder.log)),
         "page": f"{quote(folder.path.name)}/{folder.page.name}" if folder.page.is_file() else "",
         "remarks": found.get("remarks", []),
-        "tables": found.get("tables", []),
+        "tables": [
+            {**table, "html": Table.of(table["rows"]).html()} for table in found.get("tables", [])
+        ],
     }
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Iterable, Sequence
 
 # Escape sequences begin with a control character. Format characters can turn the order of a line
 # round. Surrogates cannot be written as UTF-8.
@@ -63,12 +62,6 @@ def code(text: str, length: int = LENGTH) -> str:
 def block(text: str, language: str = "") -> str:
     fence = "`" * _outer(text, 3)
     return f"{fence}{language}\n{text.rstrip()}\n{fence}"
-
-
-def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """The lines of a table. Its cells are Markdown already."""
-    first, *others = (f"| {' | '.join(cells)} |" for cells in (heads, *rows))
-    return [first, "|" + "---|" * len(heads), *others]
 
 
 def _outer(text: str, least: int) -> int:

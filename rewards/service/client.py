@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any
@@ -11,7 +11,7 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, Field
 from torch import Tensor
 
-from flowalign.rewards.base import RewardBase
+from flowalign.rewards.base import RewardBase, question_counts
 from flowalign.rewards.options import Count, Divisor, Retries, Seconds, TokenEnv, Url, read_token
 from flowalign.rewards.scoring import assemble, failed
 from flowalign.rewards.service import wire
@@ -19,6 +19,8 @@ from flowalign.system.http import UNREACHABLE, Client
 from flowalign.types import Metadata, Scores
 
 log = logging.getLogger(__name__)
+
+ASKED = ("dpg", "geneval2")  # served rewards whose prompts have questions
 
 Urls = Annotated[
     Sequence[Url],
@@ -90,6 +92,11 @@ class Remote(RewardBase):
         with self._greet(retries=0) as client:
             served = self._ask(client, self.urls[0])
         return {"name": self.name, "served": served, "normalizer": self.normalizer}
+
+    def counts(
+        self, metadata: Mapping[str, Any], parts: Mapping[str, float]
+    ) -> Mapping[str, float]:
+        return question_counts(metadata, parts) if self.reward in ASKED else {}
 
     def _ask(self, client: Client, *urls: str) -> dict[str, Any]:
         """What the first server that answers says of our reward. Raises ValueError if it has none,

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import subprocess
 import sys
 import tempfile
@@ -18,7 +17,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from flowalign.eval.stats import headline_rows
+from flowalign.eval.scores import from_row
+from flowalign.eval.stats import headline_rows, part_of
 from flowalign.report.pictures import (
     COLUMNS,
     Block,
@@ -55,14 +55,13 @@ def block(table: Path, results: Mapping[str, Any], task: str, columns: int) -> B
     }
     rows, prompts = [], []
     for model, name in models.items():
-        scored = results["models"][model]["images"][task]
-        part = benchmark.headline or "value"
-        values = [math.nan if scored[i][part] is None else scored[i][part] for i in places]
+        scored = [from_row(row) for row in results["models"][model]["images"][task]]
+        values = [scored[i].number(part_of(benchmark)) for i in places]
         number = headline_rows(benchmark, scored)[0].mean
         folder = table / "images" / model / task
         images = [pixels_of((folder / f"{i:05}_0.png").read_bytes()) for i in places]
         rows.append(Row(images, [*map(score_text, values)], name, f"all {score_text(number)}"))
-        prompts = [scored[i]["prompt"] for i in places]
+        prompts = [scored[i].image.prompt for i in places]
     title = f"{TASKS[task]}: {spread_text(places, len(results['models']['base']['images'][task]))}"
     return Block(title, prompts, rows)
 
