@@ -24,18 +24,19 @@ from pathlib import Path
 LINKED = ("rewards", "teachers", "eval")
 # Tokens of code in each room. A room may have SLACK times as many; a larger change says so here.
 BUDGET = {
-    "backbone": 22241,
-    "checks": 4652,
-    "commands": 33909,
-    "config": 11831,
+    "backbone": 22249,
+    "checks": 4634,
+    "commands": 33954,
+    "config": 11857,
     "credit": 1453,
-    "eval": 19302,
+    "eval": 19343,
     "flowalign": 241,
-    "rewards": 28855,
+    "report": 10881,
+    "rewards": 29017,
     "sde": 1041,
-    "system": 7405,
-    "teachers": 11105,
-    "training": 23410,
+    "system": 7631,
+    "teachers": 11083,
+    "training": 20026,
     "types": 1352,
 }
 SLACK = 1.05

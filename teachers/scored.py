@@ -47,7 +47,8 @@ class Scored:
         self.accelerator = parts.accelerator
         rewards = parts.rewards.items()
         self.weights = {name: dict(reward.weights or {}) for name, reward in rewards}
-        self.variant, self.clipped = advantage_function(settings.advantage), False  # none so far
+        self.variant = advantage_function(settings.advantage)
+        self.clipped = False  # no advantage so far
         self.running = RunningRewards.of(settings, parts.prompts)
         self.max_invalid_share = train.max_invalid_share
         score = TaskRewards(parts.rewards)

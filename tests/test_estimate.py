@@ -337,8 +337,8 @@ def test_the_rank_of_a_start_counts_from_its_file_or_from_the_stage_that_will_wr
 @pytest.mark.parametrize(
     ("name", "options", "files"),
     [
-        ("math:hypot", {}, {}),  # a function of the user's
-        ("math:hypot", {"model": "me/judge"}, None),
+        ("json:dumps", {}, {}),  # a function of the user's
+        ("json:dumps", {"model": "me/judge"}, None),
         ("pickscore", {"model": "me/judge"}, None),
         ("ocr", {}, {}),
     ],
