@@ -5,9 +5,8 @@ two tasks, as each reward has its own range (None = one task). valid [B]: False 
 failed; such a row leaves every statistic and gets advantage 0. Computed in float64, returned as
 float32 [B], without gradient.
 
-Some variants use more than the reward: the parts of a composed reward (`gdpo`), or what was seen
-in earlier rollouts (`adora`, `gated`; flowalign.teachers.scored keeps it). Without it they
-say what they do in its place, so that every variant can be called with (value, group) alone.
+`gdpo` uses the parts of a composed reward as well. Without them it takes the reward as its only
+part, so that every variant can be called with (value, group) alone.
 """
 
 from __future__ import annotations
@@ -124,95 +123,11 @@ def gdpo(
     return advantage.float()
 
 
-def adora(
-    value: Tensor,
-    group: Tensor,
-    *,
-    bar: Tensor | None = None,
-    threshold: float = 0.5,
-    amplify: float = 2.0,
-    valid: Tensor | None = None,
-    task: Tensor | None = None,
-) -> Tensor:
-    """The advantages of group_relative(std="group"), times `amplify` for the prompts that are hard
-    at present: at most `threshold` of their images succeed. [B]
-
-    ADORA (2602.10019) multiplies the advantages of a prompt by a weight that is computed from
-    every rollout: 2 for prompts whose success rate is at most .5 (the difficulty criterion, with
-    the amplification of its language models), else 1. Its other criterion, the length of an answer,
-    has no counterpart in images. We had the abstract, the authors' code (github.com/ShadeCloak/
-    ADORA: the length criterion only) and the reviews at OpenReview, which state the difficulty
-    criterion and its numbers; not the paper's own text.
-
-    Our choice: the paper's rewards are right or wrong, ours are graded. An image succeeds if its
-    reward is above the bar [B], the average reward of its task in earlier rollouts (NaN, or None =
-    there was none: weight 1). For rewards of 0 and 1 and a bar in [0, 1) that is the paper's
-    success rate. A prompt that gets better passes the bar and is no longer amplified; the bar rises
-    with the model.
-    """
-
-    def is_hard(values: Tensor, bars: Tensor) -> bool:
-        return float((values > bars).double().mean()) <= threshold
-
-    return _reweighted(value, group, valid, task, bar, is_hard, amplify)
-
-
-def gated(
-    value: Tensor,
-    group: Tensor,
-    *,
-    before: Tensor | None = None,
-    attenuate: float = 0.1,
-    valid: Tensor | None = None,
-    task: Tensor | None = None,
-) -> Tensor:
-    """The advantages of group_relative(std="group"), times `attenuate` for the prompts that do not
-    get better: their images score no higher on average than in earlier rollouts. [B]
-
-    before [B]: the average reward of an image's prompt in earlier rollouts (NaN, or None = the
-    prompt is new: weight 1). An advantage of this name was found in no source. The idea is the
-    other half of ADORA's (2602.10019), which attenuates the samples that are of no use at present;
-    .1 is its number (its authors' blog: .1 did better than 0). Where a run sees few prompts twice,
-    this is `group_std`.
-    """
-
-    def is_no_better(values: Tensor, averages: Tensor) -> bool:
-        return float(values.mean()) <= float(averages.mean())
-
-    return _reweighted(value, group, valid, task, before, is_no_better, attenuate)
-
-
-def _reweighted(
-    value: Tensor,
-    group: Tensor,
-    valid: Tensor | None,
-    task: Tensor | None,
-    earlier: Tensor | None,
-    chosen: Callable[[Tensor, Tensor], bool],
-    factor: float,
-) -> Tensor:
-    """The advantages of group_relative(std="group"), times `factor` for the prompts that are chosen
-    by their rewards and by what earlier rollouts say of them [B]; NaN, or None = nothing."""
-    advantage = group_relative(value, group, std="group", valid=valid, task=task).double()
-    value, group, valid, _ = _checked(value, group, valid, task)
-    if earlier is None:
-        return advantage.float()
-    if earlier.shape != value.shape:
-        raise ValueError(f"bar and before must be [{len(value)}], got {list(earlier.shape)}")
-    earlier = earlier.detach().to(value)
-    for rows in _groups(group, valid & torch.isfinite(earlier)):
-        if chosen(value[rows], earlier[rows]):
-            advantage[rows] *= factor
-    return advantage.float()
-
-
 ADVANTAGES: dict[str, Callable[..., Tensor]] = {  # (value, group, *, valid, task) -> [B]
     "group_std": partial(group_relative, std="group"),
     "batch_std": partial(group_relative, std="batch"),
     "gaussian": gaussian_ranks,
     "gdpo": gdpo,
-    "adora": adora,
-    "gated": gated,
 }
 
 

@@ -162,10 +162,6 @@ class Forward(WithPolicies[Matched]):
             compared=compared,
         )
 
-    def tensors(self) -> Mapping[str, Sequence[Tensor]]:
-        """The weights of the policies, and what the advantages remember."""
-        return {**super().tensors(), **self.scored.tensors()}
-
     def prepare(self, rollout: Rollout, update: int) -> Matched:
         credit = self.scored.credit(rollout, update)
         key = (self.config.seed, update)

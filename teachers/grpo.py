@@ -45,10 +45,6 @@ class Grpo(Algorithm[Credit]):
         schedule = schedule_of(self.config, self.backbone)
         return replace(schedule, window=window_of(self.config.rollout, update))
 
-    def tensors(self) -> dict[str, list[Tensor]]:
-        """What the advantages remember of earlier rollouts."""
-        return self.scored.tensors()
-
     def prepare(self, rollout: Rollout, update: int) -> Credit:
         """Score the images. Those without an advantage are dropped, for the KL, too, as in
         Flow-GRPO: else the KL would be the stronger, the more groups are all alike."""

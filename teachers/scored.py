@@ -2,22 +2,21 @@
 invalid images and the log of rewards serve every algorithm that learns from rewards.
 
 The images are scored while the next are sampled, all processes see all scores, and an advantage is
-relative to the group of its prompt. The variants are functions (`flowalign.credit`); what they
-need of other rollouts or of the parts of a reward is collected here, the same on every process.
+relative to the group of its prompt. The variants are functions (`flowalign.credit`); the parts of
+a reward that they need are collected here, the same on every process.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from accelerate.utils import gather_object
 from torch import Tensor
 
-from flowalign.config import AdvantageConfig, EarlierConfig
+from flowalign.config import AdvantageConfig
 from flowalign.config.learning import ADVANTAGES
 from flowalign.report.pictures import score_text
 from flowalign.rewards.scoring import AsyncScorer, TaskRewards
@@ -49,17 +48,12 @@ class Scored:
         self.weights = {name: dict(reward.weights or {}) for name, reward in rewards}
         self.variant = advantage_function(settings.advantage)
         self.clipped = False  # no advantage so far
-        self.running = RunningRewards.of(settings, parts.prompts)
         self.max_invalid_share = train.max_invalid_share
         score = TaskRewards(parts.rewards)
         self.scoring = AsyncScorer(score, train.score_seconds)
         # a batch of images is scored while the next is sampled, unless a reward must see a group
         ahead = train.score_while_sampling and not score.groupwise
         self.on_images: OnImages | None = self._submit if ahead else None
-
-    def tensors(self) -> dict[str, list[Tensor]]:
-        """What a checkpoint holds: {name: tensors}, written to in place when one is read."""
-        return {"earlier": self.running.tensors()} if self.running else {}
 
     def credit(self, rollout: Rollout, update: int) -> Credit:
         """Score the images. The advantage of an image is relative to its group and, in some
@@ -80,18 +74,13 @@ class Scored:
             self._gathered(t) for t in (scores.value, scores.valid, rollout.group, task)
         )
         check_valid(valid, scores.failures.values(), self.max_invalid_share)
-        more: dict[str, Any] = {}
+        more: dict[str, Tensor] = {}
         if self.settings.advantage == "gdpo":
             more = self._parts(scores, valid, task, names)
-        elif self.running:
-            keys = self._gathered(self.running.keys_of(batch))
-            average = self.running.average(keys, update)
-            self.running.add(keys, value, valid, update)
-            more = self._earlier(average)
-        found = self.variant(value, group, valid=valid, task=task, **more)
+        unclipped = self.variant(value, group, valid=valid, task=task, **more)
         limit = self.settings.advantage_clip
-        advantages = found.clamp(-limit, limit)
-        clipped = float((found.abs() > limit).float().mean())
+        advantages = unclipped.clamp(-limit, limit)
+        clipped = float((unclipped.abs() > limit).float().mean())
         if clipped and self.settings.advantage not in ADVANTAGES and not self.clipped:
             self.clipped = True
             text = "update %d: %.0f %% of the advantages of %s are clipped: advantage_clip = %g"
@@ -143,13 +132,6 @@ class Scored:
                         "its `weights`, or use another `advantage`."
                     )
         return {"parts": parts, "weights": weights}
-
-    def _earlier(self, average: Tensor) -> dict[str, Any]:
-        """What the advantage is told of earlier rollouts: their average [B], and how it counts."""
-        earlier = self.settings.earlier or EarlierConfig()
-        if self.settings.advantage == "gated":
-            return {"before": average, "attenuate": earlier.attenuate}
-        return {"bar": average, "threshold": earlier.threshold, "amplify": earlier.amplify}
 
 
 def _part_means(scores: Scores) -> dict[str, float]:
@@ -203,70 +185,3 @@ def rows_by_task(names: Sequence[str], task: Tensor, valid: Tensor) -> Iterator[
         rows = valid & (task == number)
         if rows.any():
             yield name, rows
-
-
-# Earlier rollouts --------------------------------------------------------------------------------
-
-Key = tuple[str, ...]  # (task,) or (task, prompt)
-
-
-class RunningRewards:
-    """Exponential moving averages of rewards, one for each key, over the rollouts that have it.
-
-    decay: the share of the old average that is kept when a rollout is added. The first rollout of a
-    key sets its average.
-
-    A rollout that was added does not count before the next update begins: one that is interrupted
-    is sampled and added again, and its checkpoint may hold it already.
-    """
-
-    def __init__(self, keys: Sequence[Key], decay: float) -> None:
-        self.rows = {key: row for row, key in enumerate(dict.fromkeys(keys))}
-        self.decay = decay
-        self.mean = torch.zeros(len(self.rows), dtype=torch.float64)
-        self.rollouts = torch.zeros(len(self.rows), dtype=torch.int64)  # that count
-        self.next = [self.mean.clone(), self.rollouts.clone()]  # both, with the latest rollout
-        self.latest = torch.full((1,), -1)  # its update
-
-    @staticmethod
-    def of(settings: AdvantageConfig, prompts: Mapping[str, PromptBatch]) -> RunningRewards | None:
-        """What the advantage of a config needs, by task or by prompt; None = it needs none.
-        prompts: by task name."""
-        decay = (settings.earlier or EarlierConfig()).decay
-        if settings.advantage == "adora":
-            return RunningRewards([(task,) for task in prompts], decay)
-        if settings.advantage == "gated":
-            keys = [(task, text) for task, batch in prompts.items() for text in batch.prompts]
-            return RunningRewards(keys, decay)
-        return None
-
-    def keys_of(self, batch: PromptBatch) -> Tensor:
-        """The number of each image's key [B]."""
-        width = len(next(iter(self.rows)))  # of (task,) or (task, prompt)
-        images = zip(batch.tasks, batch.prompts, strict=True)
-        return torch.tensor([self.rows[image[:width]] for image in images], dtype=torch.int64)
-
-    def average(self, keys: Tensor, update: int) -> Tensor:
-        """The average of each image's key [B] over the rollouts before that update, float64; NaN
-        where there was none."""
-        if int(self.latest) < update:
-            self.mean.copy_(self.next[0])
-            self.rollouts.copy_(self.next[1])
-        return torch.where(self.rollouts[keys] > 0, self.mean[keys], torch.nan)
-
-    def add(self, keys: Tensor, value: Tensor, valid: Tensor, update: int) -> None:
-        """Add the rollout of an update: rewards [B] of the keys [B], of all processes.
-        Images that are not valid do not count."""
-        mean, rollouts = self.next
-        mean.copy_(self.mean)
-        rollouts.copy_(self.rollouts)
-        self.latest.fill_(update)
-        for key in keys[valid].unique():
-            now = value[valid & (keys == key)].double().mean()
-            old = self.decay * mean[key] + (1 - self.decay) * now
-            mean[key] = old if rollouts[key] else now
-            rollouts[key] += 1
-
-    def tensors(self) -> list[Tensor]:
-        """What a checkpoint holds of it; written to in place when one is read."""
-        return [self.mean, self.rollouts, *self.next, self.latest]

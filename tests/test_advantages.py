@@ -1,4 +1,4 @@
-"""Advantages that need more than one reward a rollout: parts of a reward, and earlier rollouts."""
+"""Advantages that need the parts of a reward, and advantages of the user's."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,11 +18,10 @@ from flowalign.checks.rewards import own_code
 from flowalign.commands.card import origins
 from flowalign.config import ConfigError, parse, to_yaml
 from flowalign.config.learning import ADVANTAGES
-from flowalign.credit import adora, gated, gdpo
+from flowalign.credit import gdpo
 from flowalign.rewards.scoring import score
-from flowalign.teachers.scored import RunningRewards
 from flowalign.training.algorithm import TrainingError, advantage_function
-from flowalign.types import PromptBatch, Scores
+from flowalign.types import Scores
 
 ROOT = Path(__file__).parents[1]
 WEIGHTED = (
@@ -87,58 +86,14 @@ def test_a_part_that_is_weighted_and_not_given_stops_the_run(random_model: str, 
         run("[red]")
 
 
-def test_averages_of_earlier_rollouts() -> None:
-    earlier = RunningRewards([("a",), ("b",)], decay=0.5)
-    place, valid = torch.tensor([0, 0, 1, 1]), torch.tensor([True, True, True, False])
-    assert earlier.average(place, 0).isnan().all()
-    earlier.add(place, torch.tensor([0.0, 1.0, 4.0, torch.nan]), valid, 0)
-    assert earlier.average(place, 0).isnan().all()  # not yet: the update may be done again
-    assert earlier.average(place, 1).tolist() == [0.5, 0.5, 4.0, 4.0]
-    earlier.add(torch.tensor([0]), torch.tensor([1.5]), torch.tensor([True]), 1)
-    assert earlier.average(place, 2).tolist() == [1.0, 1.0, 4.0, 4.0]
-
-    for value in (9.0, 3.0):  # an update that is done again counts once
-        assert earlier.average(place, 2).tolist() == [1.0, 1.0, 4.0, 4.0]
-        earlier.add(torch.tensor([0]), torch.tensor([value]), torch.tensor([True]), 2)
-    assert earlier.average(place, 3).tolist() == [2.0, 2.0, 4.0, 4.0]
-    tasks = RunningRewards([("a", "x"), ("b", "x"), ("a", "y")], 0.9)
-    batch = PromptBatch(["x", "x", "y"], ["b", "a", "a"], [{}] * 3)
-    assert tasks.keys_of(batch).tolist() == [1, 0, 2]  # a prompt of two tasks has two
-
-
-@pytest.mark.parametrize("name", ["adora", "gated"])
-def test_advantages_follow_what_was_seen_before(name: str, random_model: str, tmp_path: Path):
-    """The second rollout of the same prompts, against the averages of the first."""
-    overrides = [f"grpo.advantage={name}", "grpo.earlier={amplify: 3.0, attenuate: 0.25}"]
-    given = fakes.settings(random_model, tmp_path / "run", "rollout.prompts=8", *overrides)
-    loop = fakes.wired(given, moved=True)
-    first = loop.rollout(0)
-    loop.prepare(first)
-    loop.update = 1
-    second = loop.rollout(1)
-    found: Any = loop.prepare(second)
-    scores = [fakes.redness(Tensor(r.images), [], []).value for r in (first, second)]
-    if name == "adora":
-        bar = scores[0].double().mean().expand(len(second))
-        expected = adora(scores[1], second.group, bar=bar, amplify=3.0)
-    else:
-        rows = [[q == p for q in first.batch.prompts] for p in second.batch.prompts]
-        before = torch.stack([scores[0][torch.tensor(own)].mean() for own in rows])
-        expected = gated(scores[1], second.group, before=before, attenuate=0.25)
-    plain = adora(scores[1], second.group)
-    assert_close(found.advantage, expected)
-    changed = found.advantage != plain
-    assert changed.any() and not changed.all()
-
-
 @pytest.mark.slow
 def test_two_processes_have_the_advantages_of_one(random_model: str, tmp_path: Path) -> None:
-    """Though each holds one task only, and so only one task's parts and averages."""
+    """Though each holds one task only, and so only one task's parts."""
     other = {"name": "weighted", "options": {"rewards": [
         {"name": "fakes:vivid", "label": "v"}, {"name": "test_advantages:Summed", "label": "s"}
     ]}}  # fmt: skip
     runs = {}
-    for name in ("batch_std", "gdpo", "adora", "gated"):
+    for name in ("batch_std", "gdpo"):
         given = ["rollout.prompts=2", "rollout.batch_size=8", f"grpo.advantage={name}", WEIGHTED,
                  "optimizer.micro_batch=4", "train.updates=3", *SMALL]  # fmt: skip
         found = fakes.settings(random_model, tmp_path / name / "one", *given)
@@ -154,11 +109,10 @@ def test_two_processes_have_the_advantages_of_one(random_model: str, tmp_path: P
     for name in runs:
         one, two = (tmp_path / name / run / "checkpoints/update_000003" for run in ("one", "two"))
         assert (two / "rng_1.json").exists()  # two, indeed
-        for file in ("adapter", *["earlier"] * (name in ("adora", "gated"))):
-            ends = [load_file(last / f"{file}.safetensors") for last in (two, one)]
-            assert ends[0].keys() == ends[1].keys()
-            for key in ends[0]:
-                assert_close(ends[0][key], ends[1][key], rtol=1e-5, atol=1e-5)
+        ends = [load_file(last / "adapter.safetensors") for last in (two, one)]
+        assert ends[0].keys() == ends[1].keys()
+        for key in ends[0]:
+            assert_close(ends[0][key], ends[1][key], rtol=1e-5, atol=1e-5)
 
 
 # Advantages of the user's ------------------------------------------------------------------------

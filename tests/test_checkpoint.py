@@ -102,8 +102,6 @@ def test_a_resumed_run_has_the_learning_rates_of_its_new_length(
 FORWARD = ["optimizer.lr=1e-2", "{}.kl_weight=0.1"]
 NFT = [*FORWARD, "nft.old={decay: 0.5, rise: 0.25}"]
 AWM = [*FORWARD, "awm.ema_kl_weight=1.0", "awm.average={decay: 0.5, rise: 0.25}"]
-EARLIER = ["grpo.earlier={amplify: 5.0, attenuate: 0.0}", "rollout.prompts=8",
-           "rollout.batch_size=32", "optimizer.eps=1.0", "optimizer.lr=30.0"]  # fmt: skip
 PICK = ["tasks.0.reward={name: pickscore, options: {model: tiny}}", "rollout.prompts=7",
         "rollout.group_size=2", "rollout.batch_size=14"]  # fmt: skip
 TWICE = "optimizer.updates_per_rollout=2"
@@ -114,8 +112,6 @@ TWICE = "optimizer.updates_per_rollout=2"
     [
         pytest.param("grpo", [EVERY, TWICE, "ema.every=3"], id="evaluations"),
         pytest.param("grpo", PICK, id="a reward that knows prompts"),
-        pytest.param("grpo", ["grpo.advantage=adora", *EARLIER], id="averages of tasks"),
-        pytest.param("grpo", ["grpo.advantage=gated", *EARLIER], id="averages of prompts"),
         pytest.param("opd", ["student.noise_levels={select: random, count: 1}"], id="opd"),
         pytest.param("sft", [], id="sft"),
         pytest.param("nft", [*NFT, TWICE], id="nft with two steps"),

@@ -235,7 +235,6 @@ NO_VALIDATION = {key: value for key, value in TASK.items() if key != "validation
         ("rollout.window.width", {"rollout": {"window": {"width": 10}}}),
         ("rollout.window.width", {"rollout": {"window": {"every": 2}}}),
         ("rollout.window.every", {"rollout": {"window": {"width": 2, "every": 0}}}),
-        ("grpo.earlier.decay", {"grpo": {"advantage": "adora", "earlier": {"decay": 1.0}}}),
         ("rollout.group_size", {"rollout": {"group_size": 1}}),
         ("rollout.prompts", {"rollout": {"prompts": 9}, "optimizer": {"updates_per_rollout": 2}}),
         ("tasks", {"tasks": [TASK, TASK]}),

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from flowalign.credit import ADVANTAGES, adora, gated, gdpo, group_relative
+from flowalign.credit import ADVANTAGES, gdpo, group_relative
 
 GOLDEN = Path(__file__).parent / "golden"
 CASES = json.loads((GOLDEN / "advantages.json").read_text())["cases"]
@@ -196,30 +196,3 @@ def test_an_invalid_part_leaves_its_own_statistics_only():
     total = part_a + part_b
     expected = (total - total.mean()) / total.std(correction=0)
     assert_close(found.double(), expected, atol=1e-6, rtol=1e-6)
-
-
-def test_adora_amplifies_prompts_whose_success_rate_is_at_most_the_threshold():
-    """For rewards of 0 and 1, whatever the bar between them: the paper's rule."""
-    generator = torch.Generator().manual_seed(5)
-    value = (torch.rand(40, generator=generator) < 0.5).double()
-    group = torch.arange(40) // 5
-    plain = ADVANTAGES["group_std"](value, group)
-    rate = value.reshape(8, 5).mean(1)
-    assert {bool(r <= 0.5) for r in rate} == {True, False}
-    weight = torch.where(rate <= 0.5, 2.0, 1.0).repeat_interleave(5)
-    for bar in (0.0, 0.3, 0.9):
-        assert_close(adora(value, group, bar=torch.full((40,), bar)), weight.float() * plain)
-    assert torch.equal(adora(value, group), plain)  # the first rollout
-    strict = adora(value, group, bar=torch.full((40,), 0.3), threshold=0.0, amplify=5.0)
-    weight = torch.where(rate <= 0.0, 5.0, 1.0).repeat_interleave(5)
-    assert_close(strict, weight.float() * plain)
-
-
-def test_gated_attenuates_prompts_that_do_not_get_better():
-    value = torch.tensor([0.0, 1.0, 0.0, 1.0, 0.0, 1.0])
-    group = torch.tensor([0, 0, 1, 1, 2, 2])
-    before = torch.tensor([0.4, 0.4, 0.6, 0.6, NAN, NAN])  # better, worse, new
-    plain = ADVANTAGES["group_std"](value, group)
-    weight = torch.tensor([1, 1, 0.1, 0.1, 1, 1])
-    assert_close(gated(value, group, before=before), weight * plain)
-    assert torch.equal(gated(value, group, before=before, attenuate=0.0)[2:4], torch.zeros(2))

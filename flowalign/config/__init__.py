@@ -2,7 +2,6 @@
 
 from flowalign.config.learning import (
     AdvantageConfig,
-    EarlierConfig,
     EmaConfig,
     LabellerConfig,
     OptimizerConfig,

@@ -18,7 +18,6 @@ from flowalign.config.section import (
     NotNegative,
     Positive,
     Section,
-    Share,
     as_tuple,
     did_you_mean,
 )
@@ -70,7 +69,7 @@ class TaskConfig(Section):
         return self.validation is not None and self.reward is not None
 
 
-ADVANTAGES = ("group_std", "batch_std", "gaussian", "gdpo", "adora", "gated")
+ADVANTAGES = ("group_std", "batch_std", "gaussian", "gdpo")
 PLUGINS = "flowalign.advantages"  # entry points: name -> module:function
 
 
@@ -86,28 +85,13 @@ def _known_advantage(name: str) -> str:
 AdvantageName = Annotated[str, AfterValidator(_known_advantage)]
 
 
-class EarlierConfig(Section):
-    """What an advantage remembers of earlier rollouts, and how it weights prompts by it."""
-
-    decay: Decay = 0.9
-    """Share of the old average that is kept when a rollout is added to it."""
-    threshold: Share = 0.5
-    """adora: a prompt is hard if at most this share of its images succeeds."""
-    amplify: Positive = 2.0
-    """adora: factor of the advantages of hard prompts."""
-    attenuate: Share = 0.1
-    """gated: factor of the advantages of prompts that do not get better."""
-
-
 class AdvantageConfig(Section):
     """How rewards become advantages."""
 
     advantage: AdvantageName = "group_std"
-    """group_std, batch_std, gaussian, gdpo, adora or gated (flowalign.credit), or yours: an entry
-    point of flowalign.advantages, or module:function. Statistics over a batch are per task. gdpo
-    needs a reward with several parts (`weighted`)."""
-    earlier: EarlierConfig | None = None
-    """What adora and gated make of earlier rollouts; null = the defaults."""
+    """group_std, batch_std, gaussian or gdpo (flowalign.credit), or yours: an entry point of
+    flowalign.advantages, or module:function. Statistics over a batch are per task. gdpo needs a
+    reward with several parts (`weighted`)."""
     advantage_clip: Positive = 5.0
     """Advantages are clipped to +- this."""
 
