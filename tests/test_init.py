@@ -441,7 +441,7 @@ def test_a_recipe_of_rewards_trains_a_teacher_for_each(
         Path("data").mkdir()
         Path("data/ocr_test.txt").write_text('a sign that says "KITE"\n')
     _, problems = recipe.examine(config, Path())
-    assert problems == []  # a guidance that is an input stays as it is
+    assert {problem.level for problem in problems} <= {"note"}  # of the guidance of the card
 
 
 @pytest.mark.parametrize(
