@@ -74,7 +74,8 @@ class Mask2Former:
         by index (`NAMES`).
     size: shortest edge that an image is resized to, and longest edge that it may get, in pixels.
         (The model's own preprocessor says 384 x 384, with which small objects are missed.)
-    clip, clip_pretrained: who names colours, see `ClipColors`. dtype: of the network alone.
+    clip, clip_pretrained: the model that names colours, see `ClipColors`. dtype: of the network
+    alone.
     batch_size: images a forward pass; it changes no result beyond rounding.
     device: None = the GPU if there is one. offload: the weights of both models lie on the CPU
         between calls of the reward.

@@ -121,9 +121,9 @@ def merge(
         torch.default_generator.manual_seed(seed)  # torch.manual_seed would reseed GPUs as well
         for layer in layers:
             scale = _depth_scale(layer, last, lines)
-            own = [i for i, update in enumerate(updates) if layer in update]
-            parts = [updates[i][layer] for i in own]
-            scaled = [scale * weights[i] for i in own]
+            indices = [i for i, update in enumerate(updates) if layer in update]
+            parts = [updates[i][layer] for i in indices]
+            scaled = [scale * weights[i] for i in indices]
             merged, errors[layer] = merge_layer(parts, scaled, method, rank, density)
             ranks[layer] = merged.down.shape[0]
             state[f"{layer}.lora_A.weight"] = merged.down.float().contiguous()
@@ -186,7 +186,7 @@ def _depth_scale(layer: str, last: int, lines: tuple[float, float] | None) -> fl
 
 
 def _natural(layer: str) -> list[tuple[bool, int, str]]:
-    """Sorts block 10 after block 9."""
+    """A sort key that puts block 10 after block 9."""
     return [(p.isdecimal(), int(p) if p.isdecimal() else 0, p) for p in layer.split(".")]
 
 
