@@ -105,7 +105,7 @@ def letterbox(picture: np.ndarray, size: int) -> np.ndarray:
 
 
 class TwoTowers:
-    """An image tower and a text tower; a subclass says how they are called.
+    """An image tower and a text tower; a subclass has the code that calls them.
 
     width: D. device: where they compute, None = the GPU if there is one. batch_size: images a
     forward pass; texts are encoded one by one. offload: `flowalign.backbone.placement.Placement`.

@@ -171,11 +171,10 @@ class Normalized(Composed):
     """1 / (1 + exp(-(value - median) / spread)): the reward on a scale of (0, 1), median -> .5.
 
     This gives the tasks of a mix equal weight, however hard they are. Per task, take the median,
-    and for
-    `spread` about half the distance between the quartiles, of the model that training starts from
-    (both are in the results.json of `flowalign eval`). After MedGRPO (2512.06581), whose logistic
-    maps every dataset's median to .5; the numbers are given here, not estimated while training, so
-    that a reward means the same throughout a run.
+    and for `spread` about half the distance between the quartiles, of the model that training
+    starts from (both are in the results.json of `flowalign eval`). After MedGRPO (2512.06581),
+    whose logistic maps every dataset's median to .5. Here the numbers are options and are not
+    estimated while training, so that a reward means the same throughout a run.
     parts: "raw", the value before.
     """
 

@@ -57,12 +57,12 @@ class DPG(AskedReward):
     """DPG-Bench's score of an image whose metadata is a prompt of dpg_bench.csv. Options:
     docs/rewards/dpg.md.
 
-    value: the mean of `with_dependencies`. parts: the share of yes in each category, and in the category before
-    its dash; by rule "official" of a prompt's last image alone, with "left_out" = 1 where the first
-    question was not asked.
+    value: the mean of `with_dependencies`. parts: the share of yes in each category, and in the
+    category before its dash. Rule "official" gives parts only for the last image of a prompt, with
+    "left_out" = 1 where the first question was not asked.
     """
 
-    name, source = "dpg", "dpg_bench"
+    name, prompt_set = "dpg", "dpg_bench"
     choices = {**AskedReward.choices, "mplug": "MIT (its code)"}
     questions = staticmethod(questions)
 

@@ -29,7 +29,7 @@ MODEL = "Qwen/Qwen3-VL-8B-Instruct"  # the benchmark's own judge
 WORDS = ("one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
 YES, NO = ["Yes", "yes", " yes", " Yes"], ["No", "no", " no", " No"]
 SKILLS = {"object", "attribute", "count", "position", "verb"}
-Table = Mapping[Any, float]  # {token: its probability}; that of others counts as 0
+Probabilities = Mapping[Any, float]  # {token: its probability}; that of others counts as 0
 
 
 def spellings(question: str, answer: str) -> list[str]:
@@ -48,7 +48,9 @@ def first_tokens(tokenizer: Any) -> dict[str, int]:
     return {text: tokenizer.encode(text, add_special_tokens=False)[0] for text in texts}
 
 
-def question_score(table: Table, first: Mapping[str, Any], question: str, answer: str) -> float:
+def question_score(
+    table: Probabilities, first: Mapping[str, Any], question: str, answer: str
+) -> float:
     """A token counts once for each spelling that begins with it, by `first`: it may exceed 1."""
     return sum(table.get(first[text], 0.0) for text in spellings(question, answer))
 
@@ -82,7 +84,7 @@ class Local:
         commit = getattr(self.network.config, "_commit_hash", None)
         self.settings = {"engine": "transformers, full softmax", "model": model, "revision": commit}
 
-    def ask(self, images: Tensor, questions: Sequence[tuple[int, str]]) -> list[Table]:
+    def ask(self, images: Tensor, questions: Sequence[tuple[int, str]]) -> list[Probabilities]:
         """The probabilities of the tokens to begin each answer. questions: row of images [B,3,H,W],
         question."""
         tokens = set(self.first.values())
@@ -114,14 +116,14 @@ class Local:
 
 
 class AskedReward(RewardBase):
-    """A vision-language model answers questions that a prompt's metadata has. source: the set that
-    `flowalign data fetch` writes; questions: what reads one of its lines, or raises an error."""
+    """A vision-language model answers the questions in a prompt's metadata. prompt_set: the set that
+    `flowalign data fetch` writes. questions: reads one of its lines, or raises an error."""
 
     choice = ("model", MODEL)
     choices: Mapping[str, str] = {MODEL: "Apache-2.0"}
     downloads = {MODEL: 17.5}
     reads = {"model": (MODEL, hub_files)}
-    source: str
+    prompt_set: str
     questions: Callable[[Mapping[str, Any]], Any]
 
     def counts(
@@ -137,7 +139,9 @@ class AskedReward(RewardBase):
                 cls.questions(meta)
             except Exception as error:  # whatever JSON can cause
                 text = f"prompt {shown(repr(prompt))}: {error!r:.300}; want a line of the file that"
-                raise ValueError(f"{text} `flowalign data fetch {cls.source}` writes.") from None
+                raise ValueError(
+                    f"{text} `flowalign data fetch {cls.prompt_set}` writes."
+                ) from None
 
 
 class GenEval2(AskedReward):
@@ -148,7 +152,7 @@ class GenEval2(AskedReward):
     number of atoms.
     """
 
-    name = source = "geneval2"
+    name = prompt_set = "geneval2"
     licence = "its prompts: CC BY-NC 4.0"
     headline = "gm"
     questions = staticmethod(questions)

@@ -111,7 +111,7 @@ def partial_credit(
       its position, if it asks for one: 1 if every pair shows the relation, else 0 (also where
       count, colour or the reference clause failed);
       each exclude clause of a class that no include clause names: 1, or 0 if it fires.
-      It is 1.0 exactly where everything holds, and then `judge` says correct too.
+      It is 1.0 exactly if everything holds; then the verdict of `judge` is correct, too.
     "published": the reward server's `scores`, with its quirks: 1 - |n - found| / n has no floor;
       a failed relation adds 0 and then a spurious 1 (a lone position failure scores 0.75); a
       wrong count adds one 0 for colour and position together; exclude is ignored; 0 if no include.

@@ -74,7 +74,7 @@ def plain(text: str) -> str:
 
 
 def unwritable(text: str, letters: frozenset[str]) -> list[str]:
-    """What a text has besides the letters that an engine can write."""
+    """The characters of a text that an engine cannot write."""
     signs = [sign for sign in plain(text) if not (sign.isascii() or sign.isspace())]
     missing = [sign for sign in signs if letters.isdisjoint((sign, sign.lower(), sign.upper()))]
     if "ς" not in letters:  # it has Greek letters for formulas, and reads words as Latin
@@ -172,8 +172,8 @@ def published(wanted: str, read: str, metadata: Row) -> dict[str, float]:
 
 
 def cvtg2k(wanted: Words, read: Words, metadata: Row) -> dict[str, float]:
-    """CVTG-2K: a word is right if it is read, however often it is asked for. `ned`: the mean over
-    words of 1 - Levenshtein / longer length to the closest word, as difflib finds it. By regions.
+    """CVTG-2K: a word is right if it is read at least once. `ned`: the mean over words of
+    1 - Levenshtein / longer length to the closest word, as difflib finds it. By regions.
     weight: the number of words, over which the benchmark's means are.
     Source: NJU-PCALab/TextCrafter, unified_metrics_eval.py."""
     close = [(word, get_close_matches(word, read or [""], 1, cutoff=0)[0]) for word in wanted]

@@ -1,6 +1,7 @@
 """Options of rewards and detectors: declared once, in a signature, and checked by pydantic.
 
-The annotation of a parameter says what is possible: a type, with a range or a check in `Annotated`.
+The annotation of a parameter has the possible values: a type, with a range or a check in
+`Annotated`.
 
     def __init__(self, model: str, *, batch_size: Count = 64, device: Device = None) -> None:
 

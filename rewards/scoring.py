@@ -152,7 +152,8 @@ _changers = set[str]()  # rewards that left one of them changed
 
 @contextmanager
 def settings_kept(name: str) -> Iterator[None]:
-    """After the `with`, torch's global settings are as before. name: of the reward inside."""
+    """Restores torch's global settings after the `with`. name: of the reward inside, for the
+    log."""
     before = _settings()
     try:
         with torch.set_grad_enabled(torch.is_grad_enabled()):

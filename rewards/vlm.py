@@ -52,7 +52,7 @@ Pattern = Annotated[str, AfterValidator(_check_pattern)]
 
 @dataclass(frozen=True)
 class Template:
-    """What the judge is asked, and how its answer is read.
+    """The judge's question, and how to read its answer.
 
     text: the question; `{prompt}` in it stands for the image's prompt.
     pattern: regular expression whose one group is the score; its last match counts.

@@ -1,8 +1,8 @@
 """The bank of teachers: frozen adapters on the student's base, asked for labels by task.
 
 Memory per further teacher is its LoRA; or another transformer, where a teacher has a base of its
-own. The states of a batch are sorted by teacher and labelled
-teacher by teacher, so that every forward pass has one adapter. A target may lie beyond its teacher:
+own. The states of a batch are sorted by teacher and labelled teacher by teacher, so that every
+forward pass has one adapter. A target may lie beyond its teacher:
 v_ref + lambda (v_teacher - v_ref).
 """
 

@@ -60,7 +60,7 @@ class Policy:
 
     @torch.no_grad()
     def velocity(self, pairs: Pairs, guidance: float) -> Tensor:
-        """Its velocity [b,C,h,w] at the pairs."""
+        """The velocity [b,C,h,w] of the policy at the pairs."""
         with self.backbone.adapter(self.name):
             return pairs.velocity(self.backbone, guidance)
 

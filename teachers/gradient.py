@@ -1,9 +1,9 @@
 """A teacher from the gradient of a reward: MEND (2610.05954).
 
 An image moves in latent space along the gradient of its reward, as long as the gain outweighs the
-distance. The velocity
-at one late state of its trajectory is corrected so that it leads there. The targets are clean
-images, so that models of few steps stay so. configs/tiny/teacher_preference_gradient.yaml is a run.
+distance. The velocity at one late state of its trajectory is corrected so that it leads there. The
+targets are clean images, so that models of few steps stay so.
+configs/tiny/teacher_preference_gradient.yaml is a run.
 """
 
 from __future__ import annotations

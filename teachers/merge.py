@@ -57,7 +57,8 @@ class MergeReport:
 
     @property
     def summary(self) -> str:
-        """One line: what was added with which weights, the rank and the scale that came out."""
+        """The report in one line: the adapters with their weights, and the resulting rank and
+        scale."""
         weights = ", ".join(f"{weight:.3g}" for weight in self.weights)
         depth = ", scaled by depth from {:g} to {:g}".format(*self.lines) if self.lines else ""
         return (

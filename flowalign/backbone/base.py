@@ -40,7 +40,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 class Backbone:
-    """One frozen base with named adapters; and others beside it, each under the name of an adapter.
+    """A frozen base with named adapters. It may hold other bases, each under the name of an
+    adapter.
 
     pipe: a loaded diffusers pipeline of a known family. model: its settings; `load` applies two of
     them, the attention backend and gradient checkpointing.

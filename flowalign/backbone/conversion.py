@@ -50,7 +50,7 @@ OTHERS = {  # families by what only the names of their layers hold
 
 
 def looks_like(layers: Iterable[str]) -> str:
-    """A remark on the family whose LoRAs have such layers; "" if it cannot be told."""
+    """A remark on the family whose LoRAs have such layers; "" if it is unknown."""
     seen = " ".join(layers)
     titles = (title for part, title in OTHERS.items() if re.search(part, seen))
     return next((f"; LoRAs of {title} have such layers" for title in titles), "")
@@ -102,8 +102,7 @@ def layers_of(stored: Mapping[str, Tensor]) -> dict[str, Update]:
 
 def convert(updates: Mapping[str, Update], family: Family) -> dict[str, Update]:
     """The updates under the names of the transformer's layers. Raises ValueError for layers that
-    the
-    model does not have, or has in other sizes, and for two updates of one."""
+    the model does not have, or has in other sizes, and for two updates of one."""
     layers = taking_lora(family.core)
     known = _names(layers, family)
     converted = dict[str, Update]()

@@ -92,8 +92,7 @@ def hub_files(model: str, revision: str | None = None) -> list[HubFiles]:
 
 def check_packages(model: str, index: Mapping[str, Any]) -> None:
     """Raise ModelError if transformers lacks a package for a part of a pipeline, as for a processor
-    of
-    images: diffusers does not name it. Before anything large is downloaded."""
+    of images: diffusers does not name it. Before anything large is downloaded."""
     for part in index.values():
         kind = getattr(transformers, str(part[-1]), None) if isinstance(part, list) else None
         for package in getattr(kind, "_backends", ()):  # of its stand-ins for such classes

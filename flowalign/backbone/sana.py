@@ -44,9 +44,8 @@ class Sana(Family):
     @property
     def even_grid(self) -> bool:
         """Whether the pipeline has a DPM-Solver, whose grid is even. The Euler scheduler's own grid
-        applies the shift twice to the
-        smallest sigma: 20 steps with shift 3 would end at .009 instead of .136, and the last one
-        would do next to nothing."""
+        applies the shift twice to the smallest sigma: 20 steps with shift 3 would end at .009
+        instead of .136, and the last step would do next to nothing."""
         return self.flow_shift is not None
 
     @property

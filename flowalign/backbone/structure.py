@@ -85,8 +85,8 @@ def known(model: ModelConfig) -> ModelSpec | None:
 
 
 def read_family(model: ModelConfig, **hub: Any) -> Family:
-    """The family of a model, as `model_spec` has it. The Hub is asked for config files that are not
-    here. hub: options of `snapshot_download`. Raises ModelError."""
+    """The family of a model, as `model_spec` has it. Config files that are not here are downloaded
+    from the Hub. hub: options of `snapshot_download`. Raises ModelError."""
     try:
         return model_spec(model).family
     except LookupError:

@@ -6,7 +6,7 @@ size. The last turn of a history counts. Other keys are ignored.
 
 An answer is {"results": [{name: {name: value, part: number}}], "errors": [{name: reason}]}, one of
 each per request. An invalid image has an error and no result. Our servers add "notes": [{name:
-text}], what a reward says of a valid image. Nothing is ever unpickled.
+text}], the reward's remarks on a valid image. Nothing is ever unpickled.
 Source: Tencent-Hunyuan/UniRL, unirl-reward-service (schemas.py, server.py).
 """
 
@@ -61,7 +61,7 @@ class Answered(BaseModel):
 
 
 class Roster(BaseModel):
-    """What a server says of itself at /rewards. describe {name: description}: only ours say it."""
+    """A server's answer at /rewards. describe {name: description}: only our servers send it."""
 
     rewards: list[str]
     describe: dict[str, dict[str, Any]] = {}

@@ -140,7 +140,7 @@ def color_of(row: int) -> str:
 
 
 class Scene:
-    """One image, blurred, with a margin; drawings are laid over it."""
+    """An image, blurred, with a margin; drawings are laid over it."""
 
     def __init__(self, image: np.ndarray, ground: np.ndarray) -> None:
         around = (MARGIN, MARGIN), (MARGIN, MARGIN), (0, 0)
