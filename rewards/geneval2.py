@@ -116,8 +116,11 @@ class Local:
 
 
 class AskedReward(RewardBase):
-    """A vision-language model answers the questions in a prompt's metadata. prompt_set: the set that
-    `flowalign data fetch` writes. questions: reads one of its lines, or raises an error."""
+    """A vision-language model answers the questions in a prompt's metadata.
+
+    prompt_set: the set that `flowalign data fetch` writes. questions: reads one of its lines, or
+    raises an error.
+    """
 
     choice = ("model", MODEL)
     choices: Mapping[str, str] = {MODEL: "Apache-2.0"}
