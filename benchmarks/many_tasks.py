@@ -22,7 +22,7 @@ from typing import Any
 from torch import Tensor
 
 import flowalign
-from flowalign.backbone.tiny.detector import Found, TinyDetector
+from flowalign.backbone.tiny.detector import Region, TinyDetector
 from flowalign.backbone.tiny.drawings import CLASSES, STYLES
 from flowalign.config import read
 from flowalign.system.images import to_uint8
@@ -62,7 +62,7 @@ def wanted(images: Tensor, prompts: Sequence[str], metadata: Metadata) -> Scores
     return Scores.of(values)
 
 
-def fitting(first: Found, second: Found, row: Mapping[str, Any]) -> float:
+def fitting(first: Region, second: Region, row: Mapping[str, Any]) -> float:
     """Of two drawings, in the prompt's order."""
     apart = [second.box[i] + second.box[i + 2] - first.box[i] - first.box[i + 2] for i in (0, 1)]
     across = abs(apart[0]) > abs(apart[1])

@@ -3,7 +3,7 @@
 A reward is any `flowalign.types.Reward`. A name is looked up, in this order, among the rewards
 registered in this process, the REWARDS table, the installed entry points of the group
 "flowalign.rewards", and last as a dotted path "package.module:attribute". Its module is one that
-Python finds, else one in the current folder, else one next to the config. There stands a class, a
+Python finds, else one in the current folder, else one next to the config. The path names a class, a
 function that takes the options and returns a Reward, or a plain function (images, prompts,
 metadata, **options) -> Scores, which is itself the reward. A look-up always gives a class
 (`base.as_class`); `RewardSpec`, a name with its options, answers for it before it is built.
@@ -11,8 +11,8 @@ A dotted path runs the code of its module, so commands that only examine a confi
 `RewardSpec.own_code` first.
 The annotations of a class's options are checked when a config is read (`options.check_call`).
 A reward that computes with torch may take the option `device`; runs fill it in.
-What a reward may say of itself are the members of `RewardBase`. A reward of the user's may be a
-subclass of it, or a callable that has some of them.
+`RewardBase` has the members of a reward. Your reward is a subclass of it, or a callable that has
+some of these members.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def check(name: str, options: Mapping[str, Any]) -> None:
 def check_prompts(
     name: str, options: Mapping[str, Any], prompts: Sequence[str], metadata: Metadata
 ) -> None:
-    """Raise ValueError if the reward says that it cannot judge images of one of these prompts.
+    """Raise ValueError if the reward cannot judge images of one of these prompts.
 
     name, options: as for `check`, which is called before. Loads no model.
     """
@@ -129,10 +129,10 @@ def check_prompts(
 
 @dataclass(frozen=True)
 class RewardSpec:
-    """A reward by its name and options, and all that is known of it before it is built.
+    """A reward's name and options, with all that is known of it before it is built.
 
-    trusted: whether the code at a dotted path may be imported to answer. Without, such a reward has
-    the defaults of RewardBase.
+    trusted: whether the code at a dotted path may be imported. If not, such a reward has the
+    defaults of RewardBase.
     """
 
     name: str
@@ -141,7 +141,7 @@ class RewardSpec:
 
     @property
     def reward_class(self) -> type[RewardBase]:
-        """What the look-up gives: always a class. Raises ValueError if no reward has that name."""
+        """The class that the look-up returns. Raises ValueError if no reward has that name."""
         code = _table().get(self.name, self.name)
         if not isinstance(code, str):
             return as_class(code, self.options)
@@ -169,7 +169,7 @@ class RewardSpec:
         check_call(f"reward {self.name!r}", self.reward_class, self.options)
 
     def check_prompts(self, prompts: Sequence[str], metadata: Metadata) -> None:
-        """Raise ValueError if it says that it cannot judge images of one of these prompts."""
+        """Raise ValueError if the reward cannot judge images of one of these prompts."""
         for part in self.parts():
             part.reward_class.check_prompts(prompts, metadata, **part.options)
 
@@ -185,7 +185,7 @@ class RewardSpec:
 
     @property
     def may_be_sum(self) -> bool:
-        """Whether it may be a weighted sum: one of the user's may set its `weights` when built."""
+        """Whether it may be a weighted sum. A user's reward may set its `weights` when built."""
         built_in = self.name in REWARDS and self.name not in _registered
         return not built_in or self.reward_class.weights is not None
 
@@ -206,7 +206,7 @@ class RewardSpec:
 
     @property
     def missing_packages(self) -> list[str]:
-        """Packages that it or its parts import when they are built, and that are not here."""
+        """Packages that the reward or its parts need and that are not installed."""
         needed: dict[str, None] = {}
         for part in self.parts():
             needed |= dict.fromkeys(part.reward_class.packages(**part.options))
@@ -214,25 +214,25 @@ class RewardSpec:
 
     @property
     def own_code(self) -> list[str]:
-        """The dotted paths that it and its options name, at any depth. To check or to build it runs
-        the code of their modules; this runs none."""
+        """The dotted paths in the name and the options, at any depth. Checking or building the
+        reward runs the code of their modules; this property runs none."""
         return [*_dotted_paths([self.name, self.options])]
 
     @property
     def code_digests(self) -> dict[str, str]:
-        """{name: digest of its code} of it, its parts, and the modules that its options name by a
-        dotted path. Runs none of that code. See `flowalign.rewards.source`."""
+        """{name: digest of the code} of the reward, its parts, and the modules that its options
+        name by a dotted path. Runs none of that code. See `flowalign.rewards.source`."""
         rewards = [self.name, *(part.name for part in replace(self, trusted=False).parts())]
         digests = {}
         for name in [*rewards, *self.own_code]:
             digest = source.digest(_table().get(name, name))
             if digest or name in rewards:
-                digests[name] = digest or uuid4().hex  # not known: of nothing that was scored
+                digests[name] = digest or uuid4().hex  # unknown code: equal to no earlier digest
         return digests
 
     def build(self, device: str | torch.device | None = None) -> RewardBase:
-        """Build it for a run: with the option `device` filled in, if it takes it and is not given
-        one (None = this thread's accelerator, or the CPU).
+        """Build the reward for a run. The option `device` is filled in if the reward takes it and
+        the options lack it (None = this thread's accelerator, or the CPU).
 
         Calls `connect()`. Raises ValueError as `check` does, ConnectionError or TimeoutError if the
         reward's service does not answer, and whatever its constructor raises.
@@ -298,7 +298,7 @@ def _is_dotted_path(text: str) -> bool:
 
 
 def _dotted_paths(value: Any) -> Iterator[str]:
-    """Those in a text, or in a list or mapping of texts, at any depth."""
+    """The dotted paths in a text, or in a list or mapping of texts, at any depth."""
     if isinstance(value, str):
         if _is_dotted_path(value):
             yield value

@@ -1,4 +1,4 @@
-"""What a reward may say of itself, in one class."""
+"""The interface of a reward, `RewardBase`, and what wraps anything else in it."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ class Cost:
 
 
 class RewardBase:
-    """A reward, with the defaults of everything that it may say of itself.
+    """A reward, with a default for each member.
 
-    A subclass overrides what differs. Any other callable works as well: `Wrapped` reads MEMBERS
-    off it. The class methods are asked before a reward is built, with its options; they must not
-    load a model.
+    A subclass overrides what differs. Any other callable works as well: `Wrapped` copies MEMBERS
+    from it. The class methods are called with the options, before the reward is built; they must
+    not load a model.
 
     name: for logs and results; by default the name of the class.
     code_digests: of its code, by name; set where it is built by its name.
     settings: what its scores depend on, as JSON, such as `engine`, `model` and the options that
         matter. Recorded with results, as other engines give other numbers.
     groupwise: called with all images of one prompt at a time, and may compare them.
-    differentiable: whether `with_gradient` is there.
-    headline: the part of its scores that a benchmark is known by; None = the value.
+    differentiable: whether it has `with_gradient`.
+    headline: the part of its scores that the benchmark reports; None = the value.
     columns: parts that the tables of an evaluation show as well.
     averaged: whether it counts in the average of an evaluation.
     weights: {part: weight} of a weighted sum of parts, as the advantage gdpo needs; None = no sum.
@@ -91,7 +91,7 @@ class RewardBase:
 
     @classmethod
     def packages(cls, *_: Any, **options: Any) -> tuple[str, ...]:
-        """`imports` with these options."""
+        """The optional packages that it needs with these options."""
         return cls.imports
 
     @classmethod
@@ -101,21 +101,21 @@ class RewardBase:
 
     @classmethod
     def image_cost(cls, **options: Any) -> Cost | None:
-        """`cost` with these options; nothing for the tiny models."""
+        """The cost of an image with these options; zero for the tiny models."""
         if "tiny" in (options.get("model"), cls.chosen(**options)):
             return Cost()
         return None if cls.resizes & options.keys() else cls.cost
 
     @classmethod
     def files(cls, **options: Any) -> Mapping[str, float] | None:
-        """`downloads` with these options; nothing for the tiny models, which ship with us."""
+        """{file: GB} to download with these options; {} for the tiny models, which ship with us."""
         if "tiny" in (options.get("model"), cls.chosen(**options)):
             return {}
         return None if cls.resizes & options.keys() else cls.downloads
 
     @classmethod
     def hub_files(cls, **options: Any) -> list[HubFiles]:
-        """What is read from the Hub with these options, by `reads`."""
+        """The files on the Hub that `reads` gives for these options."""
         reads = {} if cls.files(**options) == {} else cls.reads
         places = (find(options.get(o) or default) for o, (default, find) in reads.items())
         return [files for place in places for files in place]
@@ -131,14 +131,15 @@ class RewardBase:
         does not answer."""
 
     def resize_factor(self, height: int, width: int) -> float:
-        """What images of this size are resized by before they are judged; 1 where not known."""
+        """The factor by which images of this size are resized before they are judged; 1 if
+        unknown."""
         return 1.0
 
     def counts(
         self, metadata: Mapping[str, Any], parts: Mapping[str, float]
     ) -> Mapping[str, float]:
-        """How often the parts of an image's scores count in the means of an evaluation: once where
-        they are not named; 0 = such a part is no metric."""
+        """{part: weight} of an image's scores in the means of an evaluation. Any other part has
+        weight 1; 0 = the part is no metric."""
         return {}
 
     def describe(self) -> dict[str, Any]:
@@ -151,14 +152,14 @@ class RewardBase:
 
     def __call__(self, images: Any, prompts: Sequence[str], metadata: Metadata) -> Scores:
         """images [B,3,H,W] in [0,1] with their B prompts and metadata -> Scores of B. A subclass
-        gets them so; its caller may give PIL images, one image with its prompt, and no metadata."""
+        gets tensors; a caller may pass PIL images, one image with its prompt, and no metadata."""
         raise NotImplementedError
 
 
 def question_counts(metadata: Mapping[str, Any], parts: Mapping[str, float]) -> Mapping[str, float]:
-    """`RewardBase.counts` of a reward that asks the questions of an image's metadata: the part of
-    each skill `a - b`, and that of `a`, is a mean over so many questions. The first question was
-    not asked where the part `left_out` is 1."""
+    """{part: number of questions} of a reward that asks the questions in an image's metadata, for
+    `RewardBase.counts`. The parts of a skill `a - b` and of `a` are means over these questions. The
+    first question was not asked if the part `left_out` is 1."""
     counts = {"left_out": 0}
     skipped = 1 if parts.get("left_out") == 1 else 0
     for skill in metadata.get("skills", ())[skipped:]:
@@ -179,7 +180,7 @@ def _any_images(call: Callable[..., Scores]) -> Callable[..., Scores]:
     return wrapped
 
 
-# What is read off a class, function or object that is no RewardBase.
+# Members that are copied from a class, function or object that is no RewardBase.
 MEMBERS = (
     "name", "groupwise", "differentiable", "headline", "columns", "weights", "check_options",
     "check_prompts", "packages", "made_of", "hub_files", "connect", "describe", "with_gradient",
@@ -215,7 +216,7 @@ def as_class(factory: Callable[..., Any], options: Mapping[str, Any]) -> type[Re
     if is_reward:
         signature = signature.replace(parameters=parameters[INPUTS:])
 
-    class Found(Wrapped):
+    class WrappedReward(Wrapped):
         __signature__ = signature
 
         @wraps(factory.__init__ if inspect.isclass(factory) else factory)  # for its annotations
@@ -225,8 +226,8 @@ def as_class(factory: Callable[..., Any], options: Mapping[str, Any]) -> type[Re
             else:
                 super().__init__(factory(**options))
 
-    _adopt(Found, factory)
-    return Found
+    _adopt(WrappedReward, factory)
+    return WrappedReward
 
 
 def _adopt(wrapper: Any, wrapped: Any) -> None:

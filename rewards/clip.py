@@ -68,9 +68,9 @@ def pixel_values(processor: Any, pictures: list[np.ndarray]) -> Tensor:
 
 
 def float_values(processor: Any, images: Tensor) -> Tensor:
-    """The same of images [B,3,H,W] in [0,1] as `pixel_values` makes of files, with a gradient: the
-    short side to the size of the crop, bicubic, the middle, mean and std. Without rounding to 8
-    bits: up to 1 / 255 off."""
+    """The input as by `pixel_values`, of images [B,3,H,W] in [0,1] and with a gradient: the short
+    side to the size of the crop, bicubic; centre crop; mean and std. The pixels are not rounded to
+    8 bits, so they are up to 1 / 255 off."""
     crop = processor.crop_size
     height, width = crop["height"], crop["width"]
     size = processor.size.get("shortest_edge", min(height, width))
@@ -105,7 +105,7 @@ def letterbox(picture: np.ndarray, size: int) -> np.ndarray:
 
 
 class TwoTowers:
-    """An image tower and a text tower; a subclass says how they are called.
+    """An image tower and a text tower; a subclass has the code that calls them.
 
     width: D. device: where they compute, None = the GPU if there is one. batch_size: images a
     forward pass; texts are encoded one by one. offload: `flowalign.backbone.placement.Placement`.
@@ -143,14 +143,14 @@ class TwoTowers:
         return torch.cat(parts)
 
     def with_gradient(self, images: Tensor) -> Tensor:
-        """The same of images with a gradient, and not of 8-bit pixels."""
+        """The vectors as by `image_features`, with a gradient and without rounding to 8 bits."""
         with self.placement:
             return normalize(self._encode(self._float_values(images.to(self.device))), dim=-1)
 
     @torch.no_grad()
     def text_features(self, prompts: Sequence[str]) -> Tensor:
         """Unit vectors [P,D], float32. Kept vectors are reused; a prompt too long is cut. A vector
-        depends on its prompt alone, to the bit: not on what else is asked, or was before."""
+        depends on its prompt alone, to the bit: not on other prompts, now or before."""
         with self.placement:
             vectors = [torch.empty(0, self.width), *(self._text_vector(p)[None] for p in prompts)]
             return torch.cat(vectors).to(self.device)

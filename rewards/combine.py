@@ -127,12 +127,13 @@ class Product(Terms):
         value = torch.ones(len(images))
         components = {}
         for label, reward in self.components.items():
-            components[label] = found = score(reward, images, prompts, metadata)
+            scores = score(reward, images, prompts, metadata)
             if exponent := self.exponents[label]:
-                rows: list[int] = (found.value < 0).nonzero().flatten().tolist()
-                below = {row: f"{float(found.value[row]):.3g} is below 0" for row in rows}
-                components[label] = replace(found, reasons={**found.reasons, **below})
-                value *= found.value.where(found.value >= 0, torch.nan) ** exponent
+                rows: list[int] = (scores.value < 0).nonzero().flatten().tolist()
+                below = {row: f"{float(scores.value[row]):.3g} is below 0" for row in rows}
+                scores = replace(scores, reasons={**scores.reasons, **below})
+                value *= scores.value.where(scores.value >= 0, torch.nan) ** exponent
+            components[label] = scores
         return _join(value, components, self.exponents)
 
 
@@ -159,9 +160,9 @@ class Gated(Composed):
         gate = score(self.components["gate"], images, prompts, metadata)
         opened = gate.value >= self.settings["threshold"]  # NaN does not pass
         rows: list[int] = opened.nonzero().flatten().tolist()
-        asked = images[rows], [prompts[r] for r in rows], [metadata[r] for r in rows]
-        passed = assemble(len(images), [(rows, score(self.components["reward"], *asked))])
-        passed = replace(passed, valid=passed.valid | ~opened)  # who was not asked did not fail
+        inputs = images[rows], [prompts[r] for r in rows], [metadata[r] for r in rows]
+        passed = assemble(len(images), [(rows, score(self.components["reward"], *inputs))])
+        passed = replace(passed, valid=passed.valid | ~opened)  # not shown is no failure
         value = torch.where(opened, passed.value, float(self.settings["below"]))
         return _join(value.masked_fill(~gate.valid, torch.nan), {"gate": gate, "reward": passed})
 
@@ -169,11 +170,11 @@ class Gated(Composed):
 class Normalized(Composed):
     """1 / (1 + exp(-(value - median) / spread)): the reward on a scale of (0, 1), median -> .5.
 
-    So that the tasks of a mix weigh alike, however hard: per task, take the median, and for
-    `spread` about half the distance between the quartiles, of the model that training starts from
-    (both are in the results.json of `flowalign eval`). After MedGRPO (2512.06581), whose logistic
-    maps every dataset's median to .5; the numbers are given here, not estimated while training, so
-    that a reward means the same throughout a run.
+    This gives the tasks of a mix equal weight, however hard they are. Per task, take the median,
+    and for `spread` about half the distance between the quartiles, of the model that training
+    starts from (both are in the results.json of `flowalign eval`). After MedGRPO (2512.06581),
+    whose logistic maps every dataset's median to .5. Here the numbers are options and are not
+    estimated while training, so that a reward means the same throughout a run.
     parts: "raw", the value before.
     """
 
@@ -192,12 +193,15 @@ class Normalized(Composed):
         return replace(scores, value=value, parts={**scores.parts, "raw": scores.value})
 
 
-def _join(value: Tensor, found: Mapping[str, Scores], weights: Mapping[str, float] = {}) -> Scores:
-    """The value with the components' parts and reasons; invalid where one that counts is."""
+def _join(
+    value: Tensor, components: Mapping[str, Scores], weights: Mapping[str, float] = {}
+) -> Scores:
+    """The value with the components' parts and reasons; invalid where a component with weight
+    is."""
     valid = torch.isfinite(value)
     parts = {}
     texts: dict[int, list[str]] = {}
-    for label, scores in found.items():
+    for label, scores in components.items():
         valid &= scores.valid | (weights.get(label) == 0)
         parts[label] = scores.value
         parts |= {f"{label}/{name}": part for name, part in scores.parts.items()}

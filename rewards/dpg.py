@@ -25,27 +25,29 @@ Question = tuple[list[int], str, str]  # its parents, which make sense of it; ca
 
 
 def questions(metadata: Mapping[str, Any]) -> dict[int, Question]:
-    """{number: question} of a prompt of dpg_bench.csv. Raises an error for what is none."""
-    found = {}
+    """{number: question} of a prompt of dpg_bench.csv. Raises an error for other metadata."""
+    by_number = {}
     pairs = zip(metadata["questions"], metadata["skills"], strict=True)
     for (number, needs, _, text), skill in pairs:
         parents = [int(n) for n in needs.split(",") if int(n)]
-        found[int(number)] = parents, skill.strip(), text.strip()
-    if not found:
+        by_number[int(number)] = parents, skill.strip(), text.strip()
+    if not by_number:
         raise ValueError("no questions")
-    return found
+    return by_number
 
 
-def gated(yes: Mapping[int, float], asked: Mapping[int, Question], rule: str) -> list[float]:
+def with_dependencies(
+    yes: Mapping[int, float], by_number: Mapping[int, Question], rule: str
+) -> list[float]:
     """The scores of an image's questions: 0 for a child of a question whose score is 0.
 
-    "official": in one pass, so a parent that stands after its child does not pass on the no of its
-    own parent; KeyError if a parent is missing. "corrected": in any order.
+    "official": in one pass, so that a 0 is not passed on by a parent that comes after its child;
+    KeyError if a parent is missing. "corrected": in any order.
     """
     official = rule == "official"
     scores = dict(yes)
     for _ in range(1 if official else len(scores)):
-        for number, (parents, _, _) in asked.items():
+        for number, (parents, _, _) in by_number.items():
             if any((scores[n] if official else scores.get(n, 1)) == 0 for n in parents):
                 scores[number] = 0.0
     return list(scores.values())
@@ -55,12 +57,12 @@ class DPG(AskedReward):
     """DPG-Bench's score of an image whose metadata is a prompt of dpg_bench.csv. Options:
     docs/rewards/dpg.md.
 
-    value: the mean of `gated`. parts: the share of yes in each category, and in the category before
-    its dash; by rule "official" of a prompt's last image alone, with "left_out" = 1 where the first
-    question was not asked.
+    value: the mean of `with_dependencies`. parts: the share of yes in each category, and in the
+    category before its dash. Rule "official" gives parts only for the last image of a prompt, with
+    "left_out" = 1 where the first question was not asked.
     """
 
-    name, source = "dpg", "dpg_bench"
+    name, prompt_set = "dpg", "dpg_bench"
     choices = {**AskedReward.choices, "mplug": "MIT (its code)"}
     questions = staticmethod(questions)
 
@@ -106,20 +108,23 @@ class DPG(AskedReward):
         rows = []
         reasons = {}
         for row, (prompt, meta) in enumerate(zip(prompts, metadata, strict=True)):
-            asked, answers = self._ask(images[row : row + 1], meta)
+            by_number, answers = self._ask(images[row : row + 1], meta)
             try:
-                yes = dict(zip(asked, map(self._is_yes, answers), strict=True))
-                scores = {"value": fmean(gated(yes, asked, self.rule))}
+                yes = dict(zip(by_number, map(self._is_yes, answers), strict=True))
+                scores = {"value": fmean(with_dependencies(yes, by_number, self.rule))}
             except Exception as error:
                 rows.append({"value": math.nan})
                 reasons[row] = f"{type(error).__name__}: {error}"
                 continue
             if self.rule == "corrected" or last[prompt] == row:
-                names = {
-                    n: {skill, skill.split("-")[0].strip()} for n, (_, skill, _) in asked.items()
+                skills_of = {
+                    n: {skill, skill.split("-")[0].strip()}
+                    for n, (_, skill, _) in by_number.items()
                 }
-                for name in set().union(*names.values()):
-                    scores[name] = fmean(yes[n] for n, own in names.items() if name in own)
+                for name in set().union(*skills_of.values()):
+                    scores[name] = fmean(
+                        yes[n] for n, skills in skills_of.items() if name in skills
+                    )
                 if self.rule == "official" and meta.get("first_row"):  # `_ask` skips it
                     scores["left_out"] = 1.0
             rows.append(scores)
@@ -127,22 +132,22 @@ class DPG(AskedReward):
 
     def _ask(self, image: Tensor, metadata: Mapping[str, Any]) -> tuple[dict[int, Question], Any]:
         """The questions about an image [1,3,H,W], and the answers."""
-        asked = questions(metadata)
-        if self.rule == "official" and metadata.get("first_row"):  # of the file; they skip it
-            del asked[next(iter(asked))]
-        texts = [text for _, _, text in asked.values()]
-        wanted = [(0, f"{text} Answer yes or no.") for text in texts]
+        by_number = questions(metadata)
+        if self.rule == "official" and metadata.get("first_row"):  # the official code skips it
+            del by_number[next(iter(by_number))]
+        texts = [text for _, _, text in by_number.values()]
+        texts_to_ask = [(0, f"{text} Answer yes or no.") for text in texts]
         if isinstance(self.judge, VLM):
-            return asked, self.judge.say(image, wanted, max_tokens=8)
+            return by_number, self.judge.say(image, texts_to_ask, max_tokens=8)
         if isinstance(self.judge, Local):
-            return asked, self.judge.decide(image, wanted)
+            return by_number, self.judge.decide(image, texts_to_ask)
         picture = Image.fromarray(to_uint8(image[0]))
-        return asked, [self.judge.vqa(picture, text) for text in texts]  # mPLUG: as officially
+        return by_number, [self.judge.vqa(picture, text) for text in texts]  # mPLUG: as officially
 
     def _is_yes(self, answer: str | Exception) -> float:
         if isinstance(answer, Exception):
             raise answer
-        said = answer.strip().rstrip(".").lower()
-        if self.rule == "corrected" and said not in ("yes", "no"):
+        word = answer.strip().rstrip(".").lower()
+        if self.rule == "corrected" and word not in ("yes", "no"):
             raise ValueError(f"{shown(repr(answer), 160)} is neither yes nor no")
-        return float(said == "yes")
+        return float(word == "yes")

@@ -53,7 +53,7 @@ class Clause(Exclusion):
 
     @field_validator("position", mode="before")
     @classmethod
-    def _given(cls, value: Any) -> Any:
+    def _check_position(cls, value: Any) -> Any:
         if not isinstance(value, list | tuple):  # null, too: `judge` looks whether the key is there
             raise ValueError("want a relation and the index of a clause, or leave it out")
         return tuple(value)
@@ -108,7 +108,7 @@ class GenEval(RewardBase):
         device: Device = None,
     ) -> None:
         self.reward = reward
-        self.detector = _found(detector)
+        self.detector = _factory(detector)
         if isinstance(detector, str):
             options = with_device(self.detector, detector_options or {}, device)
             self.detector = self.detector(**options)
@@ -122,13 +122,13 @@ class GenEval(RewardBase):
         Imports the detector's module and checks its signature; builds nothing.
         """
         detector = cls.chosen(**options)
-        given = options.get("detector_options") or {}
+        detector_options = options.get("detector_options") or {}
         if isinstance(detector, str):
-            check_call(f"detector {detector!r}", _found(detector), given)
+            check_call(f"detector {detector!r}", _factory(detector), detector_options)
 
     @classmethod
     def packages(cls, *_: Any, **options: Any) -> tuple[str, ...]:
-        packages = getattr(_found(cls.chosen(**options)), "packages", None)
+        packages = getattr(_factory(cls.chosen(**options)), "packages", None)
         return packages(**(options.get("detector_options") or {})) if packages else ()
 
     @classmethod
@@ -139,11 +139,12 @@ class GenEval(RewardBase):
     def check_prompts(cls, prompts: Sequence[str], metadata: Metadata, **options: Any) -> None:
         """Raise ValueError for the first prompt whose metadata is not in GenEval's form, or asks
         for what the detector that the options name does not know (its `classes` and `palette`):
-        never seen, it would only cost points. Without one, GenEval's colours are known."""
+        it would never be detected and only cost points. Without a detector, GenEval's colours are
+        known."""
         detector = options.get("detector")
-        found = _found(detector)
-        classes = getattr(found, "classes", ())
-        palette = getattr(found, "palette", COLORS if found is None else ())
+        factory = _factory(detector)
+        classes = getattr(factory, "classes", ())
+        palette = getattr(factory, "palette", COLORS if factory is None else ())
         for number, (prompt, meta) in enumerate(zip(prompts, metadata, strict=True), 1):
             read = {key: meta[key] for key in Form.model_fields if key in meta}
             where = f"number {number} of {len(prompts)}: prompt {shown(repr(prompt))}"
@@ -157,9 +158,9 @@ class GenEval(RewardBase):
                     "geneval wants a .jsonl with lines such as "
                     '{"include": [{"class": "dog", "count": 2}]}.'
                 ) from None
-            asked = [(clause.name, classes) for clause in form.include]
-            asked += [(clause.color, palette) for clause in form.include if clause.color]
-            for word, known in asked:
+            words = [(clause.name, classes) for clause in form.include]
+            words += [(clause.color, palette) for clause in form.include if clause.color]
+            for word, known in words:
                 if known and word not in known:
                     seen = f"{where} asks for {shown(repr(word))}"
                     answers = shown(", ".join(known))
@@ -186,7 +187,7 @@ class GenEval(RewardBase):
         return partial_credit(*judged, **RULES, variant=self.reward), verdict
 
 
-def _found(detector: Any) -> Any:
+def _factory(detector: Any) -> Any:
     """The factory behind a name or dotted path; any other detector as it is."""
     if not isinstance(detector, str):
         return detector

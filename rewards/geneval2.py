@@ -29,7 +29,7 @@ MODEL = "Qwen/Qwen3-VL-8B-Instruct"  # the benchmark's own judge
 WORDS = ("one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
 YES, NO = ["Yes", "yes", " yes", " Yes"], ["No", "no", " no", " No"]
 SKILLS = {"object", "attribute", "count", "position", "verb"}
-Table = Mapping[Any, float]  # {token: its probability}; that of others counts as 0
+Probabilities = Mapping[Any, float]  # {token: its probability}; that of others counts as 0
 
 
 def spellings(question: str, answer: str) -> list[str]:
@@ -48,7 +48,9 @@ def first_tokens(tokenizer: Any) -> dict[str, int]:
     return {text: tokenizer.encode(text, add_special_tokens=False)[0] for text in texts}
 
 
-def question_score(table: Table, first: Mapping[str, Any], question: str, answer: str) -> float:
+def question_score(
+    table: Probabilities, first: Mapping[str, Any], question: str, answer: str
+) -> float:
     """A token counts once for each spelling that begins with it, by `first`: it may exceed 1."""
     return sum(table.get(first[text], 0.0) for text in spellings(question, answer))
 
@@ -59,7 +61,7 @@ def soft_tifa(scores: Sequence[float]) -> tuple[float, float]:
 
 
 def questions(metadata: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    """(skill, question, answer) of a line of GenEval 2. Raises an error for what is none."""
+    """(skill, question, answer) of a line of GenEval 2. Raises an error for other metadata."""
     skills, count = metadata["skills"], metadata["atom_count"]
     if not skills or not SKILLS.issuperset(skills) or type(count) is not int:
         raise ValueError(f"want `skills` of {sorted(SKILLS)} and a number as `atom_count`")
@@ -82,27 +84,30 @@ class Local:
         commit = getattr(self.network.config, "_commit_hash", None)
         self.settings = {"engine": "transformers, full softmax", "model": model, "revision": commit}
 
-    def ask(self, images: Tensor, asked: Sequence[tuple[int, str]]) -> list[Table]:
-        """How probable tokens begin the answers. asked: row of images [B,3,H,W], question."""
+    def ask(self, images: Tensor, questions: Sequence[tuple[int, str]]) -> list[Probabilities]:
+        """The probabilities of the tokens to begin each answer. questions: row of images [B,3,H,W],
+        question."""
         tokens = set(self.first.values())
-        found = self._probabilities(images, asked)
-        return [{token: float(each[token]) for token in tokens} for each in found]
+        probabilities = self._probabilities(images, questions)
+        return [{token: float(p[token]) for token in tokens} for p in probabilities]
 
-    def decide(self, images: Tensor, asked: Sequence[tuple[int, str]]) -> list[str]:
+    def decide(self, images: Tensor, questions: Sequence[tuple[int, str]]) -> list[str]:
         """ "yes" or "no": the likelier one to begin the answer, in any of its spellings."""
-        found = self._probabilities(images, asked)
+        probabilities = self._probabilities(images, questions)
         first = self.first
         yes, no = ([first[text] for text in texts] for texts in (YES, NO))
-        return ["yes" if each[yes].sum() > each[no].sum() else "no" for each in found]
+        return ["yes" if p[yes].sum() > p[no].sum() else "no" for p in probabilities]
 
     @torch.no_grad()
-    def _probabilities(self, images: Tensor, asked: Sequence[tuple[int, str]]) -> Iterator[Tensor]:
-        """Of every token, to be the first of an answer: [V], on the CPU."""
+    def _probabilities(
+        self, images: Tensor, questions: Sequence[tuple[int, str]]
+    ) -> Iterator[Tensor]:
+        """The probability of every token to be the first of an answer: [V], on the CPU."""
         form = {"add_generation_prompt": True, "tokenize": True, "return_dict": True}
         more = {"max_new_tokens": 1, "do_sample": False}
         more |= {"output_logits": True, "return_dict_in_generate": True}
         with self.placement:
-            for row, text in asked:
+            for row, text in questions:
                 image = {"type": "image", "image": Image.fromarray(to_uint8(images[row]))}
                 chat = [{"role": "user", "content": [image, {"type": "text", "text": text}]}]
                 inputs = self.processor.apply_chat_template(chat, return_tensors="pt", **form)
@@ -111,14 +116,17 @@ class Local:
 
 
 class AskedReward(RewardBase):
-    """A vision-language model answers questions that a prompt's metadata has. source: the set that
-    `flowalign data fetch` writes; questions: what reads one of its lines, or raises an error."""
+    """A vision-language model answers the questions in a prompt's metadata.
+
+    prompt_set: the set that `flowalign data fetch` writes. questions: reads one of its lines, or
+    raises an error.
+    """
 
     choice = ("model", MODEL)
     choices: Mapping[str, str] = {MODEL: "Apache-2.0"}
     downloads = {MODEL: 17.5}
     reads = {"model": (MODEL, hub_files)}
-    source: str
+    prompt_set: str
     questions: Callable[[Mapping[str, Any]], Any]
 
     def counts(
@@ -134,7 +142,9 @@ class AskedReward(RewardBase):
                 cls.questions(meta)
             except Exception as error:  # whatever JSON can cause
                 text = f"prompt {shown(repr(prompt))}: {error!r:.300}; want a line of the file that"
-                raise ValueError(f"{text} `flowalign data fetch {cls.source}` writes.") from None
+                raise ValueError(
+                    f"{text} `flowalign data fetch {cls.prompt_set}` writes."
+                ) from None
 
 
 class GenEval2(AskedReward):
@@ -145,7 +155,7 @@ class GenEval2(AskedReward):
     number of atoms.
     """
 
-    name = source = "geneval2"
+    name = prompt_set = "geneval2"
     licence = "its prompts: CC BY-NC 4.0"
     headline = "gm"
     questions = staticmethod(questions)
@@ -161,10 +171,14 @@ class GenEval2(AskedReward):
         self.settings = self.judge.settings
 
     def __call__(self, images: Tensor, prompts: Sequence[str], metadata: Metadata) -> Scores:
-        asked = [(row, *each) for row, meta in enumerate(metadata) for each in questions(meta)]
-        texts = [(row, f"{question} Answer in one word.") for row, _, question, _ in asked]
+        all_questions = [
+            (row, *question) for row, meta in enumerate(metadata) for question in questions(meta)
+        ]
+        texts = [(row, f"{question} Answer in one word.") for row, _, question, _ in all_questions]
         answers: list[list[tuple[str, float]]] = [[] for _ in metadata]  # (skill, score)
-        for (row, skill, *pair), table in zip(asked, self.judge.ask(images, texts), strict=True):
+        for (row, skill, *pair), table in zip(
+            all_questions, self.judge.ask(images, texts), strict=True
+        ):
             answers[row].append((skill, question_score(table, self.judge.first, *pair)))
         rows = []
         for meta, pairs in zip(metadata, answers, strict=True):

@@ -40,7 +40,7 @@ NAMES: tuple[str, ...] = (
 )
 # fmt: on
 
-Detections = Mapping[str, Sequence[Sequence[float]]]
+Boxes = Mapping[str, Sequence[Sequence[float]]]
 Colors = Mapping[str, Sequence[str]] | Callable[[str, int], str]
 
 
@@ -68,7 +68,7 @@ class _Outcome:
 
 def judge(
     metadata: Mapping[str, Any],
-    detections: Detections,
+    detections: Boxes,
     colors: Colors,
     *,
     threshold: float = 0.3,
@@ -95,7 +95,7 @@ def judge(
 
 def partial_credit(
     metadata: Mapping[str, Any],
-    detections: Detections,
+    detections: Boxes,
     colors: Colors,
     *,
     variant: str = "bounded",
@@ -111,7 +111,7 @@ def partial_credit(
       its position, if it asks for one: 1 if every pair shows the relation, else 0 (also where
       count, colour or the reference clause failed);
       each exclude clause of a class that no include clause names: 1, or 0 if it fires.
-      It is 1.0 exactly where everything holds, and then `judge` says correct too.
+      It is 1.0 exactly if everything holds; then the verdict of `judge` is correct, too.
     "published": the reward server's `scores`, with its quirks: 1 - |n - found| / n has no floor;
       a failed relation adds 0 and then a spurious 1 (a lone position failure scores 0.75); a
       wrong count adds one 0 for colour and position together; exclude is ignored; 0 if no include.
@@ -134,7 +134,7 @@ def partial_credit(
 
 def select(
     metadata: Mapping[str, Any],
-    detections: Detections,
+    detections: Boxes,
     threshold: float = 0.3,
     counting_threshold: float = 0.9,
     max_objects: int = 16,
@@ -234,7 +234,7 @@ def _fired(metadata: Mapping[str, Any], selected: Mapping[str, list[int]]) -> li
 def _outcomes(
     metadata: Mapping[str, Any],
     selected: Mapping[str, list[int]],
-    detections: Detections,
+    detections: Boxes,
     colors: Colors,
     dead_zone: float,
     equal: bool = False,
@@ -263,7 +263,7 @@ def _outcomes(
 
 
 def _judge_color(outcome: _Outcome, seen: list[str]) -> None:
-    """The count holds: is every judged box of the wanted colour? seen: their colours."""
+    """Judge the colour of a clause whose count holds. seen: the colours of its judged boxes."""
     name, color = outcome.clause["class"], outcome.clause["color"]
     outcome.colored = hits = seen.count(color)
     if hits < outcome.wanted:
@@ -274,7 +274,7 @@ def _judge_color(outcome: _Outcome, seen: list[str]) -> None:
 
 
 def _judge_position(outcome: _Outcome, earlier: Sequence[_Outcome], dead_zone: float) -> None:
-    """Count and colour hold: does every (object, reference) pair show the relation?"""
+    """Judge the position of a clause whose count and colour hold: every pair must show it."""
     name, (relation, index) = outcome.clause["class"], outcome.clause["position"]
     if not -len(earlier) <= index < len(earlier):  # a list's rule, so -1 is the clause before
         raise ValueError(f"the position of {name!r} must refer to an earlier include clause.")

@@ -68,13 +68,14 @@ OpenClipWeights = Annotated[str, Field(min_length=1), AfterValidator(_check_clip
 
 
 class Mask2Former:
-    """Detector of GenEval's 80 classes; colours are asked of an open_clip model, box by box.
+    """Detector of GenEval's 80 classes; an open_clip model names colours, box by box.
 
     model: a Hub id or folder of a Mask2Former for COCO instances, with 80 labels, which are taken
         by index (`NAMES`).
     size: shortest edge that an image is resized to, and longest edge that it may get, in pixels.
-        (The model's own preprocessor says 384 x 384, with which small objects are missed.)
-    clip, clip_pretrained: who names colours, see `ClipColors`. dtype: of the network alone.
+        (The model's own preprocessor has 384 x 384, which misses small objects.)
+    clip, clip_pretrained: the model that names colours, see `ClipColors`. dtype: of the network
+    alone.
     batch_size: images a forward pass; it changes no result beyond rounding.
     device: None = the GPU if there is one. offload: the weights of both models lie on the CPU
         between calls of the reward.
@@ -128,7 +129,7 @@ class Mask2Former:
 
     @torch.no_grad()
     def _detect(self, pictures: list[np.ndarray]) -> list[Detections]:
-        """One Detections a picture; the pictures, uint8 [H,W,3], are of one size."""
+        """The Detections of each picture uint8 [H,W,3]; all pictures have one size."""
         inputs = self.processor(
             pictures,
             size={"shortest_edge": self.shortest, "longest_edge": self.longest},
@@ -317,7 +318,7 @@ class ClipColors:
 
 
 def _open_clip_weights(library: Any, architecture: str, pretrained: str) -> tuple[str, bool]:
-    """What open_clip is asked to load, and whether these weights need QuickGELU."""
+    """What open_clip has to load, and whether these weights need QuickGELU."""
     if _is_path(pretrained):
         return str(Path(pretrained).expanduser()), True
     tag = library.get_pretrained_cfg(architecture, pretrained)

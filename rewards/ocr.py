@@ -1,4 +1,4 @@
-"""Does the image show the text that its prompt puts between quotes?"""
+"""OCR as a reward: whether an image shows the text that its prompt puts between quotes."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def plain(text: str) -> str:
 
 
 def unwritable(text: str, letters: frozenset[str]) -> list[str]:
-    """What a text has besides the letters that an engine can write."""
+    """The characters of a text that an engine cannot write."""
     signs = [sign for sign in plain(text) if not (sign.isascii() or sign.isspace())]
     missing = [sign for sign in signs if letters.isdisjoint((sign, sign.lower(), sign.upper()))]
     if "ς" not in letters:  # it has Greek letters for formulas, and reads words as Latin
@@ -104,14 +104,14 @@ class Rule:
         more than one is possible, or where it has others than the engine's letters."""
         keys = ("target", "text") if self.several else ("target",)
         key = next((key for key in keys if key in metadata), None)
-        found = metadata[key] if key else self._quoted(prompt)
-        texts = [found] if isinstance(found, str) else found
+        target = metadata[key] if key else self._quoted(prompt)
+        texts = [target] if isinstance(target, str) else target
         is_list = isinstance(texts, list) and all(isinstance(text, str) for text in texts)
         is_many = is_list and len(texts) > 1 and not self.several
         if not is_list or is_many or not self.compared(texts, [])[0]:
             where = f"in its metadata a `{key}`" if key else "between quotes"
             want = "words" if self.several else "one text"
-            text = f"{where} {found!r}; rule {self.name!r} wants {want}."
+            text = f"{where} {target!r}; rule {self.name!r} wants {want}."
             raise ValueError(f"prompt {prompt!r} has {text}")
         text = " ".join(texts)
         known = None if text.isascii() else letters()
@@ -172,8 +172,8 @@ def published(wanted: str, read: str, metadata: Row) -> dict[str, float]:
 
 
 def cvtg2k(wanted: Words, read: Words, metadata: Row) -> dict[str, float]:
-    """CVTG-2K: a word is right if it is read, however often it is asked for. `ned`: the mean over
-    words of 1 - Levenshtein / longer length to the closest word, as difflib finds it. By regions.
+    """CVTG-2K: a word is right if it is read at least once. `ned`: the mean over words of
+    1 - Levenshtein / longer length to the closest word, as difflib finds it. By regions.
     weight: the number of words, over which the benchmark's means are.
     Source: NJU-PCALab/TextCrafter, unified_metrics_eval.py."""
     close = [(word, get_close_matches(word, read or [""], 1, cutoff=0)[0]) for word in wanted]
@@ -320,10 +320,10 @@ class VLMEngine:
     def read(self, image: np.ndarray) -> list[Line]:
         """image uint8 RGB [H,W,3] -> (line, 1), or the endpoint's failure as an exception."""
         pixels = torch.from_numpy(image).permute(2, 0, 1)[None] / 255
-        (said,) = self.judge.say(pixels, [(0, self.question)], self.max_tokens)
-        if isinstance(said, Exception):
-            raise said
-        return [(line, 1.0) for line in said.splitlines()]
+        (answer,) = self.judge.say(pixels, [(0, self.question)], self.max_tokens)
+        if isinstance(answer, Exception):
+            raise answer
+        return [(line, 1.0) for line in answer.splitlines()]
 
 
 ENGINES: dict[str, Callable[..., Engine]] = {
@@ -366,7 +366,7 @@ class OCR(RewardBase):
     and a prompt without a target raise: see `flowalign.rewards.score`.
     parts: "exact", 1 where the text equals the target but for case and spaces, else 0, and the
     value under the length of the target; of several texts those of their rule.
-    `engine.name` says what read: engine, models, settings. workers change no result.
+    `engine.name` names the engine, its models and settings. workers change no result.
     """
 
     name = "ocr"
@@ -377,7 +377,7 @@ class OCR(RewardBase):
 
     @classmethod
     def files(cls, **options: Any) -> Mapping[str, float] | None:
-        """Nothing: the models ship with RapidOCR. PaddleOCR downloads a few MB by itself."""
+        """{}: the models ship with RapidOCR, and PaddleOCR downloads a few MB by itself."""
         return None if options.get("engine") == "paddleocr" else {}
 
     def __init__(
@@ -401,12 +401,12 @@ class OCR(RewardBase):
         if isinstance(engine, str):
             if engine not in ENGINES:
                 raise ValueError(f"no OCR engine {engine!r}; use one of {list(ENGINES)}.")
-            own = {name: options[name] for name in options.keys() - {"rule", "workers"}}
-            check_call(f"OCR engine {engine!r}", ENGINES[engine], own)
+            engine_options = {name: options[name] for name in options.keys() - {"rule", "workers"}}
+            check_call(f"OCR engine {engine!r}", ENGINES[engine], engine_options)
 
     @classmethod
     def image_cost(cls, *, workers: int = 1, **options: Any) -> Cost | None:
-        """`cost`, shared by the workers; that of a model behind an endpoint is not known."""
+        """`cost`, shared by the workers; None for a model behind an endpoint."""
         cost = None if options.get("engine") == "vlm" else super().image_cost(**options)
         return cost and replace(cost, seconds=cost.seconds / workers)
 

@@ -1,6 +1,7 @@
 """Options of rewards and detectors: declared once, in a signature, and checked by pydantic.
 
-The annotation of a parameter says what is possible: a type, with a range or a check in `Annotated`.
+The annotation of a parameter has the possible values: a type, with a range or a check in
+`Annotated`.
 
     def __init__(self, model: str, *, batch_size: Count = 64, device: Device = None) -> None:
 
@@ -13,7 +14,7 @@ import inspect
 import json
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
@@ -28,7 +29,6 @@ from pydantic import (
     TypeAdapter,
     ValidationError,
 )
-from pydantic_core import ErrorDetails
 
 from flowalign.config.section import did_you_mean
 from flowalign.system.devices import resolve
@@ -64,7 +64,7 @@ def located(model: str) -> tuple[str, dict[str, Any]]:
 
 
 def hub_files(model: str, patterns: tuple[str, ...] = TEXTS + WEIGHTS) -> list[HubFiles]:
-    """What `from_pretrained` reads of a `Pretrained` on the Hub; [] for what is no model there."""
+    """What `from_pretrained` reads of a `Pretrained` on the Hub; [] if it is no model there."""
     repository, at = located(model)
     on_hub = HubAddress.parse(repository) and not Path(repository).is_dir()
     return [HubFiles(repository, patterns, **at)] if on_hub else []
@@ -93,7 +93,7 @@ def read_token(variable: str) -> str | None:
 
 
 def _check_variable(name: str) -> str:
-    # A config names the server, too: a stranger's could have any secret sent to any place.
+    # A config also names the server, so a stranger's config could send any secret anywhere.
     if not re.fullmatch(r"FLOWALIGN_\w+", name, re.ASCII):
         raise ValueError("a config may only have variables sent that begin with FLOWALIGN_")
     if read_token(name) is None:
@@ -128,8 +128,8 @@ def check_call(what: str, function: Callable[..., Any], options: Mapping[str, An
     """Raise ValueError, naming every fault, if a function or class does not take these options.
 
     Types are strict: "3" and true are no numbers. Annotations that pydantic cannot read, and
-    values that JSON cannot hold, are left to the function. Then its static method
-    `check_options(**options)` is asked, if it has one, for what concerns several options at once.
+    values that JSON cannot hold, are left to the function. Last, its static method
+    `check_options(**options)`, if it has one, checks the options against each other.
     what: for the message, such as "reward 'ocr'".
     """
     if leaks := list(secrets(options, what)):
@@ -163,20 +163,16 @@ def _annotations(function: Callable[..., Any]) -> dict[str, Any]:
         return {}
 
 
-def _faults(what: str, option: str, annotation: Any, value: Any) -> list[str]:
-    """What pydantic has against a value, as JSON: there a list may be a tuple, a text a Path."""
+def _faults(what: str, option: str, annotation: Any, value: Any) -> Iterator[str]:
+    """Sentences on why an option cannot have a value. It is checked as JSON, in which a list may be
+    a tuple and a text a Path. For a reward within a reward, the inner sentence is enough."""
     try:
         TypeAdapter(annotation).validate_json(json.dumps(value), strict=True)
     except (PydanticUserError, TypeError):
-        return []
+        return
     except ValidationError as error:
-        return [_fault(what, option, fault) for fault in error.errors()]
-    return []
-
-
-def _fault(what: str, option: str, fault: ErrorDetails) -> str:
-    """In a sentence. Of a reward within a reward the inner sentence says enough."""
-    key = ".".join(map(str, (option, *fault["loc"])))
-    text = str(fault.get("ctx", {}).get("error", fault["msg"])).rstrip(".")
-    given = "" if isinstance(fault["input"], Mapping) else f" is {fault['input']!r}"
-    return f"`{key}` of {what}{given}: {text}."
+        for fault in error.errors():
+            key = ".".join(map(str, (option, *fault["loc"])))
+            text = str(fault.get("ctx", {}).get("error", fault["msg"])).rstrip(".")
+            seen = "" if isinstance(fault["input"], Mapping) else f" is {fault['input']!r}"
+            yield f"`{key}` of {what}{seen}: {text}."

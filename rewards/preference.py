@@ -104,8 +104,9 @@ class ClipScore(Preference):
     ) -> None:
         published, processor, usual = self.published
         model = model or published
-        own = None if model.startswith(published) else model
-        self.clip = Clip(model, own or processor, device, batch_size, offload)
+        if not model.startswith(published):
+            processor = model
+        self.clip = Clip(model, processor, device, batch_size, offload)
         super().__init__(normalizer or usual, model=model)
 
 
@@ -296,7 +297,7 @@ class Similarity(Encoded):
     0 where it is negative, so that `product` takes it.
 
     With a CLIP it is DreamBooth's CLIP-I, with a DINO its DINO score (2208.12242, section 4.1). The
-    prompt is not looked at: alone it pays for the image nearest to all of them. `product` with
+    prompt is ignored, so alone this reward favours the image nearest to all of them. `product` with
     another reward asks for both.
     images: a folder; subfolders count. Each image passes through the encoder at its own size.
     """
@@ -326,8 +327,8 @@ class Diversity(Encoded):
 
     The cosine is of image features. The mean over the images of a prompt is their mean pairwise
     distance; the part "vendi" is their Vendi score, the same for all of them.
-    An image that has no other of its prompt is invalid. A guard against collapse, meant as a small
-    part of a `weighted` sum: alone it pays for noise.
+    An image that has no other of its prompt is invalid. Use it against collapse, as a small part of
+    a `weighted` sum: alone it rewards noise.
     """
 
     name = "diversity"

@@ -81,9 +81,9 @@ def score(
     while left:
         rows = left.pop(0)
         some = images if len(rows) == count else images[rows]  # indexing copies
-        asked = [prompts[row] for row in rows], [metadata[row] for row in rows]
+        inputs = [prompts[row] for row in rows], [metadata[row] for row in rows]
         try:
-            pieces.append((rows, _checked(reward, some, *asked)))
+            pieces.append((rows, _checked(reward, some, *inputs)))
         except OUTSIDE as error:
             pieces += [(rows, failed(len(rows), error)) for rows in (rows, *left)]
             break
@@ -152,7 +152,8 @@ _changers = set[str]()  # rewards that left one of them changed
 
 @contextmanager
 def settings_kept(name: str) -> Iterator[None]:
-    """After the `with`, torch's global settings are as before. name: of the reward inside."""
+    """Restores torch's global settings after the `with`. name: of the reward inside, for the
+    log."""
     before = _settings()
     try:
         with torch.set_grad_enabled(torch.is_grad_enabled()):
@@ -169,10 +170,10 @@ def settings_kept(name: str) -> Iterator[None]:
 
 
 def _settings() -> dict[str, Any]:
-    found = {key: getattr(torch, f"get_{key}")() for key in SETTINGS}
+    settings = {key: getattr(torch, f"get_{key}")() for key in SETTINGS}
     with suppress(RuntimeError):  # set by torch's other way, `fp32_precision`
-        found["float32_matmul_precision"] = torch.get_float32_matmul_precision()
-    return found
+        settings["float32_matmul_precision"] = torch.get_float32_matmul_precision()
+    return settings
 
 
 # Putting scores together --------------------------------------------------------------------------
@@ -219,8 +220,8 @@ class TaskRewards:
         pieces = []
         for task in dict.fromkeys(batch.tasks):
             rows = [i for i, name in enumerate(batch.tasks) if name == task]
-            asked = batch.select(rows)
-            scores = score(self.rewards[task], images[rows], asked.prompts, asked.metadata)
+            of_task = batch.select(rows)
+            scores = score(self.rewards[task], images[rows], of_task.prompts, of_task.metadata)
             pieces.append((rows, scores))
         return assemble(len(images), pieces)
 

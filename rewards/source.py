@@ -1,9 +1,10 @@
-"""The code that a reward's scores depend on, as a digest: other code, other scores.
+"""A digest of the code that a reward's scores depend on: other code, other scores.
 
-That of the module that defines it, and of what this imports, inside functions as well, as far as it
-is the user's own or another reward of flowalign; of an installed plugin, its version, too. A cell
-of a notebook counts as a file, with the cells of the functions and classes that it names. Not seen
-are other installed packages, modules that are imported by a computed name, and files of data.
+The digest covers the module that defines the reward, and the modules that it imports, inside
+functions as well, if they are the user's or other rewards of flowalign. For an installed plugin it
+also covers the version. A cell of a notebook counts as a file, with the cells of the functions and
+classes that it names. The digest does not cover other installed packages, modules imported by a
+computed name, and data files.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ from flowalign.system.manifest import json_sha256
 log = logging.getLogger("flowalign")
 
 OURS = "flowalign.rewards."
-FRAME = {OURS + name for name in ("base", "options", "scoring", "source")}  # no reward's own
+FRAME = {OURS + name for name in ("base", "options", "scoring", "source")}  # shared by all rewards
 
 
 def digest(code: Any) -> str | None:
-    """Of a module, by its name or a dotted path, or of a class or function. None where no file or
-    cell holds it."""
+    """The digest of a module, by its name or a dotted path, or of a class or function. None if no
+    file or cell holds it."""
     module = code.partition(":")[0] if isinstance(code, str) else code.__module__
     if module == "__main__":
         content = _cells(code)
@@ -42,9 +43,9 @@ def digest(code: Any) -> str | None:
     return json_sha256(content)[:16] if content else None
 
 
-def _files(module: str, found: dict[str, Any], whole: bool = False) -> dict[str, Any]:
-    """{name: content} of a module and of those that it imports, as this process imported them;
-    imports none. whole: even of an installed one."""
+def _files(module: str, contents: dict[str, Any], whole: bool = False) -> dict[str, Any]:
+    """{name: content} of a module and of the modules that it imports, as this process imported
+    them. Imports none itself. whole: read the module even if it is installed."""
     folders = None
     for name in accumulate(module.split("."), "{}.{}".format):
         if name in sys.modules:
@@ -60,27 +61,27 @@ def _files(module: str, found: dict[str, Any], whole: bool = False) -> dict[str,
         else:
             installed = {"site-packages", "dist-packages"} & {*Path(spec.origin or "").parts}
             is_user_code = not installed and top not in sys.stdlib_module_names
-        counts = is_user_code or whole and name == module
-        if counts and name not in found and spec.has_location:
+        is_covered = is_user_code or whole and name == module
+        if is_covered and name not in contents and spec.has_location:
             now = spec.loader.get_data(spec.origin)  # type: ignore[union-attr]
             # as it was first seen; a module that is reloaded has another spec
             first = vars(spec).setdefault("flowalign_first", now)
-            found[name] = first
+            contents[name] = first
             if first != now:
                 log.warning("%s was edited. This process runs what it imported: restart it", name)
             if not is_user_code:
-                found |= {d: version(d) for d in packages_distributions().get(top, ())}
+                contents |= {d: version(d) for d in packages_distributions().get(top, ())}
             package = name if folders else name.rpartition(".")[0]
             for imported in _imports(first, package):
-                _files(imported, found)
+                _files(imported, contents)
         if not folders:
             break
-    return found
+    return contents
 
 
 def _imports(content: bytes, package: str) -> Iterator[str]:
     """What a module of a package imports, anywhere in its code: modules, and what is in them."""
-    with suppress(SyntaxError, ValueError, ImportError):  # it is no Python
+    with suppress(SyntaxError, ValueError, ImportError):  # not Python
         for node in ast.walk(ast.parse(content)):
             if isinstance(node, ast.Import):
                 yield from (alias.name for alias in node.names)

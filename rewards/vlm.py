@@ -52,7 +52,7 @@ Pattern = Annotated[str, AfterValidator(_check_pattern)]
 
 @dataclass(frozen=True)
 class Template:
-    """What the judge is asked, and how its answer is read.
+    """The judge's question, and how to read its answer.
 
     text: the question; `{prompt}` in it stands for the image's prompt.
     pattern: regular expression whose one group is the score; its last match counts.
@@ -75,8 +75,8 @@ class Template:
         # ValueError for what is no number; some languages write 4,5
         score = float(scores[-1].replace(",", ".")) if scores else math.nan
         if not self.lowest <= score <= self.scale:
-            said = repr(shown(answer, 160))
-            raise ValueError(f"no score of {self.lowest:g} to {self.scale:g} in the answer {said}")
+            text = repr(shown(answer, 160))
+            raise ValueError(f"no score of {self.lowest:g} to {self.scale:g} in the answer {text}")
         return score
 
 
@@ -148,8 +148,8 @@ class VLM(RewardBase):
 
     def __call__(self, images: Tensor, prompts: Sequence[str], metadata: Metadata) -> Scores:
         """images [B,3,H,W] in [0,1], B prompts -> Scores of B, on the CPU; failed ones say why."""
-        asked = [(i, self.template.text.replace("{prompt}", p)) for i, p in enumerate(prompts)]
-        scores = self._ask(images, asked, self.template.read, self.max_tokens)
+        questions = [(i, self.template.text.replace("{prompt}", p)) for i, p in enumerate(prompts)]
+        scores = self._ask(images, questions, self.template.read, self.max_tokens)
         errors = {row: score for row, score in enumerate(scores) if isinstance(score, Exception)}
         reasons = {row: f"{type(error).__name__}: {error}" for row, error in errors.items()}
         raw = torch.tensor([math.nan if row in errors else s for row, s in enumerate(scores)])
@@ -158,19 +158,22 @@ class VLM(RewardBase):
     def resize_factor(self, height: int, width: int) -> float:
         return self.image_size / max(height, width) if self.image_size else 1.0
 
-    def say(self, images: Tensor, asked: Sequence[tuple[int, str]], max_tokens: int) -> list[Any]:
-        """The texts of the answers, or why not. asked: a row of images [B,3,H,W], a question.
+    def say(
+        self, images: Tensor, questions: Sequence[tuple[int, str]], max_tokens: int
+    ) -> list[Any]:
+        """The text of each answer, or its exception. questions: row of images [B,3,H,W], question.
         Raises ConnectionError or TimeoutError if the endpoint answers nothing at all."""
-        return self._ask(images, asked, str.strip, max_tokens)
+        return self._ask(images, questions, str.strip, max_tokens)
 
     def _ask(
         self,
         images: Tensor,
-        asked: Sequence[tuple[int, str]],
+        questions: Sequence[tuple[int, str]],
         read: Callable[[str], Any],
         most: int,
     ) -> list[Any]:
-        """What is read of the text of each answer, of at most so many tokens."""
+        """What `read` makes of the text of each answer, or its exception. most: tokens of an
+        answer."""
         picture = functools.cache(lambda row: image_url(images[row], self.image_size))
 
         def ask(question: tuple[int, str]) -> Any:
@@ -183,14 +186,14 @@ class VLM(RewardBase):
         token = read_token(self.token_env) if self.token_env else None
         limits = {"timeout": self.timeout, "retries": self.retries, "max_bytes": MAX_BYTES}
         with Client(**limits, token=token) as client:
-            return client.map(ask, asked, self.concurrency)
+            return client.map(ask, questions, self.concurrency)
 
 
 def complete(
     client: Client, url: str, model: str, content: Any, most: int, read: Callable[[str], Any]
 ) -> Any:
-    """What is read of the text of a chat completion of at most so many tokens. content: of the
-    user's message. Raises ValueError for an answer without a text, and for one that was cut."""
+    """What `read` makes of the text of a chat completion. content: the user's message. most: tokens
+    of the answer. Raises ValueError for an answer without a text, and for one that was cut."""
     body = {
         "model": model,
         "messages": [{"role": "user", "content": content}],
@@ -224,7 +227,7 @@ def image_url(image: Tensor, size: int | None) -> str:
 
 
 def _template(template: str, pattern: str | None, scale: float | None) -> Template:
-    """The template that the options name or make. Raises ValueError for what is none."""
+    """The template that the options name or make. Raises ValueError for no valid template."""
     if template not in TEMPLATES and "{prompt}" not in template:
         raise ValueError(
             f"no `template` {template!r}; use one of {list(TEMPLATES)}, or a text with {{prompt}}."

@@ -1,8 +1,8 @@
 """The bank of teachers: frozen adapters on the student's base, asked for labels by task.
 
 Memory per further teacher is its LoRA; or another transformer, where a teacher has a base of its
-own. The states of a batch are sorted by teacher and labelled
-teacher by teacher, so that every forward pass has one adapter. A target may lie beyond its teacher:
+own. The states of a batch are sorted by teacher and labelled teacher by teacher, so that every
+forward pass has one adapter. A target may lie beyond its teacher:
 v_ref + lambda (v_teacher - v_ref).
 """
 
@@ -22,8 +22,6 @@ from flowalign.training.nonfinite import NotFinite, describe_pair, first_fault
 from flowalign.training.rollout import batches
 from flowalign.training.run.processes import missing_steps
 from flowalign.types import Rollout, Source, TeacherLabel
-
-Place = tuple[Tensor, Tensor]  # rows and columns of (image, step) pairs
 
 
 @dataclass(frozen=True)
@@ -82,7 +80,7 @@ class Bank:
         beyond = any(len(sources) > 1 for sources in targets.values())
         velocity = torch.zeros_like(rollout.states, dtype=torch.float32 if beyond else self.dtype)
 
-        passes: list[tuple[Source, float, Place]] = []
+        passes: list[tuple[Source, float, tuple[Tensor, Tensor]]] = []  # rows, columns
         # (image, step) pairs, numbered image by image, of one teacher each
         parts = batches([name for name in names for _ in range(steps)], self.batch_size)
         for name, group in groupby(parts, key=lambda part: part[0]):
@@ -132,14 +130,14 @@ class Bank:
         return [self.source(self.routing[task]) for task in tasks]
 
     def targets(self, name: str) -> list[tuple[Source, float]]:
-        """Whose velocities, times which weights, sum to the label of a teacher: its own, and with
-        an extrapolation its reference's."""
+        """The sources whose weighted velocities sum to the label of a teacher, with their weights:
+        the teacher and, with an extrapolation, its reference."""
         member = self.members[name]
-        own = self.source(name)
+        source = self.source(name)
         if member.extrapolate == 1:
-            return [(own, 1.0)]
+            return [(source, 1.0)]
         reference = Source(START if member.reference == "start" else None, member.guidance)
-        return [(own, member.extrapolate), (reference, 1 - member.extrapolate)]
+        return [(source, member.extrapolate), (reference, 1 - member.extrapolate)]
 
     def source(self, name: str) -> Source:
         """A teacher's adapter on the base, or its own base, and its CFG scale."""

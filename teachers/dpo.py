@@ -47,7 +47,7 @@ class Dpo(Algorithm[Targets]):
 
     @classmethod
     def keeps(cls, config: DpoStage, updates: Sequence[int] | None = None) -> Keeps:
-        """Noised states with the velocity to match; the reference is asked at each."""
+        """Noised states with the velocity to match; the reference is evaluated at each."""
         reference = STUDENT if config.lora.init else None  # in size
         return Keeps(
             noise_levels=config.dpo.noise_levels,
@@ -108,8 +108,9 @@ class Dpo(Algorithm[Targets]):
 
 
 def pair_problems(config: DpoStage, folder: Path, row: Mapping[str, Any]) -> list[str]:
-    """Images of a row that the run could not read, that have another size than the model's, or that
-    are the same, and noise that is not known though it is to be. folder: of the file of pairs."""
+    """What is wrong with a row: images that cannot be read, have another size than the model's or
+    are the same, and a noise that is missing though the config wants it. folder: of the file of
+    pairs."""
     height, width = config.model.size
     problems: list[str] = []
     pixels: list[bytes] = []

@@ -53,14 +53,14 @@ class Policy:
 
     @torch.no_grad()
     def follow(self, steps: int) -> None:
-        """After the optimizer steps of a rollout; steps: how many the run has taken."""
+        """Move towards the student after a rollout. steps: optimizer steps of the run so far."""
         decay = rising_decay(steps, **self.settings.model_dump())
         for policy, student in zip(self.parameters, self.student, strict=True):
             policy.copy_(decay * policy + (1 - decay) * student)
 
     @torch.no_grad()
     def velocity(self, pairs: Pairs, guidance: float) -> Tensor:
-        """Its velocity [b,C,h,w] at the pairs."""
+        """The velocity [b,C,h,w] of the policy at the pairs."""
         with self.backbone.adapter(self.name):
             return pairs.velocity(self.backbone, guidance)
 

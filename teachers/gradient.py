@@ -1,8 +1,9 @@
 """A teacher from the gradient of a reward: MEND (2610.05954).
 
-An image moves in latent space along the gradient of its reward, as far as that pays. The velocity
-at one late state of its trajectory is corrected so that it leads there. The targets are clean
-images, so that models of few steps stay so. configs/tiny/teacher_preference_gradient.yaml is a run.
+An image moves in latent space along the gradient of its reward, as long as the gain outweighs the
+distance. The velocity at one late state of its trajectory is corrected so that it leads there. The
+targets are clean images, so that models of few steps stay so.
+configs/tiny/teacher_preference_gradient.yaml is a run.
 """
 
 from __future__ import annotations
@@ -121,14 +122,15 @@ class Gradient(WithPolicies[Moved]):
         )
 
     def loss(self, pairs: Pairs, velocity: Tensor, prepared: Moved) -> StepLoss:
-        """That of MEND, plus kl_weight times the drift from the base."""
+        """The loss of MEND, plus kl_weight times the drift from the base."""
         old = self.old_velocity(pairs, velocity)
         shift, weight = prepared.shift[pairs.rows], prepared.weight[pairs.rows]
         elements = gradient_loss(velocity, old, shift, pairs.sigma, weight)
         return StepLoss(*self.near_base(elements.mean(), pairs, velocity))
 
     def tensors(self) -> Mapping[str, Sequence[Tensor]]:
-        """With the prices of the distance and the floors, which earlier rollouts made."""
+        """The tensors of the policies, and each task's tau and floor, which earlier rollouts
+        set."""
         return {**super().tensors(), "gradient": [self.tau, self.floor]}
 
     # Rewards -----------------------------------------------------------------------------------
@@ -142,8 +144,8 @@ class Gradient(WithPolicies[Moved]):
             if not rows:
                 continue
             batch = rollout.batch.select(rows)
-            asked = rollout.images[rows], batch.prompts, batch.metadata
-            for text in gradient_problems(self.rewards[task.name], *asked):
+            inputs = rollout.images[rows], batch.prompts, batch.metadata
+            for text in gradient_problems(self.rewards[task.name], *inputs):
                 problems.append(f"tasks.{index}.reward: gradient of {task.reward.name!r}: {text}.")
         if problems := sorted(set(gather_object(problems))):  # each process has other images
             raise ConfigError(problems)
@@ -208,15 +210,17 @@ class Gradient(WithPolicies[Moved]):
     def _adapt(
         self, moved: Tensor, gain: Tensor, valid: Tensor, quartile: Tensor, task: Tensor
     ) -> dict[str, float]:
-        """After a rollout: each task's tau, so that a share of its images moves that the config
-        says, and its floor, which follows the mean quartile upward. The same on every process.
-        Returns what is logged."""
+        """Adapt each task after a rollout: tau, to keep the share of moved images in the config's
+        range, and the floor, which follows the mean quartile upward. All processes get the same
+        values. Returns the metrics to log."""
         means = Means()
         for number, name in enumerate(self.names):
             rows = valid & (task == number)
-            mine = moved & rows
-            means.add_sum(metrics.MOVED_SHARE + name, float(mine.sum()), int(rows.sum()))
-            means.add_sum(metrics.MOVED_GAIN + name, float(gain[mine].sum()), int(mine.sum()))
+            moved_rows = moved & rows
+            means.add_sum(metrics.MOVED_SHARE + name, float(moved_rows.sum()), int(rows.sum()))
+            means.add_sum(
+                metrics.MOVED_GAIN + name, float(gain[moved_rows].sum()), int(moved_rows.sum())
+            )
             means.add_sum(metrics.QUARTILE + name, float(quartile[rows].sum()), int(rows.sum()))
         measured = means.over_processes()
         low, high = self.settings.moved
@@ -246,12 +250,12 @@ def raised(floor: float, mean: float, rise: float) -> float:
 def threshold(value: Tensor, group: Tensor, valid: Tensor, share: float) -> Tensor:
     """MEND's threshold [B]: of each image's group the quantile of its valid rewards [B]; NaN for a
     group without one."""
-    found = torch.full_like(value, torch.nan)
+    thresholds = torch.full_like(value, torch.nan)
     for number in group.unique():
         rows = group == number
-        if (own := value[rows & valid]).numel():
-            found[rows] = own.quantile(share)
-    return found
+        if (values := value[rows & valid]).numel():
+            thresholds[rows] = values.quantile(share)
+    return thresholds
 
 
 def candidates(slope: Tensor, lengths: Sequence[float]) -> Tensor:

@@ -46,8 +46,8 @@ class Grpo(Algorithm[Credit]):
         return replace(schedule, window=window_of(self.config.rollout, update))
 
     def prepare(self, rollout: Rollout, update: int) -> Credit:
-        """Score the images. Those without an advantage are dropped, for the KL, too, as in
-        Flow-GRPO: else the KL would be the stronger, the more groups are all alike."""
+        """Score the images. Images without an advantage are dropped, from the KL as well, as in
+        Flow-GRPO: otherwise the KL would grow with the number of groups of equal rewards."""
         return self.scored.credit(rollout, update)
 
     def loss(self, pairs: Pairs, velocity: Tensor, prepared: Credit) -> StepLoss:

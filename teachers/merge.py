@@ -57,7 +57,8 @@ class MergeReport:
 
     @property
     def summary(self) -> str:
-        """One line: what was added with which weights, the rank and the scale that came out."""
+        """The report in one line: the adapters with their weights, and the resulting rank and
+        scale."""
         weights = ", ".join(f"{weight:.3g}" for weight in self.weights)
         depth = ", scaled by depth from {:g} to {:g}".format(*self.lines) if self.lines else ""
         return (
@@ -121,9 +122,9 @@ def merge(
         torch.default_generator.manual_seed(seed)  # torch.manual_seed would reseed GPUs as well
         for layer in layers:
             scale = _depth_scale(layer, last, lines)
-            own = [i for i, update in enumerate(updates) if layer in update]
-            parts = [updates[i][layer] for i in own]
-            scaled = [scale * weights[i] for i in own]
+            indices = [i for i, update in enumerate(updates) if layer in update]
+            parts = [updates[i][layer] for i in indices]
+            scaled = [scale * weights[i] for i in indices]
             merged, errors[layer] = merge_layer(parts, scaled, method, rank, density)
             ranks[layer] = merged.down.shape[0]
             state[f"{layer}.lora_A.weight"] = merged.down.float().contiguous()
@@ -186,7 +187,7 @@ def _depth_scale(layer: str, last: int, lines: tuple[float, float] | None) -> fl
 
 
 def _natural(layer: str) -> list[tuple[bool, int, str]]:
-    """Sorts block 10 after block 9."""
+    """A sort key that puts block 10 after block 9."""
     return [(p.isdecimal(), int(p) if p.isdecimal() else 0, p) for p in layer.split(".")]
 
 

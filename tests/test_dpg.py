@@ -14,7 +14,7 @@ from test_vlm import asked, serve  # noqa: F401
 from flowalign.eval.scores import image_score
 from flowalign.eval.stats import rows_of
 from flowalign.rewards import RewardSpec, build, check, check_prompts, describe, score
-from flowalign.rewards.dpg import gated
+from flowalign.rewards.dpg import with_dependencies
 from flowalign.training.data import load_prompts
 from flowalign.types import EvalImage, EvalRow, ImageScore, PromptBatch
 
@@ -122,7 +122,9 @@ def test_the_corrected_rule_has_no_quirk(batch: PromptBatch, monkeypatch) -> Non
 def test_a_no_reaches_the_children_of_children_in_any_order() -> None:
     def after(parents: dict[int, list[int]], rule: str) -> list[float]:
         yes = {number: float(number != 3) for number in parents}
-        return gated(yes, {number: (needs, "", "") for number, needs in parents.items()}, rule)
+        return with_dependencies(
+            yes, {number: (needs, "", "") for number, needs in parents.items()}, rule
+        )
 
     chain: dict[int, list[int]] = {1: [2], 2: [3], 3: []}
     assert after(chain, "corrected") == [0, 0, 0]

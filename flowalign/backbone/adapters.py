@@ -1,6 +1,6 @@
-"""LoRA adapters as files: where they lie, here or on the Hub, which are read, how ours is written.
+"""LoRA adapters as files: finding them here or on the Hub, reading them, and writing ours.
 
-Whoever names an adapter (teachers, lora.init, merges, evaluations, `flowalign.load`) comes here.
+Teachers, lora.init, merges, evaluations and `flowalign.load` all read adapters here.
 diffusers' files are read, with or without metadata, and peft's folders (adapter_config.json). Both
 come out in one form, `Lora`. Anything but a plain LoRA is refused, and so is every pickle.
 """
@@ -215,7 +215,7 @@ class Description(BaseModel):
 
     @classmethod
     def parse(cls, text: str | bytes) -> Description:
-        """Of JSON. Raises AdapterError that names the entry."""
+        """The description in a JSON text. Raises AdapterError that names the entry."""
         try:
             return cls.model_validate_json(text)
         except (ValidationError, OverflowError) as error:  # OverflowError: integers over 1e308
@@ -231,8 +231,8 @@ def resolve_pattern(
 ) -> dict[str, Any]:
     """{layer: rank or alpha} as peft resolves its patterns: the first that matches the name of a
     layer or its end. Raises ValueError for what is no pattern, or takes too long."""
-    found = dict.fromkeys(layers, default)
-    left = list(found)
+    values = dict.fromkeys(layers, default)
+    left = list(values)
     end = time.monotonic() + MATCHING_S
     for pattern, value in (patterns or {}).items():
         try:
@@ -245,9 +245,9 @@ def resolve_pattern(
         except (regex.error, TimeoutError, RecursionError) as error:
             why = f"{type(error).__name__}: {shown(str(error), 200)}"
             raise ValueError(f"pattern {shown(pattern)} cannot be matched ({why})") from None
-        found |= dict.fromkeys(hits, value)
+        values |= dict.fromkeys(hits, value)
         left = [layer for layer in left if layer not in hits]
-    return found
+    return values
 
 
 def _inner_name(key: str) -> str:

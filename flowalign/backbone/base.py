@@ -1,7 +1,7 @@
 """A diffusers pipeline as the library sees it: text -> velocity -> pixels, and named LoRA adapters.
 
-The one place with classifier-free guidance. What differs between families of models is theirs to
-say (`flowalign.backbone.family`).
+The one place with classifier-free guidance. What differs between families of models is in
+`flowalign.backbone.family`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 class Backbone:
-    """One frozen base with named adapters; and others beside it, each under the name of an adapter.
+    """A frozen base with named adapters. It may hold other bases, each under the name of an
+    adapter.
 
     pipe: a loaded diffusers pipeline of a known family. model: its settings; `load` applies two of
     them, the attention backend and gradient checkpointing.
@@ -109,7 +110,7 @@ class Backbone:
         return backbone
 
     def _with(self, pipe: Any, model: ModelConfig, device: torch.device | str) -> Backbone:
-        """The same with the transformer of a pipeline of this family."""
+        """A copy of this backbone with the transformer of another pipeline of its family."""
         other = copy(self)
         other.pipe = pipe
         other.family = type(self.family)(pipe)
@@ -126,8 +127,9 @@ class Backbone:
         return other
 
     def fingerprint(self) -> str:
-        """Tells this base from another, whatever adapters lie on it: of the weights of all parts of
-        the pipeline, and of the others. To be asked before the transformer is sharded."""
+        """A digest that tells this base from another, whatever adapters it has: of the weights of
+        all parts of the pipeline, and of the other bases. Call it before the transformer is
+        sharded."""
         others = {id(other): other.core for other in self.others.values()}  # each once
         parts = [*self.pipe.components.values(), *others.values()]
         return fingerprint(part for part in parts if isinstance(part, nn.Module))
@@ -140,7 +142,7 @@ class Backbone:
         return self.family.sigmas(num_steps, self.family.tokens(self.latent_shape))
 
     def shift(self, num_steps: int) -> float:
-        """The shift of that schedule: sigma = shift u / (1 + (shift - 1) u) of an even grid u."""
+        """The shift of the schedule: sigma = shift u / (1 + (shift - 1) u) of an even grid u."""
         return self.family.shift(self.family.tokens(self.latent_shape), num_steps)
 
     @torch.no_grad()
@@ -210,7 +212,7 @@ class Backbone:
 
     @contextmanager
     def uncounted(self, really: bool = True) -> Iterator[None]:
-        """What is computed meanwhile is no part of `evaluations`."""
+        """Inside the `with`, `evaluations` does not grow."""
         before = self.evaluations
         yield
         if really:
@@ -223,8 +225,8 @@ class Backbone:
         return [block for block in self.core.modules() if type(block).__name__ in kinds]
 
     def compile(self, backend: str = "inductor") -> None:
-        """torch.compile each block of the transformer (blocks of one kind share their code). To be
-        called before the transformer is wrapped for several processes."""
+        """torch.compile each block of the transformer (blocks of one kind share their code). Call
+        it before the transformer is wrapped for several processes."""
         for block in self.blocks or [self.core]:
             block.compile(backend=backend)
         self.compiled = True
@@ -235,7 +237,7 @@ class Backbone:
         return torch.cat([self.decoded(part) for part in latents.split(self.decode_batch)])
 
     def decoded(self, latents: Tensor) -> Tensor:
-        """The same, all at once, and with a gradient where the latents have one."""
+        """The images as by `decode`, all at once, with a gradient if the latents have one."""
         return (self.family.decode(latents).float() / 2 + 0.5).clamp(0, 1)  # the VAE has [-1, 1]
 
     @torch.no_grad()

@@ -50,7 +50,7 @@ OTHERS = {  # families by what only the names of their layers hold
 
 
 def looks_like(layers: Iterable[str]) -> str:
-    """A remark on the family whose LoRAs have such layers; "" if it cannot be told."""
+    """A remark on the family whose LoRAs have such layers; "" if it is unknown."""
     seen = " ".join(layers)
     titles = (title for part, title in OTHERS.items() if re.search(part, seen))
     return next((f"; LoRAs of {title} have such layers" for title in titles), "")
@@ -90,19 +90,19 @@ def layers_of(stored: Mapping[str, Tensor]) -> dict[str, Update]:
                 f"it has two weights of one layer, under two names: {shown(twin)}, {shown(name)}. "
                 "Keep those of one adapter."
             )
-    for layer, own in names.items():
-        a, b = (stored[own[half]] if half in own else torch.empty(0) for half in "AB")
+    for layer, halves in names.items():
+        a, b = (stored[halves[half]] if half in halves else torch.empty(0) for half in "AB")
         # of a linear layer [r,in] and [out,r]; of a convolution two axes more
         if not (a.ndim == b.ndim in (2, 4) and len(a) == b.shape[1] and a.numel() and b.numel()):
             shapes = f"{list(a.shape)} and {list(b.shape)}"
             raise ValueError(f"A and B of {shown(layer)} are {shapes}: no update")
-        updates[layer] = a, b, float(stored[own["alpha"]]) if "alpha" in own else None
+        updates[layer] = a, b, float(stored[halves["alpha"]]) if "alpha" in halves else None
     return updates
 
 
 def convert(updates: Mapping[str, Update], family: Family) -> dict[str, Update]:
-    """The same under the names of the transformer's layers. Raises ValueError for layers that the
-    model does not have, or has in other sizes, and for two updates of one."""
+    """The updates under the names of the transformer's layers. Raises ValueError for layers that
+    the model does not have, or has in other sizes, and for two updates of one."""
     layers = taking_lora(family.core)
     known = _names(layers, family)
     converted = dict[str, Update]()

@@ -1,4 +1,4 @@
-"""What a model family says of itself, once; all else derives from it. `FAMILIES` lists them."""
+"""Model families: each is described once, and all else derives from it. `FAMILIES` lists them."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ class Family(ABC):
 
     @property
     def scheduler(self) -> Any:
-        """The one whose noise levels rollouts step along."""
+        """The scheduler whose noise levels rollouts step along."""
         return self.pipe.scheduler
 
     @property
@@ -224,7 +224,7 @@ class Family(ABC):
         )
 
     def shift(self, tokens: int, steps: int) -> float:
-        """The shift of that schedule: sigma = shift u / (1 + (shift - 1) u) of an even grid u."""
+        """The shift of the schedule: sigma = shift u / (1 + (shift - 1) u) of an even grid u."""
         scheduler = self.scheduler
         if not scheduler.config.get("use_dynamic_shifting"):
             return scheduler.shift

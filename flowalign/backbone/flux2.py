@@ -107,5 +107,5 @@ class Flux2Klein(Flux2):
 
     @property
     def guidance(self) -> Literal["cfg", "none"]:
-        """None where the pipeline says that it was distilled."""
+        """ "none" if the pipeline was distilled, else "cfg"."""
         return "none" if self.pipe.config.is_distilled else "cfg"

@@ -91,8 +91,8 @@ def hub_files(model: str, revision: str | None = None) -> list[HubFiles]:
 
 
 def check_packages(model: str, index: Mapping[str, Any]) -> None:
-    """ModelError if transformers lacks a package for a part of a pipeline, as for a processor of
-    images: diffusers does not name it. Before anything large is downloaded."""
+    """Raise ModelError if transformers lacks a package for a part of a pipeline, as for a processor
+    of images: diffusers does not name it. Before anything large is downloaded."""
     for part in index.values():
         kind = getattr(transformers, str(part[-1]), None) if isinstance(part, list) else None
         for package in getattr(kind, "_backends", ()):  # of its stand-ins for such classes
@@ -128,8 +128,8 @@ def load_pipeline(
         four_bits["quantization_config"] = BitsAndBytesConfig(load_in_4bit=True, **settings)
     try:
         loader = getattr(diffusers, kind.pipeline)
-        each = {"transformer": four_bits}
-        pipe = complete_pipeline(loader, model, each, revision=revision, **options)
+        part_options = {"transformer": four_bits}
+        pipe = complete_pipeline(loader, model, part_options, revision=revision, **options)
     except (OSError, ValueError) as error:
         raise model_error(model, error) from error
     pipe.set_progress_bar_config(disable=True)
@@ -138,10 +138,12 @@ def load_pipeline(
     return pipe
 
 
-def complete_pipeline(loader: Any, model: str, each: Mapping[str, Any] = {}, **options: Any) -> Any:
-    """`loader.from_pretrained(model, **options)`, whose models are loaded by `load_complete`, which
-    see. With `device_map` or `quantization_config` diffusers loads them, and nothing is checked.
-    each: {part: more options of it}."""
+def complete_pipeline(
+    loader: Any, model: str, part_options: Mapping[str, Any] = {}, **options: Any
+) -> Any:
+    """`loader.from_pretrained(model, **options)`, with its models loaded by `load_complete`. With
+    `device_map` or `quantization_config` diffusers loads them, and nothing is checked.
+    part_options: {part: more options of it}."""
     options = {"use_safetensors": True, **options}  # else a pickle, where a part has no other file
     folder = Path(resolve(model))
     if not folder.is_dir():
@@ -156,7 +158,7 @@ def complete_pipeline(loader: Any, model: str, each: Mapping[str, Any] = {}, **o
         if name in options or not (isinstance(kind, type) and issubclass(kind, torch.nn.Module)):
             continue
         dtype = dtypes.get(name, dtypes.get("default")) if isinstance(dtypes, dict) else dtypes
-        more = {"dtype": dtype, **each.get(name, {})}
+        more = {"dtype": dtype, **part_options.get(name, {})}
         if variant and any((folder / name).glob(f"*.{variant}*")):
             more["variant"] = variant
         options[name] = load_complete(kind, folder / name, **more)

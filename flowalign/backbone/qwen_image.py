@@ -23,12 +23,12 @@ class QwenImage(PackedFamily):
 
     @property
     def unused(self) -> list[str]:
-        """What the last block makes of the text is thrown away."""
+        """The layers of the last block whose output for the text is thrown away."""
         last = f"transformer_blocks.{self.core.config.num_layers - 1}.attn"
         return [f"{last}.add_q_proj", f"{last}.to_add_out"]
 
     def encoder_tokens(self, length: int) -> list[int]:
-        """With the template that a prompt is put into, whose tokens are dropped."""
+        """Tokens of a prompt and its template; the template's are dropped after encoding."""
         return [length + self.pipe.prompt_template_encode_start_idx]
 
     def text_shapes(self, length: int) -> dict[str, tuple[int, ...]]:

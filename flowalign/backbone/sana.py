@@ -37,15 +37,15 @@ class Sana(Family):
 
     @property
     def flow_shift(self) -> float | None:
-        """Of the pipeline's DPM-Solver; None = it has another scheduler."""
+        """The shift of the pipeline's DPM-Solver; None = it has another scheduler."""
         config = self.pipe.scheduler.config
         return config.get("flow_shift") if config.get("use_flow_sigmas") else None
 
     @property
     def even_grid(self) -> bool:
-        """That of a DPM-Solver. A grid of the Euler scheduler's own applies the shift twice to the
-        smallest sigma: 20 steps with shift 3 would end at .009 instead of .136, and the last one
-        would do next to nothing."""
+        """Whether the pipeline has a DPM-Solver, whose grid is even. The Euler scheduler's own grid
+        applies the shift twice to the smallest sigma: 20 steps with shift 3 would end at .009
+        instead of .136, and the last step would do next to nothing."""
         return self.flow_shift is not None
 
     @property
@@ -56,8 +56,8 @@ class Sana(Family):
         return diffusers.FlowMatchEulerDiscreteScheduler(shift=self.flow_shift)
 
     def dtype_problems(self, model: str, dtype: str) -> Iterator[Problem]:
-        """float16, in which Gemma overflows, and the first checkpoints in bfloat16: their authors'
-        cards say "FP16 model cannot run with BF16 precision"."""
+        """A problem with float16, in which Gemma overflows, and with the first checkpoints in
+        bfloat16: their authors' cards say "FP16 model cannot run with BF16 precision"."""
         if dtype == "float16":
             yield Problem(
                 "model.dtype", "float16, in which the text encoder overflows. Use bfloat16."
@@ -76,8 +76,8 @@ class Sana(Family):
         return call["complex_human_instruction"].default
 
     def encoder_tokens(self, length: int) -> list[int]:
-        """With the instruction, of which a word or a mark is counted as a token: the tokenizer is
-        not there where memory is predicted."""
+        """Tokens of a prompt and the instruction. A word or a mark of the instruction counts as a
+        token: memory is predicted without the tokenizer."""
         return [length + len(re.findall(r"\w+|[^\w\s]", "\n".join(self.instruction)))]
 
     def text_shapes(self, length: int) -> dict[str, tuple[int, ...]]:

@@ -30,8 +30,9 @@ class Architecture:
 
     @classmethod
     def of(cls, read: Callable[[str], Config | None]) -> Architecture:
-        """read: the content of a file of the pipeline, None where it is missing. LookupError where
-        the transformer's or the autoencoder's is."""
+        """The architecture that config files describe. read: path in the pipeline -> content of the
+        file, None if it is missing. Raises LookupError if the transformer's or the autoencoder's
+        is."""
         index = read("model_index.json") or {}
         options = {name: value for name, value in index.items() if not isinstance(value, list)}
         parts: dict[str, Config] = {}
@@ -44,7 +45,7 @@ class Architecture:
         return cls(index["_class_name"], parts, options)
 
     def changed(self, part: str, **changes: Any) -> Architecture:
-        """The same with other entries in the config of a part."""
+        """The architecture with other entries in the config of a part."""
         return replace(self, parts={**self.parts, part: {**self.parts[part], **changes}})
 
 

@@ -77,7 +77,7 @@ def model_spec(model: ModelConfig, *, whole: bool = False) -> ModelSpec:
 
 
 def known(model: ModelConfig) -> ModelSpec | None:
-    """The same; None where it cannot be had. What is wrong with the model, its loader says."""
+    """The model as by `model_spec`; None if it cannot be had: its loader says what is wrong."""
     try:
         return model_spec(model)
     except (LookupError, OSError, ValueError):
@@ -85,8 +85,8 @@ def known(model: ModelConfig) -> ModelSpec | None:
 
 
 def read_family(model: ModelConfig, **hub: Any) -> Family:
-    """The family of a model, as `model_spec` has it. The Hub is asked for config files that are not
-    here. hub: options of `snapshot_download`. Raises ModelError."""
+    """The family of a model, as `model_spec` has it. Config files that are not here are downloaded
+    from the Hub. hub: options of `snapshot_download`. Raises ModelError."""
     try:
         return model_spec(model).family
     except LookupError:
@@ -118,16 +118,16 @@ def _interface(spec: ModelSpec) -> dict[str, Any]:
     """What a transformer shares with all others that can label its states, by the config files: the
     weights of encoders and VAE are not compared."""
     family = spec.family
-    found: dict[str, Any] = {"family": family.name, "latent": spec.latent_shape}
-    found["text"] = family.text_shapes(spec.length)
+    interface: dict[str, Any] = {"family": family.name, "latent": spec.latent_shape}
+    interface["text"] = family.text_shapes(spec.length)
     parts = ((n, part) for n, part in family.pipe.components.items() if part is not None)
     for name, part in parts:
         if name in ENCODERS:
             weights = sum(parameter.numel() for parameter in part.parameters())
-            found[name] = f"{type(part).__name__} of {weights:,} weights"
+            interface[name] = f"{type(part).__name__} of {weights:,} weights"
         elif name in ("vae", "scheduler"):
-            found |= {f"{name}.{key}": v for key, v in part.config.items() if key[0] != "_"}
-    return found
+            interface |= {f"{name}.{key}": v for key, v in part.config.items() if key[0] != "_"}
+    return interface
 
 
 # Architectures -----------------------------------------------------------------------------------
@@ -174,20 +174,20 @@ def _described(model: str, whole: bool, ids: bool) -> Family:
     """model: a folder, which for a revision of the Hub is its commit's own, or a public model."""
     architecture = find(model)
     kind = family_of(architecture.pipeline)
-    given = dict[str, Any]()
+    tokenizers = dict[str, Any]()
     if ids:
-        given = _encoders_of_ids(local_folder(model), kind)
+        tokenizers = _encoders_of_ids(local_folder(model), kind)
     if not whole:
         parts = {name: architecture.parts[name] for name in ("transformer", "vae")}
         architecture = replace(architecture, parts=parts)
     with weightless():
-        return kind(build(architecture, given=given))
+        return kind(build(architecture, given=tokenizers))
 
 
 @contextmanager
 def weightless() -> Iterator[None]:
-    """Models that are made here lie on the meta device; nothing is drawn, which takes half the
-    time."""
+    """Inside the `with`, models are made on the meta device and no weights are drawn, which would
+    take half the time."""
     with torch.device("meta"), no_init_weights():
         yield
 
@@ -197,8 +197,8 @@ def build(
     dtype: torch.dtype = torch.float32,
     given: Mapping[str, Any] | None = None,
 ) -> Any:
-    """A pipeline with random weights and no tokenizers, on the default device. given: parts of it
-    that are there."""
+    """A pipeline with random weights and no tokenizers, on the default device. given: parts that
+    exist already."""
     loader = getattr(diffusers, architecture.pipeline)
     parts = dict[str, Any]()
     for name, option in inspect.signature(loader.__init__).parameters.items():
@@ -252,14 +252,14 @@ def _encoders_of_ids(folder: Path | None, family: type[Family]) -> dict[str, Any
     """The tokenizers of a pipeline, each with an encoder of `_Ids`."""
     if folder is None:
         raise LookupError("its tokenizers are not on this machine")
-    given = {}
+    parts = {}
     for name, kind in json.loads((folder / "model_index.json").read_text()).items():
         if "tokenizer" in name and kind[-1]:
-            given[name] = getattr(transformers, kind[-1]).from_pretrained(folder / name)
+            parts[name] = getattr(transformers, kind[-1]).from_pretrained(folder / name)
         elif name in ENCODERS and kind[-1]:
             tokenizer = name.replace("text_encoder", "tokenizer")
-            given[name] = _Ids(pooled=tokenizer != family.tokenizer)
-    return given
+            parts[name] = _Ids(pooled=tokenizer != family.tokenizer)
+    return parts
 
 
 def cut_prompts(model: ModelConfig, prompts: Sequence[str]) -> list[str] | None:
@@ -276,8 +276,8 @@ def cut_prompts(model: ModelConfig, prompts: Sequence[str]) -> list[str] | None:
 
     def seen(length: int) -> list[list[float]]:
         """The ids of each prompt that reach the transformer."""
-        found = [text["embeds"][:, 0] for text in family.encode(list(prompts), length, "cpu")]
-        return [ids[ids != padding].tolist() for ids in found]
+        embeds = [text["embeds"][:, 0] for text in family.encode(list(prompts), length, "cpu")]
+        return [ids[ids != padding].tolist() for ids in embeds]
 
     logging.disable(logging.WARNING)  # of diffusers, for each prompt
     try:

@@ -94,7 +94,8 @@ class TextEncoder:
         return stack
 
     def _encode(self, prompts: Sequence[str]) -> Text:
-        """With the encoders on the device."""
+        """What the family makes of prompts, {name: [P, ...]}; the encoders must be on the
+        device."""
         texts: list[Text] = []
         for start in range(0, len(prompts), BATCH):
             batch = list(prompts[start : start + BATCH])

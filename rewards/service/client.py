@@ -85,7 +85,7 @@ class Remote(RewardBase):
                 raise ConnectionError(str(answer)) from answer
 
     def describe(self) -> dict[str, Any]:
-        """What the first server says of its reward; not where it is.
+        """The first server's description of its reward, without the server's address.
 
         Calls it: raises ConnectionError, TimeoutError or ValueError.
         """
@@ -99,7 +99,7 @@ class Remote(RewardBase):
         return question_counts(metadata, parts) if self.reward in ASKED else {}
 
     def _ask(self, client: Client, *urls: str) -> dict[str, Any]:
-        """What the first server that answers says of our reward. Raises ValueError if it has none,
+        """The first answering server's description of our reward. Raises ValueError if it has none,
         or several of which none is named."""
         body = client.request("GET", *(f"{url}/rewards" for url in urls))
         roster = wire.parse(body, wire.Roster)

@@ -59,13 +59,13 @@ class _Routes:
 
     async def check_token(self, request: Request) -> None:
         """Refuse a request without the token, before its body is read."""
-        given = request.headers.get("authorization", "").encode("latin-1")
+        header = request.headers.get("authorization", "").encode("latin-1")
         # compare_digest takes as long for a token that is almost right as for any other
-        if self.token and not hmac.compare_digest(given, f"Bearer {self.token}".encode()):
+        if self.token and not hmac.compare_digest(header, f"Bearer {self.token}".encode()):
             raise HTTPException(401, "wrong or no token; send `Authorization: Bearer TOKEN`.")
 
     async def health(self) -> dict[str, Any]:
-        """That it runs; anybody may ask."""
+        """The state of the server; no token is needed."""
         ready = {self.reward.name: ["ready"]}
         return {"status": "ok", "pending": self.pending, "rewards": ready}
 

@@ -6,7 +6,7 @@ size. The last turn of a history counts. Other keys are ignored.
 
 An answer is {"results": [{name: {name: value, part: number}}], "errors": [{name: reason}]}, one of
 each per request. An invalid image has an error and no result. Our servers add "notes": [{name:
-text}], what a reward says of a valid image. Nothing is ever unpickled.
+text}], the reward's remarks on a valid image. Nothing is ever unpickled.
 Source: Tencent-Hunyuan/UniRL, unirl-reward-service (schemas.py, server.py).
 """
 
@@ -61,7 +61,7 @@ class Answered(BaseModel):
 
 
 class Roster(BaseModel):
-    """What a server says of itself at /rewards. describe {name: description}: only ours say it."""
+    """A server's answer at /rewards. describe {name: description}: only our servers send it."""
 
     rewards: list[str]
     describe: dict[str, dict[str, Any]] = {}
@@ -170,15 +170,15 @@ def decode_answer(reward: str, body: bytes, count: int) -> Scores:
     if len(answer.results) != count:
         raise ValueError(f"the answer has {len(answer.results)} results, not {count}.")
     rows = []
-    for each in answer.results:
+    for result in answer.results:
         numbers = {
             name: math.nan if number is None or abs(number) > FLOAT32 else number
-            for name, number in each.get(reward, {}).items()
+            for name, number in result.get(reward, {}).items()
         }
         value = numbers.pop(reward, next(iter(numbers.values()), math.nan))
         rows.append(numbers | {"value": value})
-    said = [*enumerate(answer.notes[:count]), *enumerate(answer.errors[:count])]
-    return Scores.of_rows(rows, {row: texts[reward] for row, texts in said if reward in texts})
+    reasons = [*enumerate(answer.notes[:count]), *enumerate(answer.errors[:count])]
+    return Scores.of_rows(rows, {row: texts[reward] for row, texts in reasons if reward in texts})
 
 
 def parse(data: bytes | bytearray, kind: type[Kind]) -> Kind:

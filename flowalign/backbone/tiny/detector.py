@@ -40,8 +40,8 @@ NATURAL = "natural"  # the colour of other natural drawings
 Box = tuple[int, int, int, int]  # x1,y1,x2,y2; x2 and y2 exclusive
 
 
-class Key(NamedTuple):
-    """Which drawing: color None is the natural one."""
+class Drawing(NamedTuple):
+    """A drawing of the atlas; color None = its natural colours."""
 
     name: str
     style: str
@@ -58,7 +58,7 @@ class Match(NamedTuple):
     error: float
 
 
-class Found(NamedTuple):
+class Region(NamedTuple):
     """A region of an image: what is drawn there, and how well."""
 
     name: str
@@ -69,7 +69,7 @@ class Found(NamedTuple):
 
 
 HUES = 1 + len(COLORS)
-KEYS = [Key(n, s, c) for n in CLASSES for s in STYLES for c in (None, *COLORS)]
+KEYS = [Drawing(n, s, c) for n in CLASSES for s in STYLES for c in (None, *COLORS)]
 CLASS = np.array([CLASSES.index(key.name) for key in KEYS])
 
 
@@ -81,7 +81,7 @@ def background(image: np.ndarray) -> np.ndarray:
 
 
 def regions(image: np.ndarray, ground: np.ndarray) -> list[Box]:
-    """Where uint8 [H,W,3] differs from its background: the boxes of connected regions."""
+    """The boxes of the connected regions where uint8 [H,W,3] differs from its background."""
     height, width = image.shape[:2]
     pair = cv2.GaussianBlur(image, (3, 3), 0), np.full_like(image, ground.round())
     apart = cv2.absdiff(*(cv2.cvtColor(part, cv2.COLOR_RGB2YCrCb) for part in pair))
@@ -120,7 +120,7 @@ def table(level: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def halved(image: np.ndarray) -> np.ndarray:
-    """Half as high and wide."""
+    """A picture at half its height and width."""
     return cv2.resize(image, None, fx=0.5, fy=0.5, interpolation=cv2.INTER_AREA)
 
 
@@ -140,7 +140,7 @@ def color_of(row: int) -> str:
 
 
 class Scene:
-    """One image, blurred, with a margin; drawings are laid over it."""
+    """An image, blurred, with a margin; drawings are laid over it."""
 
     def __init__(self, image: np.ndarray, ground: np.ndarray) -> None:
         around = (MARGIN, MARGIN), (MARGIN, MARGIN), (0, 0)
@@ -178,7 +178,7 @@ class Scene:
         error = cv2.norm(apart, cv2.NORM_L2SQR) / apart.size
         return Match(row, (x + dx - reach, y + dy - reach), apart, error)
 
-    def found(self, box: Box) -> Found:
+    def identify(self, box: Box) -> Region:
         """What is drawn in a region, or what it looks most like, however little."""
         x, y = (box[0] + box[2]) // 2, (box[1] + box[3]) // 2
         matches = [self.laid(row, x, y, REACH) for row in self.nearest(x, y)]
@@ -193,7 +193,7 @@ class Scene:
         lead = 1 - best.error / max(other.error, 1e-6)
         score = ramp(spots.max(), *SPOTS) * ramp(lead, *LEAD) * ramp(excess, *SLACK)
         key = KEYS[best.row]
-        return Found(key.name, score, key.style, color_of(best.row), box)
+        return Region(key.name, score, key.style, color_of(best.row), box)
 
 
 def ramp(value: float, zero: float, one: float) -> float:
@@ -213,16 +213,16 @@ class TinyDetector:
         return [self.detect(to_uint8(image)) for image in images]
 
     def detect(self, image: np.ndarray) -> Detections:
-        """The same for one uint8 [H,W,3] image."""
+        """The detections in one uint8 [H,W,3] image."""
         boxes: dict[str, list[list[float]]] = {}
         colors: dict[str, list[str]] = {}
-        for found in self.describe(image):
-            boxes.setdefault(found.name, []).append([*found.box, found.score])
-            colors.setdefault(found.name, []).append(found.color)
+        for region in self.describe(image):
+            boxes.setdefault(region.name, []).append([*region.box, region.score])
+            colors.setdefault(region.name, []).append(region.color)
         return Detections(boxes=boxes, colors=colors)
 
-    def describe(self, image: np.ndarray) -> list[Found]:
+    def describe(self, image: np.ndarray) -> list[Region]:
         """Every region of uint8 [H,W,3] with what it looks most like, however little."""
         ground = background(image)
         scene = Scene(image, ground)
-        return [scene.found(box) for box in regions(image, ground)]
+        return [scene.identify(box) for box in regions(image, ground)]

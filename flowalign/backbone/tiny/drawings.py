@@ -53,8 +53,8 @@ def drawing(name: str, style: str, color: str | None) -> np.ndarray:
     the alpha behind them."""
     tiles = atlas()[STYLES.index(style), :, CLASSES.index(name)]
     alpha = tiles[0, ..., 3]
-    own, other = tiles[:, : np.count_nonzero(alpha.any(1)), : np.count_nonzero(alpha.any(0))]
+    plain, other = tiles[:, : np.count_nonzero(alpha.any(1)), : np.count_nonzero(alpha.any(0))]
     if color is None:
-        return own
+        return plain
     tinted = other[..., :3] + other[..., 3:] * np.array(COLORS[color], np.float32) / 255
-    return np.concatenate([tinted, own[..., 3:]], -1)
+    return np.concatenate([tinted, plain[..., 3:]], -1)

@@ -131,7 +131,7 @@ def objects(metadata: Metadata, rng: np.random.Generator) -> list[Layer]:
 def _places(
     clauses: Sequence[Metadata], number: int, rng: np.random.Generator
 ) -> tuple[tuple[int, int], ...]:
-    """Where the drawings of the clauses stand; a relation holds from the last to the first."""
+    """The places of the drawings of the clauses; a relation holds from the last to the first."""
     if "position" not in clauses[-1]:
         return PLACES[number][rng.integers(len(PLACES[number]))]
     dx, dy = RELATIONS[clauses[-1]["position"][0]]
