@@ -28,9 +28,9 @@ def card(config: Any, launch: Launch, inputs: Inputs) -> Iterator[Problem]:
     """Steps and scales far from the model's card; for a model that was distilled to few steps,
     losses of straight paths and states off its grid."""
     name = config.model.id
-    if not (config.trains and (found := card_of(name))):
+    if not (config.trains and (recommended := card_of(name))):
         return
-    steps, guidance = found
+    steps, guidance = recommended
     distilled = steps <= FEW
     level = "fault" if distilled else "note"
     if distilled and config.stage in ("nft", "awm", "sft", "dpo"):

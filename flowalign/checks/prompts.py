@@ -21,7 +21,7 @@ SAMPLE = 500  # prompts of a set, about, whose length is checked
 
 
 def judged_prompts(
-    judged: Judged, given: Iterable[RewardConfig], inputs: Inputs, without: Collection[str] = ()
+    judged: Judged, judges: Iterable[RewardConfig], inputs: Inputs, without: Collection[str] = ()
 ) -> Iterator[Problem]:
     """Prompt sets that cannot be read, or that one of the given rewards cannot judge. without: sets
     that are not looked at."""
@@ -30,7 +30,7 @@ def judged_prompts(
             continue
         try:
             batch = inputs.prompts(source, judged.name)
-            for reward in given:
+            for reward in judges:
                 spec = RewardSpec(reward.name, reward.options)
                 spec.check_prompts(batch.prompts, batch.metadata)
         except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:

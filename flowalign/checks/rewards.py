@@ -115,17 +115,17 @@ def advantage(config: Any, launch: Launch, inputs: Inputs) -> Iterator[Problem]:
 def fidelity(config: Any, launch: Launch, inputs: Inputs) -> Iterator[Problem]:
     """Features that cannot be imported; a folder of reference images that holds none; prompts that
     are none of the tiny world, where its scenes are the reference."""
-    asked = getattr(config, "fidelity", None)
-    if not asked:
+    settings = getattr(config, "fidelity", None)
+    if not settings:
         return
     key = "fidelity.reference"
-    if launch.trust and ":" in asked.features:
+    if launch.trust and ":" in settings.features:
         try:
-            rewards.load(asked.features, "features")
+            rewards.load(settings.features, "features")
         except (ValueError, ImportError) as error:
             yield Problem("fidelity.features", message(error))
-    if asked.reference != "tiny":
-        folder = Path(asked.reference)
+    if settings.reference != "tiny":
+        folder = Path(settings.reference)
         if not image_files(folder):
             inside = f"the folder holds no {', '.join(IMAGES)}"
             seen = inside if folder.is_dir() else "no such folder"

@@ -81,13 +81,13 @@ def listeners(
     """Who hears of a run. The alarm comes before the log, which has its figures, and the page,
     which shows the log, comes last."""
     alarm = Alarm({task.name: task.reward.name for task in config.tasks if task.reward})
-    told: list[Listener] = [Samples(config, accelerator), alarm]
+    heard_by: list[Listener] = [Samples(config, accelerator), alarm]
     if config.alarm:
         start = None
         if config.alarm.reference == "start" and config.lora.init:
             start = inputs.adapter(config.lora.init)
-        told.append(Monitor(config, backbone, alarm, start))
-    return [*told, RunLog(config, accelerator, progress), Page(config)]
+        heard_by.append(Monitor(config, backbone, alarm, start))
+    return [*heard_by, RunLog(config, accelerator, progress), Page(config)]
 
 
 def build_rewards(config: TrainingStage, device: torch.device) -> dict[str, RewardBase]:

@@ -88,9 +88,9 @@ def write_card(folder: Path, config: Stage) -> None:
     page.save(RunFolder(folder).card)
 
 
-def score_table(rows: Sequence[Mapping[str, Any]], own: Mapping[str, Any]) -> str:
+def score_table(rows: Sequence[Mapping[str, Any]], chosen: Mapping[str, Any]) -> str:
     """First evaluation of a run, the one that chose its adapter, and the last, as Markdown."""
-    columns = (rows[0], own, rows[-1])
+    columns = (rows[0], chosen, rows[-1])
     names = [name for name in rows[0] if name.startswith(metrics.EVAL)]
     if names == [metrics.HEADLINE]:  # without rewards it is minus these distances
         names = [name for name in rows[0] if name.startswith(metrics.FIXED_PATH)]
@@ -147,7 +147,7 @@ def origins(folder: Path, config: Any) -> str:
 
 def judge(name: str, options: Mapping[str, Any]) -> str:
     """A reward with these options as Markdown, and the licences of what it uses, if known."""
-    each = []
+    descriptions = []
     spec = RewardSpec(name, options, trusted=False)
     parts = list(spec.parts())
     for part in parts:
@@ -158,5 +158,5 @@ def judge(name: str, options: Mapping[str, Any]) -> str:
             terms = reward.choices.get(chosen)
             notes.append(f"{reward.choice[0]} {code(chosen)}" + (f": {terms}" if terms else ""))
         known = "; ".join(filter(None, notes))
-        each.append(code(part.name) + (f" ({known})" if known else ""))
-    return each[0] if parts == [spec] else f"{code(name)} of {', '.join(each)}"
+        descriptions.append(code(part.name) + (f" ({known})" if known else ""))
+    return descriptions[0] if parts == [spec] else f"{code(name)} of {', '.join(descriptions)}"

@@ -74,13 +74,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     # before the other imports, which take seconds: --help, mistakes
     flags = parser()
     args = flags.parse_args(argv)
-    given = args.config is not None
-    other, way = (FLAGS, "--config") if given else (("variant",), "--out")
+    from_file = args.config is not None
+    other, way = (FLAGS, "--config") if from_file else (("variant",), "--out")
     if mixed := [f"--{flag}" for flag in other if getattr(args, flag) is not None]:
         flags.error(f"{', '.join(mixed)}: not with {way}. Change the config: key.path=value")
     first = int(os.environ.get("RANK") or 0) == 0
     try:
-        if given:
+        if from_file:
             file = args.config
             config = load(file, args.overrides, stage=EvalStage, variant=args.variant)
             if first:
@@ -90,12 +90,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             data = settings(args)
             config = parse(data, args.overrides, source="the command line", stage=EvalStage)
     except (ConfigError, ValueError) as error:
-        print(error if given else f"flowalign eval: {error}", file=sys.stderr)
+        print(error if from_file else f"flowalign eval: {error}", file=sys.stderr)
         return 2
     from flowalign.eval.evaluation import run_command
 
     status = run_command(config, file)
-    if not given and status != 2 and first:  # after a refusal nothing else is written
+    if not from_file and status != 2 and first:  # after a refusal nothing else is written
         with replacing(args.out / "eval.yaml") as part:
             part.write_text(dump_yaml(config.model_dump(mode="json", exclude_unset=True)))
     return status
@@ -124,9 +124,9 @@ def settings(args: argparse.Namespace) -> dict[str, Any]:
             t if "=" in t else f"{re.sub('[^0-9A-Za-z_-]', '_', Path(t).stem)}={t}"
             for t in args.images
         ]
-        given = {name: {"images": source} for name, source in named_sources(named).items()}
-        data["models"] = (data["models"] if args.lora else {}) | given
-        if not args.model and any(_is_larger(s["images"], data["model"]) for s in given.values()):
+        sources = {name: {"images": source} for name, source in named_sources(named).items()}
+        data["models"] = (data["models"] if args.lora else {}) | sources
+        if not args.model and any(_is_larger(s["images"], data["model"]) for s in sources.values()):
             large = [*read(SD35 / "eval.yaml")["benchmarks"], *more_benchmarks("").values()]
             judges = {b["name"]: {k: b[k] for k in b if k in ("reward", "rewards")} for b in large}
             chosen = [benchmark | judges[benchmark["name"]] for benchmark in chosen]

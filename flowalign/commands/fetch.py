@@ -45,18 +45,18 @@ def main(args: argparse.Namespace) -> int:
 def needed(stages: Iterable[Stage]) -> dict[HubFiles, str]:
     """{what the stages read from the Hub: the source of an adapter, or ""}. Code that a config
     names is not run. Of a judge that downloads from elsewhere it is said."""
-    found = dict[HubFiles, str]()
+    needs = dict[HubFiles, str]()
     for stage in stages:
         for model in (*([stage.model] if stage.samples else []), *stage.bases.values()):
-            found |= dict.fromkeys(loading.hub_files(model.id, model.revision), "")
+            needs |= dict.fromkeys(loading.hub_files(model.id, model.revision), "")
         sources = filter(adapters.is_hub_id, stage.inputs.values())
-        found |= {adapters.hub_files(source): source for source in sources}
+        needs |= {adapters.hub_files(source): source for source in sources}
         for judge in judges(stage):
             files = judge.hub_files
-            found |= dict.fromkeys(files, "")
+            needs |= dict.fromkeys(files, "")
             if not files and judge.downloads is None:
                 print(f"not looked at: what reward {judge.name} downloads by itself")
-    return found
+    return needs
 
 
 def _adapters_here(stages: Collection[Stage]) -> Iterator[str]:

@@ -169,8 +169,8 @@ class Draft:
         self.model = model
         self.out = out
         self.like = most_like(stage)
-        for option, given in (("reward", reward), ("teachers", teachers), ("prompts", prompts)):
-            if given and self.like not in USED[option]:
+        for option, values in (("reward", reward), ("teachers", teachers), ("prompts", prompts)):
+            if values and self.like not in USED[option]:
                 text = f"not for the stage {stage}; it is for {', '.join(USED[option])}."
                 raise ValueError(f"--{option}: {text}")
         family = family_folder(model)
@@ -220,8 +220,8 @@ class Draft:
         # a plugin's stage lacks some keys of the built-in one; its own section has others
         fields = stage_class(self.stage).model_fields
         if self.stage != self.like and self.stage in fields and self.like in data:
-            own = getattr(fields[self.stage].annotation, "model_fields", {})
-            data[self.stage] = {k: v for k, v in data[self.like].items() if k in own}
+            keys = getattr(fields[self.stage].annotation, "model_fields", {})
+            data[self.stage] = {k: v for k, v in data[self.like].items() if k in keys}
         return {k: v for k, v in data.items() if k in fields}
 
     def notes(self, data: Mapping[str, Any]) -> Iterator[str]:
@@ -252,13 +252,13 @@ class Draft:
             files = [file for name in ("teacher_*", "dpo") for file in folder.glob(f"{name}.yaml")]
             # of two for a reward the shorter name is the usual one: x.yaml, x_published.yaml
             configs = [c for c in map(read, sorted(files, reverse=True)) if c["stage"] == stage]
-            found = {c["tasks"][0].get("reward", {}).get("name"): c for c in configs}
-            if found:
+            by_reward = {c["tasks"][0].get("reward", {}).get("name"): c for c in configs}
+            if by_reward:
                 break
-        data = found.get(reward) or found.get("ocr") or next(iter(found.values()))
+        data = by_reward.get(reward) or by_reward.get("ocr") or next(iter(by_reward.values()))
         if folder != self.folder:
-            own = {"guidance": self.student["rollout"]["guidance"]}
-            data |= {"model": {}, "rollout": data["rollout"] | own}
+            guidance = {"guidance": self.student["rollout"]["guidance"]}
+            data |= {"model": {}, "rollout": data["rollout"] | guidance}
         return data
 
     def _paid(self, tasks: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -283,18 +283,18 @@ class Draft:
 
     def _student(self) -> dict[str, Any]:
         """A student of the teachers that are given, else of the shipped ones, a task for each."""
-        own = self.like == "sft" and (self.folder / "sft.yaml").is_file()
-        data = self._shipped("sft") if own else dict(self.student)
+        shipped = self.like == "sft" and (self.folder / "sft.yaml").is_file()
+        data = self._shipped("sft") if shipped else dict(self.student)
         like = dict(next(iter(data["teachers"].values())))
         # tuned for the shipped teachers, and such as a recipe trains
         if not self.taught and like.get("guidance") != data["rollout"]["guidance"]:
             like.pop("guidance", None)
-        given = {name: like | {"adapter": adapter} for name, adapter in self.adapters.items()}
-        data["teachers"] = given or data["teachers"]
+        teachers = {name: like | {"adapter": adapter} for name, adapter in self.adapters.items()}
+        data["teachers"] = teachers or data["teachers"]
         data |= self._tasks(data["teachers"])
-        if given and data.get("anchor"):  # as in the paper: a LoRA of good pictures
+        if teachers and data.get("anchor"):  # as in the paper: a LoRA of good pictures
             of = {task["name"]: task.get("reward", {}).get("name") for task in data["tasks"]}
-            good = [given[name]["adapter"] for name, reward in of.items() if reward in QUALITY]
+            good = [teachers[name]["adapter"] for name, reward in of.items() if reward in QUALITY]
             # the base as anchor changes nothing that counts, and costs a pass (docs/results.md)
             chosen = {"adapter": good[0], "weight": ANCHOR_WEIGHT} if good else {}
             data["anchor"] = data["anchor"] | chosen if good else None
@@ -356,7 +356,7 @@ class Draft:
             models["merge"] = "stage:merge"
         models["student"] = "stage:student"
         rows = [
-            self._benchmark(t["name"], t["reward"], own=t.get("validation", t["prompts"]))
+            self._benchmark(t["name"], t["reward"], fallback=t.get("validation", t["prompts"]))
             for t in student["tasks"]
         ]
         stages |= {"student": student, "table": self._table(models, rows) | table}
@@ -393,13 +393,13 @@ class Draft:
     # Tasks and rewards -------------------------------------------------------------------------
 
     def _benchmark(
-        self, name: str, reward: Mapping[str, Any], prompts: str = "", own: str = ""
+        self, name: str, reward: Mapping[str, Any], prompts: str = "", fallback: str = ""
     ) -> dict[str, Any]:
         """A benchmark. Without prompts on the shipped test prompts of its reward; where there are
-        none, on `own`, the prompts of its task, or on those of any reward."""
+        none, on `fallback`, or on those of any reward."""
         shipped = self.eval["benchmarks"]
         like = next((b for b in shipped if b["reward"]["name"] == reward["name"]), None)
-        prompts = prompts or (like or {"prompts": own})["prompts"] or shipped[-1]["prompts"]
+        prompts = prompts or (like or {"prompts": fallback})["prompts"] or shipped[-1]["prompts"]
         return (like or shipped[-1]) | {"name": name, "reward": reward, "prompts": prompts}
 
     def _task(self, name: str, reward: str, prompts: str) -> dict[str, Any]:
@@ -465,11 +465,11 @@ def _average(adapters: list[str]) -> dict[str, Any]:
     return {"adapters": adapters, "weights": [round(1 / len(adapters), 4)] * len(adapters)}
 
 
-def _one_each(flag: str, given: Sequence[str], count: int) -> Sequence[str]:
+def _one_each(flag: str, values: Sequence[str], count: int) -> Sequence[str]:
     """The values of a flag, one for each task; "" each where none are given."""
-    if given and len(given) != count:
-        raise ValueError(f"{flag}: got {len(given)} for {count} tasks or benchmarks; one each.")
-    return given or [""] * count
+    if values and len(values) != count:
+        raise ValueError(f"{flag}: got {len(values)} for {count} tasks or benchmarks; one each.")
+    return values or [""] * count
 
 
 def _short(reward: str) -> str:

@@ -55,14 +55,14 @@ def exit_status() -> processes.ExitStatus:
 
 
 def run_job(
-    given: Job, home: Path, resume: bool, began: float | None = None, any_world: bool = False,
+    job: Job, home: Path, resume: bool, began: float | None = None, any_world: bool = False,
     on_update: OnMetrics | None = None,
 ) -> Path:  # fmt: skip
     """Whatever `flowalign train` can run. home: the folder of the config file. resume, any_world:
     `--resume` and `--allow-world-change`; a recipe always resumes. began: as a Clock has it; None =
     now. on_update: as for `train`."""
     began = time.monotonic() if began is None else began
-    config: Any = given
+    config: Any = job
     if config.trains:
         folder = Path(config.output)
         if resume and not checkpoints(folder):

@@ -87,8 +87,8 @@ LABELS = {
 def label_of(path: str | Path) -> str | None:
     """One of LABELS, from a line `# Label: WORD` of a shipped config's head; None without one."""
     text = Path(os.path.expanduser(path)).read_text(encoding="utf-8")
-    said = re.match(r"(?:#.*\n)*?# Label: (.*)", text)
-    return said[1] if said else None
+    match = re.match(r"(?:#.*\n)*?# Label: (.*)", text)
+    return match[1] if match else None
 
 
 def read(path: str | Path, above: Sequence[Path] = ()) -> Any:
@@ -307,11 +307,11 @@ def _by_model(data: Mapping[str, Any], sections: Collection[str]) -> Mapping[str
     section = data.get(kind, {})
     if kind not in sections or not isinstance(model, Mapping) or not isinstance(section, Mapping):
         return data
-    given = {k: v for k, v in section.items() if v is not None or k not in ("steps", "guidance")}
-    if not {"steps", "guidance"} <= given.keys() and isinstance(model.get("id"), str):
+    section = {k: v for k, v in section.items() if v is not None or k not in ("steps", "guidance")}
+    if not {"steps", "guidance"} <= section.keys() and isinstance(model.get("id"), str):
         if card := card_of(model["id"]):
-            given = {"steps": min(card[0], STEPS), "guidance": card[1], **given}
-    return {**data, kind: given} if given or kind in data else data
+            section = {"steps": min(card[0], STEPS), "guidance": card[1], **section}
+    return {**data, kind: section} if section or kind in data else data
 
 
 def to_yaml(config: Stage) -> str:

@@ -72,9 +72,9 @@ def refusing(name: str) -> Callable[[Target], Target]:
 
     def decorate(command: Target) -> Target:
         @functools.wraps(command)
-        def guarded(given: Any) -> Any:
+        def guarded(argument: Any) -> Any:
             try:
-                return command(given)
+                return command(argument)
             except (ValueError, OSError, ImportError) as error:
                 if isinstance(error, BrokenPipeError):
                     raise

@@ -94,7 +94,7 @@ class Requests:
 
     def __enter__(self) -> Requests:
         self._first = None
-        self._before = _handle(self._asked)
+        self._before = _handle(self._stop)
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
@@ -123,8 +123,8 @@ class Requests:
         clock = self.clock
         request: tuple[str, int] | None = None  # why, and the exit status
         if self._first:
-            asked = Interrupted.by(self._first[0])
-            request = str(asked), asked.code
+            interruption = Interrupted.by(self._first[0])
+            request = str(interruption), interruption.code
         elif seconds is not None and clock.over(seconds):
             request = f"{clock.name} = {clock.minutes:g}", UNFINISHED
         everyone: list[Any] = self.gather([request]) if self.gather else [request]
@@ -132,7 +132,7 @@ class Requests:
             self.agreed = self.gather is not None
             raise Interrupted(reason, code)
 
-    def _asked(self, number: int, frame: FrameType | None) -> None:
+    def _stop(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
         if self._first is None:
             self._first = number, now

@@ -121,16 +121,16 @@ class Forecast:
     def advice(self) -> list[tuple[str, Forecast]]:
         """(a change that helps, the forecast after it and all before), until the memory suffices or
         nothing helps."""
-        found = list[tuple[str, Forecast]]()
+        steps = list[tuple[str, Forecast]]()
         now = self
         while (peak := now.estimate.peak) > usable(self.memory, self.kind):
             tried = ((change, now.after(change)) for change in _changes(now))
             helpful = next((pair for pair in tried if pair[1].estimate.peak < peak), None)
             if helpful is None:
                 break
-            found = [*found, helpful]
+            steps = [*steps, helpful]
             now = helpful[1]
-        return found
+        return steps
 
     @property
     def fitting(self) -> Forecast:
@@ -187,10 +187,10 @@ def forecasts(stages: Mapping[str, Stage], device: Device) -> list[Forecast]:
     """The prediction of each stage, without its times."""
     ranks: dict[str, Ranks] = {}  # by folder, of what the stages will write
     listed = []
-    asked = device.gpu or device.memory or device.tflops or torch.cuda.is_available()
+    planned = device.gpu or device.memory or device.tflops or torch.cuda.is_available()
     for name, stage in stages.items():
         # for this machine's CPU only where the run itself would be on it
-        kind = "cuda" if asked or not is_here(stage.model) else "cpu"
+        kind = "cuda" if planned or not is_here(stage.model) else "cpu"
         one = Forecast(name, stage, device, kind, ranks)
         adapter = stage.folder.adapter
         try:
@@ -404,8 +404,8 @@ def _arguments(config: Any, changes: Mapping[str, Sequence[str]]) -> str:
     last = {name: list(texts.values()) for name, texts in keys.items()}
     if not config.is_recipe:
         return shlex.join(text for texts in last.values() for text in texts)
-    given = {name: config.stages[name].get("set", []) for name in last}
-    sets = {n: json.dumps([*given[n], *texts]) for n, texts in last.items() if texts}
+    settings = {name: config.stages[name].get("set", []) for name in last}
+    sets = {n: json.dumps([*settings[n], *texts]) for n, texts in last.items() if texts}
     return shlex.join(f"stages.{name}.set={texts}" for name, texts in sets.items())
 
 

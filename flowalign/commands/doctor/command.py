@@ -38,9 +38,9 @@ def main(args: argparse.Namespace) -> int:
             return examine(args)
         options = assignments(args.options)
         prompts = [args.prompts] if args.prompts else live.PROBES
-        found, _ = live.diagnose(args.reward, options, sources=prompts)
-        show(found)
-        return 0 if healthy(found) else 1
+        findings, _ = live.diagnose(args.reward, options, sources=prompts)
+        show(findings)
+        return 0 if healthy(findings) else 1
     finally:
         log.setLevel(level)
 

@@ -122,8 +122,8 @@ def predict(
         update = _Update(config, model, processes, drawn)
         phases = [*update.sampling(), *update.learning()]
     elif model is None:
-        given = (ranks_of(i, LoraConfig(), ranks, config.model) for i in config.inputs.values())
-        model = models[key] = _Model(config.model, device_type, given)
+        adapters = (ranks_of(i, LoraConfig(), ranks, config.model) for i in config.inputs.values())
+        model = models[key] = _Model(config.model, device_type, adapters)
     staying, visiting, _ = judge_bytes(config)
     held = {**model.parts(config, processes), "reward models (their files)": staying}
     parts = {name: count for name, count in held.items() if count}
@@ -299,8 +299,8 @@ class _Model:
             with torch.no_grad(), self.backbone.adapter(source.adapter):
                 self.backbone.velocity(x, 0.5, cond, guidance=source.guidance)
 
-        found = self.measured(forward, "forward", batch, source)
-        return found if self.here else found._replace(peak=0)
+        cost = self.measured(forward, "forward", batch, source)
+        return cost if self.here else cost._replace(peak=0)
 
     def decoded(self, batch: int, rows: int) -> Pass:
         """The VAE's decoder on a batch, so many rows at once."""
@@ -436,12 +436,12 @@ class _Trained(_Model):
         self.checkpointed(core, recomputes)
 
         def learn() -> None:
-            mine = velocity()
+            learner = velocity()
             target = x
             for other in compared:
                 with torch.no_grad(), self.backbone.adapter(other.adapter):
                     target = velocity()
-            ((mine - target) ** 2).mean().backward()
+            ((learner - target) ** 2).mean().backward()
             if not summed:
                 core.zero_grad()
 
@@ -625,10 +625,10 @@ class _Update:
         meter = model.updated(batch, config, compared, summed=pairs > batch)
         step = 3 * lora if model.device_type == "cuda" else lora  # gradients, and foreach's copies
         peak = self.stored + max(meter.peak, step)
-        each = [
+        costs = [
             model.forward(batch, Source(c.adapter, config.loss_guidance)).flops for c in compared
         ]
-        flops = meter.flops - sum((1 - c.share) * f for c, f in zip(compared, each, strict=True))
+        flops = meter.flops - sum((1 - c.share) * f for c, f in zip(compared, costs, strict=True))
         sizes = {"optimizer.micro_batch": batch}
         return Phase("update", "learning", peak, flops / batch * self.pairs, sizes)
 
@@ -638,8 +638,8 @@ class _Update:
         peak = 0
         flops = 0.0
         for task in config.tasks:
-            asked = self.model.targets[f"teachers.{config.routing[task.name]}"]
-            each = [base.forward(batch, source) for base, source in asked]
-            peak = max(peak, *(meter.peak for meter in each))
-            flops += task.weight * sum(meter.flops for meter in each)
+            targets = self.model.targets[f"teachers.{config.routing[task.name]}"]
+            passes = [base.forward(batch, source) for base, source in targets]
+            peak = max(peak, *(meter.peak for meter in passes))
+            flops += task.weight * sum(meter.flops for meter in passes)
         return Pass(peak, flops / sum(task.weight for task in config.tasks))

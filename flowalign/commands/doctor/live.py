@@ -75,12 +75,12 @@ def _reward(task: str, name: str, options: dict[str, Any], findings: list[Proble
     its seconds for an image, NaN if it was not asked."""
     title = f"reward {name!r} of task {task!r}"
     try:
-        found, cost = diagnose(name, options, count=4)
+        diagnosed, cost = diagnose(name, options, count=4)
     except (ValueError, ImportError, OSError) as error:
         finding = note if isinstance(error, UnsuitedError) else fault
         findings.append(finding(title, str(error)))
         return math.nan
-    faults = [fault(title, str(f)) for f in found if f.level == "fault"]
+    faults = [fault(title, str(f)) for f in diagnosed if f.level == "fault"]
     findings += faults or [ok(title, f"sound; {1000 * cost:.1f} ms an image")]
     return cost
 
@@ -216,8 +216,8 @@ def diagnose(
     copies = COPIES if reward.groupwise else 1
 
     def ask(images: Tensor, rows: Sequence[int]) -> Scores:
-        asked = batch.select(rows)
-        return score(reward, images, asked.prompts, asked.metadata)
+        selected = batch.select(rows)
+        return score(reward, images, selected.prompts, selected.metadata)
 
     for batch in batches:  # what is loaded or compiled on first use is not timed
         batch = batch.select([row for row in range(len(batch)) for _ in range(copies)])
@@ -242,9 +242,9 @@ def diagnose(
         ways["one by one"] = [[row] for row in rows]
     if not bool(first.valid.any()):
         ways = {}  # there is no score to compare with
-    for way, asked in ways.items():
-        order = [row for each in asked for row in each]
-        value = torch.cat([ask(scenes[each], each).value for each in asked])
+    for way, parts in ways.items():
+        order = [row for part in parts for row in part]
+        value = torch.cat([ask(scenes[part], part).value for part in parts])
         worst = float((value - first.value[order])[first.valid[order]].abs().max())
         scale = float(first.value[first.valid].abs().max())
         same = worst <= TOLERANCE * max(scale, TOLERANCE)
@@ -297,10 +297,11 @@ def _answers(answers: Mapping[str, Scores]) -> Iterator[Problem]:
     values = torch.cat(list(valid.values())).tolist()
     if values and max(values) - min(values) <= TOLERANCE * max(map(abs, values)):
         yield fault("constant", f"every image scores {values[0]:.4g}, so nothing can be learned")
-    own, other, *plain = (float(v.mean()) if len(v) else math.nan for v in valid.values())
-    if math.isfinite(own - other):
-        text = f"a scene scores {own - other:+.4g} more with its own prompt than with another one"
-        yield (ok if own > other else note)("", text)
+    paired, other, *plain = (float(v.mean()) if len(v) else math.nan for v in valid.values())
+    gap = paired - other
+    if math.isfinite(gap):
+        text = f"a scene scores {gap:+.4g} more with its own prompt than with another one"
+        yield (ok if gap > 0 else note)("", text)
     medians = {kind: float(values.median()) for kind, values in valid.items() if len(values)}
     for kind in ("noise", "grey"):
         if medians.get(kind, -math.inf) > medians.get("its prompt", math.inf):

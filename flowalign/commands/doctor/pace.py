@@ -83,7 +83,7 @@ def times(estimate: Estimate, pace: Pace) -> Times:
     config = estimate.config
     seconds = {phase.name: phase.flops / pace.rates[phase.kind] for phase in estimate.phases}
     unknown: dict[str, None] = {}
-    given = {judged.name: judged.rewards.values() for judged in config.judged}
+    rewards = {judged.name: judged.rewards.values() for judged in config.judged}
 
     def waiting(images: Mapping[str, float], sampling: float, batch: int) -> float:
         """Seconds that the rewards of these images of all processes add to those of sampling them.
@@ -97,7 +97,7 @@ def times(estimate: Estimate, pace: Pace) -> Times:
             if name in pace.judging:
                 cpu += pace.judging[name] * count
                 continue
-            for reward in given[name]:
+            for reward in rewards[name]:
                 for part in RewardSpec(reward.name, reward.options, trusted=False).parts():
                     cost = part.cost
                     if cost is None:

@@ -159,8 +159,8 @@ def _prompts(content: bytes, name: str) -> PromptBatch:
         try:
             return load_prompts(path, "fetched")
         except PromptError as error:
-            said = str(error).replace(str(path), path.name)
-            raise FetchError(f"what came is no prompt set: {said} Nothing was written.") from None
+            text = str(error).replace(str(path), path.name)
+            raise FetchError(f"what came is no prompt set: {text} Nothing was written.") from None
 
 
 def same_picture(prompt: str) -> list[str]:

@@ -51,13 +51,13 @@ def reword(args: argparse.Namespace) -> list[dict[str, Any]]:
 
     token = read_token(args.token_env) if args.token_env else None
     with Client(timeout=120.0, token=token) as client:
-        said = client.map(say, batch.prompts, args.concurrency)
+        answers = client.map(say, batch.prompts, args.concurrency)
     rows = []
-    for text, row, new in zip(batch.prompts, batch.metadata, said, strict=True):
+    for text, row, new in zip(batch.prompts, batch.metadata, answers, strict=True):
         if isinstance(new, str):
             rows.append({"prompt": text, **row, "wordings": wordings_of(row) | {args.name: new}})
-    if lost := [new for new in said if isinstance(new, Exception)]:
-        print(f"{len(lost)} of {len(said)} left out, as {lost[0]}", file=sys.stderr)
+    if lost := [new for new in answers if isinstance(new, Exception)]:
+        print(f"{len(lost)} of {len(answers)} left out, as {lost[0]}", file=sys.stderr)
     if not rows:
         raise ValueError(f"no prompt could be said in other words: {lost[0]}")
     return rows

@@ -138,9 +138,9 @@ class EvalStage(Stage):
 
     def settings_of(self, model: str) -> dict[str, Any]:
         """What its images depend on, as results.json says it; None = not known."""
-        if given := self.given.get(model):
+        if images := self.given.get(model):
             size = {"height": self.model.height, "width": self.model.width}
-            return given.model_dump(exclude={"images"}) | size
+            return images.model_dump(exclude={"images"}) | size
         return self.sampling_of(model).model_dump() | self.model.model_dump(mode="json")
 
     @property
@@ -153,8 +153,8 @@ class EvalStage(Stage):
 
     @property
     def scales(self) -> dict[str, float]:
-        own = {f"guidance.{model}": scale for model, scale in self.guidance.items()}
-        return {"sampling.guidance": self.sampling.guidance, **own}
+        scales = {f"guidance.{model}": scale for model, scale in self.guidance.items()}
+        return {"sampling.guidance": self.sampling.guidance, **scales}
 
     def sampling_of(self, model: str) -> SamplingConfig:
         scale = self.guidance.get(model, self.sampling.guidance)

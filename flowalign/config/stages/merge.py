@@ -50,8 +50,8 @@ class MergeStage(Job):
 
     def output_ranks(self, ranks_of: RanksOf) -> Mapping[str, int]:
         """The exact sum has the sum of the ranks, and svd never more."""
-        each = [Counter(ranks_of(source, LoraConfig())) for source in self.adapters]
-        total, largest = reduce(operator.add, each), reduce(operator.or_, each)
+        counters = [Counter(ranks_of(source, LoraConfig())) for source in self.adapters]
+        total, largest = reduce(operator.add, counters), reduce(operator.or_, counters)
         if self.method == "concat":
             return dict(total)
         ranks = {layer: self.rank or rank for layer, rank in largest.items()}

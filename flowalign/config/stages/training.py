@@ -173,9 +173,9 @@ class TrainingStage(Job):
         bases = {}
         for key, teacher in self.labellers.items():
             if teacher.base is not None:
-                own = teacher.model_dump(include={"revision", "quantization"})
-                own |= {"id": teacher.base, "dtype": teacher.dtype or self.model.dtype}
-                bases[key] = self.model.model_copy(update=own)
+                changes = teacher.model_dump(include={"revision", "quantization"})
+                changes |= {"id": teacher.base, "dtype": teacher.dtype or self.model.dtype}
+                bases[key] = self.model.model_copy(update=changes)
         return bases
 
     @property
