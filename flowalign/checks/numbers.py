@@ -1,4 +1,4 @@
-"""Numbers of a config that can be run, and that training would suffer from."""
+"""Numbers of a config that are valid, but bad for training."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def noise(config: Any, launch: Launch, inputs: Inputs) -> Iterator[Problem]:
 
 
 def volume(config: Any, launch: Launch, inputs: Inputs) -> Iterator[Problem]:
-    """Fewer images than a reward was ever seen to be learnt from."""
+    """Fewer images than any published run needed to learn a reward."""
     spec = known(config.model)
     if not (spec and config.credited and config.images < FEWEST):
         return

@@ -23,8 +23,8 @@ SAMPLE = 500  # prompts of a set, about, whose length is checked
 def judged_prompts(
     judged: Judged, judges: Iterable[RewardConfig], inputs: Inputs, without: Collection[str] = ()
 ) -> Iterator[Problem]:
-    """Prompt sets that cannot be read, or that one of the given rewards cannot judge. without: sets
-    that are not looked at."""
+    """Prompt sets that cannot be read, or that one of the rewards cannot judge. without: sets that
+    are skipped."""
     for key, source in judged.prompts.items():
         if source.partition("#")[0] in without:
             continue
@@ -71,7 +71,7 @@ def overlap(config: Any, launch: Launch, inputs: Inputs) -> Iterator[Problem]:
 
 
 def lengths(config: Any, launch: Launch, inputs: Inputs) -> Iterator[Problem]:
-    """Prompts that the text encoder cuts. Those of which nothing is left are refused."""
+    """Prompts that the text encoder cuts. Prompts of which nothing is left are refused."""
     spec = known(config.model)
     if spec is None:
         return

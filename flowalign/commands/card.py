@@ -104,7 +104,8 @@ def score_table(rows: Sequence[Mapping[str, Any]], chosen: Mapping[str, Any]) ->
 
 
 def licence(base: str) -> dict[str, str]:
-    """The fields of the base's licence, which holds for adapters, too; {} if it is not known."""
+    """The licence fields of the base, which hold for its adapters, too; {} if the licence is not
+    known."""
     if base == "tiny":
         return {"license": "apache-2.0"}
     owner, _, name = base.partition("/")

@@ -1,4 +1,4 @@
-"""`flowalign eval`: from a config, or from a model and the names of benchmarks.
+"""`flowalign eval` evaluates a config, or a model on named benchmarks.
 
 It writes into the config's `output`: results.json, table.md, report.html (one page with tables and
 images), images/ (with the scores of every image: `flowalign.eval.store`) and grid.png (some images
@@ -102,8 +102,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def settings(args: argparse.Namespace) -> dict[str, Any]:
-    """The raw config: the evaluation of the model's family, its benchmarks by name. Raises
-    ValueError for a name that it has not."""
+    """The raw config: the evaluation of the model's family, with the benchmarks of these names.
+    Raises ValueError for an unknown name."""
     from flowalign.commands.init import Draft, named_sources
 
     model = args.model or "tiny"
@@ -148,7 +148,7 @@ def _is_larger(source: str, model: Mapping[str, Any]) -> bool:
 
 
 def more_benchmarks(model: str) -> dict[str, dict[str, Any]]:
-    """Those that no eval.yaml has, since their judges are large or their texts long."""
+    """Benchmarks that are in no eval.yaml, because their judges are large or their texts long."""
     folder = CONFIGS / "tiny" if model == "tiny" else SD35
     listed = read(folder / "_benchmarks.yaml")["benchmarks"]
     return {benchmark["name"]: benchmark for benchmark in listed}
@@ -188,7 +188,7 @@ def show(argv: Sequence[str]) -> int:
 
 
 def judge_keys(benchmark: Mapping[str, Any]) -> list[str]:
-    """The keys in judges.json of the judges of a shipped benchmark. The file has of each what
-    `card.judge` and `RewardBase.files` say, whose modules import torch and transformers."""
+    """The keys in judges.json of the judges of a shipped benchmark. The file repeats `card.judge`
+    and `RewardBase.files` of each, because their modules import torch and transformers."""
     judges = BenchmarkConfig(**benchmark).judges.values()
     return [f"{judge.name} {json.dumps(judge.options, sort_keys=True)}" for judge in judges]

@@ -1,4 +1,4 @@
-"""How the doctor shows what it finds: problems of a config, and what a few images say."""
+"""Findings of the doctor, and how they are printed."""
 
 from __future__ import annotations
 

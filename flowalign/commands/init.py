@@ -1,4 +1,4 @@
-"""`flowalign init`: a shipped config with other tasks and teachers, and with its keys explained.
+"""`flowalign init` writes a shipped config with other tasks and teachers, and explains its keys.
 
 It is the config of the model's family (configs/FAMILY) for a stage; where that has none, the one of
 Stable Diffusion 3.5. The meaning of a key is its docstring in `flowalign.config`.
@@ -111,7 +111,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _unfit(stage: Stage) -> Iterable[Problem]:
-    """Of the adapters on this machine, those that cannot be used."""
+    """Problems of adapters on this machine that cannot be used."""
     elsewhere = [  # on the Hub, or of a run that is still to come; not files that are missing
         source for source in stage.inputs.values()
         if not (Path(source).exists() or source.endswith(".safetensors") and not is_hub_id(source))
@@ -137,8 +137,8 @@ def family_folder(model: str) -> Path | None:
 
 
 def named_sources(texts: Sequence[str]) -> dict[str, str]:
-    """{name: source} of NAME=SOURCE, or of sources, which have the names of their folders or
-    files."""
+    """{name: source} of NAME=SOURCE texts. A source without a name is named like its folder or
+    file."""
     named: dict[str, str] = {}
     for number, text in enumerate(texts, 1):
         name, equals, source = text.partition("=")
@@ -151,9 +151,9 @@ def named_sources(texts: Sequence[str]) -> dict[str, str]:
 
 
 class Draft:
-    """The config of some options of the command line, as read from a file. What they leave out is
-    as in the shipped config of the family; `known` says whether it is the model's. ValueError for
-    options that no config could be written from."""
+    """A raw config from options of the command line. What they leave out is taken from the shipped
+    config of the family; `known` says whether the family is the model's. Raises ValueError for
+    options that allow no config."""
 
     def __init__(
         self,
@@ -262,8 +262,8 @@ class Draft:
         return data
 
     def _paid(self, tasks: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Tasks of a student as those of a teacher: with the rewards of the shipped ones, which may
-        pay for parts of what is judged."""
+        """Tasks of a student, as tasks of a teacher: with the shipped rewards, which may score only
+        parts of what is judged."""
         stage = self.like if self.like in TEACHERS else "nft"
         paid = []
         for task in tasks:
@@ -275,7 +275,7 @@ class Draft:
         return paid
 
     def _pairs(self) -> dict[str, Any]:
-        """The shipped teacher from pairs, of the user's if --prompts names them."""
+        """The shipped teacher from pairs, with the user's pairs if --prompts names them."""
         data = self._teacher("dpo", "")
         (task,) = data["tasks"]
         (pairs,) = _one_each("--prompts", self.prompts, 1)
@@ -308,8 +308,8 @@ class Draft:
         return data
 
     def _tasks(self, names: Iterable[str]) -> dict[str, Any]:
-        """Tasks of these names. What is evaluated: their scores, or of a student without any reward
-        the distances to its teachers."""
+        """Tasks of these names. An evaluation measures their scores or, for a student without any
+        reward, the distances to its teachers."""
         names = list(names)
         rewards = _one_each("--reward", self.rewards, len(names))
         prompts = _one_each("--prompts", self.prompts, len(names))
@@ -395,8 +395,8 @@ class Draft:
     def _benchmark(
         self, name: str, reward: Mapping[str, Any], prompts: str = "", fallback: str = ""
     ) -> dict[str, Any]:
-        """A benchmark. Without prompts on the shipped test prompts of its reward; where there are
-        none, on `fallback`, or on those of any reward."""
+        """A benchmark. Without `prompts` it has the shipped test prompts of its reward, else
+        `fallback`, else the prompts of any reward."""
         shipped = self.eval["benchmarks"]
         like = next((b for b in shipped if b["reward"]["name"] == reward["name"]), None)
         prompts = prompts or (like or {"prompts": fallback})["prompts"] or shipped[-1]["prompts"]
@@ -418,8 +418,8 @@ class Draft:
         return {key: value for key, value in task.items() if value}
 
     def _reward(self, name: str) -> dict[str, Any]:
-        """A reward with the options that the shipped configs give it; the reward `remote` for the
-        URL of its server. Raises ValueError for one that does not exist or wants other options."""
+        """A reward with the options of the shipped configs; for a URL the reward `remote`. Raises
+        ValueError for an unknown reward, or one that needs other options."""
         if name == "remote":
             text = "give the URL of its server in its place, as --reward http://HOST:PORT"
             raise ValueError(f"--reward remote: {text} (docs/rewards/remote.md).")
@@ -432,8 +432,8 @@ class Draft:
 
 
 def _without_sampling(data: Any) -> Any:
-    """A raw config without steps, scales and parts of the schedule: for a distilled model, whose
-    card decides, where the shipped config is of its base."""
+    """A raw config without steps, scales and parts of the schedule. For a distilled model its card
+    decides these; the shipped config is for its base."""
     if not isinstance(data, dict):
         return data
     left_out = {"steps", "guidance", "window", "levels", "within"}

@@ -34,7 +34,8 @@ log = logging.getLogger("flowalign")
 
 
 def main(config: Job, args: argparse.Namespace, began: float) -> int:
-    """The rest of `flowalign train`: its exit status. args: of `train.parser`."""
+    """Run `flowalign train` after its parser (`train.parser`, which gives `args`); returns the exit
+    status."""
     quiet()
     rewards.add_config_folder(args.config)
     with exit_status() as status:
@@ -46,7 +47,7 @@ def main(config: Job, args: argparse.Namespace, began: float) -> int:
 
 
 def exit_status() -> processes.ExitStatus:
-    """What the ends of a run mean for the command's exit status."""
+    """The exit status of the command, by the way in which a run ends."""
     return processes.ExitStatus(
         refused=(ConfigError, ModelError),
         stopped=(TrainingError, EvaluationError),
@@ -58,9 +59,9 @@ def run_job(
     job: Job, home: Path, resume: bool, began: float | None = None, any_world: bool = False,
     on_update: OnMetrics | None = None,
 ) -> Path:  # fmt: skip
-    """Whatever `flowalign train` can run. home: the folder of the config file. resume, any_world:
-    `--resume` and `--allow-world-change`; a recipe always resumes. began: as a Clock has it; None =
-    now. on_update: as for `train`."""
+    """Run anything that `flowalign train` can run. home: the folder of the config file. resume,
+    any_world: `--resume` and `--allow-world-change`; a recipe always resumes. began: as in a Clock;
+    None = now. on_update: as for `train`."""
     began = time.monotonic() if began is None else began
     config: Any = job
     if config.trains:
@@ -92,7 +93,7 @@ def train(
     told: bool = False,
 ) -> Path:
     """Train one stage to its end; returns the folder of the resulting adapter. resume: go on from
-    the newest sound checkpoint; any_world: which another number of processes may have written.
+    the newest sound checkpoint; any_world: another number of processes may have written it.
 
     clock: how long it may take; None = train.max_minutes from the first update on. on_update: is
     called with each row of metrics. told: whether the notes of the checks were logged, as those of
@@ -133,7 +134,7 @@ def train(
 
 @contextmanager
 def deterministic(on: bool) -> Iterator[None]:
-    """If `on`: inside the `with`, torch gives the same bits in every run, or raises. On a CPU every
+    """If `on`, torch gives the same bits in every run inside the `with`, or raises. On a CPU every
     run repeats; on a GPU some backward passes sum in whatever order their threads finish."""
     if not on:
         yield
@@ -152,7 +153,8 @@ def deterministic(on: bool) -> Iterator[None]:
 
 
 def finish(config: TrainingStage) -> None:
-    """After the last update: a warning if it was in vain, the model card and the run's page."""
+    """Finish a run after its last update: warn if nothing was learnt, write the model card and the
+    page."""
     folder = Path(config.output)
     if warning := results.untrained(config):
         log.warning("%s", warning)

@@ -1,8 +1,8 @@
 """What each stage of a run holds and takes, the sum, and what would make it fit.
 
-Memory that does not suffice is answered by changes of the config, the cheapest first (`_changes`).
-Hours that do not (`--hours`) are answered by a smaller run. What is cut first costs least of what
-is learnt, as far as that was measured (CUTS): on the tiny model alone. Reasons name pages of docs.
+If the memory does not suffice, changes of the config are proposed, the cheapest first (`_changes`).
+If the hours (`--hours`) do not suffice, a smaller run is proposed. The first cuts are those that
+cost the least quality, as measured on the tiny model alone (CUTS). Reasons name pages of docs.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ LONG = 100  # hours above which a run is noted
 
 
 class Device(NamedTuple):
-    """What a run is planned for: the number of GPUs, and where it is not what is here, their name
-    in GPUS, their memory in GiB and their rate in TFLOP/s."""
+    """The device that a run is planned for: the number of GPUs, and, unless it is the one here,
+    their name in GPUS, their memory in GiB and their rate in TFLOP/s."""
 
     gpus: int
     gpu: str | None = None
@@ -62,8 +62,8 @@ class Forecast:
     pace: Pace | None = None  # None: no rate is known, or `timed` was not called
 
     def predicted(self) -> Forecast:
-        """With the estimate of its stage. Raises LookupError where the shapes of the model are not
-        known."""
+        """This forecast with the estimate of its stage. Raises LookupError if the shapes of the
+        model are not known."""
         given: dict[str, Any] = {"processes": self.device.gpus, "ranks": self.ranks}
         estimate = predict(self.stage, device_type=self.kind, models=self.models, **given)
         return replace(self, estimate=estimate)
@@ -88,7 +88,7 @@ class Forecast:
         return present_gpu()
 
     def timed(self, measured: Pace | None = None) -> Forecast:
-        """With a pace: the one that is asked for, measured here, or of the table."""
+        """This forecast with a pace: from --tflops, measured here, or of the table."""
         if tflops := self.device.tflops:
             return replace(self, pace=Pace.constant(tflops * 1e12, f"{tflops:g} TFLOP/s, --tflops"))
         if measured and not self.device.gpu:
@@ -110,7 +110,7 @@ class Forecast:
 
     @cached_property
     def memory(self) -> int:
-        """Bytes of the device: as asked for, of the GPU that is planned for, or of what is here."""
+        """Bytes of the device: from --memory, of the planned GPU, or of this machine."""
         if known := self.device.memory or (self.gpu and self.gpu.memory):
             return int(known * GIB)
         if self.kind == "cpu":
@@ -119,7 +119,7 @@ class Forecast:
 
     @cached_property
     def advice(self) -> list[tuple[str, Forecast]]:
-        """(a change that helps, the forecast after it and all before), until the memory suffices or
+        """(a helpful change, the forecast after it and all before) until the memory suffices or
         nothing helps."""
         steps = list[tuple[str, Forecast]]()
         now = self
@@ -216,8 +216,8 @@ def usable(memory: float, device_type: str) -> float:
 
 
 def fits(forecast: Forecast) -> Iterator[Problem]:
-    """Whether the peak fits in the memory of the device, and what would make it fit. A run that
-    does not fit a GPU that is neither here nor asked for has no fault."""
+    """The problem of a peak that does not fit in the memory, and the changes that would make it
+    fit. It is no fault if the GPU is neither here nor named by the user."""
     device, gpu, size = forecast.device, forecast.gpu, forecast.memory
     assumed = bool(gpu) and not (device.gpu or device.memory or torch.cuda.is_available())
     limit = usable(size, forecast.kind)
@@ -242,8 +242,8 @@ def fits(forecast: Forecast) -> Iterator[Problem]:
 
 
 def _changes(forecast: Forecast) -> Iterator[str]:
-    """What can be changed now, the cheapest first: the worst phase, then what is resident, then
-    what a run can do without."""
+    """Changes that are possible now, the cheapest first: the worst phase, then what is resident,
+    then what a run can do without."""
     model = forecast.stage.model
     estimate = forecast.estimate
     worst = estimate.worst
@@ -273,8 +273,8 @@ def _changes(forecast: Forecast) -> Iterator[str]:
 
 
 class Cut(NamedTuple):
-    """A key that is lowered, to `floor` at least, and why it comes at its place. taught: the floor
-    of a student of teachers; None = the same, 0 = it is not cut."""
+    """A key that can be lowered to `floor`, and the reason for its place in CUTS. taught: the floor
+    for a student of teachers; None = `floor`, 0 = it is not cut."""
 
     key: str
     floor: Any
@@ -301,7 +301,7 @@ CUTS = (
 
 
 def show_total(listed: Sequence[Forecast]) -> None:
-    """Print a row for each stage, as it fits in the memory: with the changes that `fits` names."""
+    """Print a row for each stage, after the changes with which it fits in the memory (`fits`)."""
     changed = [f.name for f in listed if f.fitting is not f]
     listed = [f.fitting for f in listed]
     numbers = ("updates", "images", "s/update", "held-out")
@@ -341,8 +341,8 @@ def shown_hours(hours: float) -> str:
 
 
 def within(config: Any, listed: Sequence[Forecast], limit: float | None) -> bool:
-    """Print the hours of all stages, and what they and the memory ask for, as arguments of
-    `flowalign train`; False for a fault of the hours."""
+    """Print the hours of all stages, and the changes that hours and memory need, as arguments of
+    `flowalign train`. Returns False if the hours are a fault."""
     fitting = [forecast.fitting for forecast in listed]
     total = sum(forecast.hours for forecast in fitting)
     changes = {f.name: [change for change, _ in f.advice] for f in listed if f.estimate}
@@ -369,8 +369,8 @@ def within(config: Any, listed: Sequence[Forecast], limit: float | None) -> bool
 
 
 def _cuts(listed: Sequence[Forecast], limit: float) -> dict[str, list[str]]:
-    """{stage: changes} after which all stages take at most so many hours, as far as CUTS go, which
-    are printed. The longest stage that can be cut is cut next, in the order of CUTS, and no further
+    """{stage: changes} after which all stages together take at most so many hours, if CUTS suffice;
+    prints them. The longest stage that can be cut is cut next, in the order of CUTS, and no further
     than needed."""
     now = {forecast.name: forecast for forecast in listed if forecast.times}
     left = {name: iter(CUTS) for name in now}
@@ -399,7 +399,7 @@ def _cuts(listed: Sequence[Forecast], limit: float) -> dict[str, list[str]]:
 
 
 def _arguments(config: Any, changes: Mapping[str, Sequence[str]]) -> str:
-    """Changes by stage, as arguments of `flowalign train`. Of several of a key the last counts."""
+    """Changes by stage, as arguments of `flowalign train`. The last change of a key counts."""
     keys = {name: {t.partition("=")[0]: t for t in texts} for name, texts in changes.items()}
     last = {name: list(texts.values()) for name, texts in keys.items()}
     if not config.is_recipe:
@@ -410,8 +410,8 @@ def _arguments(config: Any, changes: Mapping[str, Sequence[str]]) -> str:
 
 
 def _choices(cut: Cut, forecast: Forecast) -> list[list[str]]:
-    """The changes that a cut can make in a stage, from the floor up. The first rows of a .jsonl may
-    be of one tag, as those of GenEval are, so that `limit` is for sets of texts."""
+    """Possible changes of a stage by a cut, from the floor up. `limit` is only for sets of texts:
+    the first rows of a .jsonl may all have one tag, as in GenEval."""
     stage: Any = forecast.stage
     head, star, leaf = cut.key.format(stage=stage.stage).partition(".*.")
     try:

@@ -107,10 +107,10 @@ def predict(
     """The estimate of a training stage or an evaluation.
 
     ranks: {folder: {layer: rank}} of adapters that an earlier stage of a recipe will write. drawn:
-    the updates whose drawn states are averaged; None = the first DRAWS. models: those of earlier
-    calls with the same device and ranks, whose passes are not measured again; filled here. Raises
-    LookupError where the shapes of model.id are not known. Not included: torch.compile, and the
-    memory of rewards' activations, of kernels (cuDNN, GEMM workspaces) and of the device's context.
+    the updates whose drawn states are averaged; None = the first DRAWS. models: a cache for calls
+    with the same device and ranks; their passes are measured once. Raises LookupError where the
+    shapes of model.id are not known. Not included: torch.compile, and the memory of rewards'
+    activations, of kernels (cuDNN, GEMM workspaces) and of the device's context.
     """
     models = {} if models is None else models
     ranks = ranks or {}
@@ -146,8 +146,8 @@ def judges(stage: Stage) -> Iterator[RewardSpec]:
 
 
 def judge_bytes(config: Stage) -> tuple[int, int, list[str]]:
-    """Bytes of reward models, by the size of their files: those that stay on the device, and the
-    largest of those that are there while they score; and the rewards whose size is not known."""
+    """Bytes of reward models, by the size of their files: the sum of those that stay on the device;
+    the largest of those that are there only while they score; the rewards of unknown size."""
     staying = dict[str, float]()
     visiting = [0.0]
     unknown = list[str]()
@@ -165,8 +165,8 @@ def judge_bytes(config: Stage) -> tuple[int, int, list[str]]:
 
 
 def judge_kept(config: Stage) -> int:
-    """Bytes of an image that a judge keeps on the device for its gradient: the most of all judges;
-    0 where it is not known."""
+    """Bytes of an image that a judge keeps on the device for its gradient, the maximum over judges;
+    0 if unknown."""
     kept = [0.0]
     for judge in judges(config):
         cost = judge.cost
@@ -191,8 +191,8 @@ def evaluated_images(config: Stage) -> dict[str, int]:
 def ranks_of(
     source: str | None, lora: LoraConfig, ranks: Mapping[str, Ranks], model: ModelConfig
 ) -> Ranks:
-    """Of an adapter: from `ranks`, else from its file, else of a fresh one as `lora` says.
-    LookupError where the shapes of the model are not known."""
+    """{layer: rank} of an adapter: from `ranks`, else from its file, else of a new adapter by
+    `lora`. Raises LookupError if the shapes of the model are not known."""
     if source is not None and source in ranks:
         return ranks[source]
     if source is not None:
@@ -458,7 +458,7 @@ class _Trained(_Model):
 
 
 def _model_key(config: Stage) -> str:
-    """What the model of a stage and its adapters depend on."""
+    """A key of all settings that the model of a stage and its adapters depend on."""
     model = config.model.model_dump(exclude=FREE)
     fp8 = config.model.quantization == "fp8"
     key = [model, fp8, config.inputs]
@@ -472,8 +472,8 @@ def _model_key(config: Stage) -> str:
 
 
 def _evaluation(config: Stage, model: _Model, processes: int) -> Phase:
-    """Sample held-out prompts of all tasks and benchmarks by Euler steps, and decode them; their
-    prompts are encoded, once an image. The velocities of a student at its fixed states."""
+    """The pass of an evaluation: encode the held-out prompts, once an image; sample all tasks and
+    benchmarks by Euler steps, and decode. Adds a student's velocities at its fixed states."""
     images = sum(evaluated_images(config).values())
     key = "sampling.batch_size"
     least = size_of(*model.encoders) if config.model.offload_text_encoders else 0
@@ -602,7 +602,7 @@ class _Update:
         yield self._update()
 
     def _drift(self, every: int) -> Phase:
-        """The base's images for some of the rollout, at every check; FLOPs are those an update."""
+        """The base's images for some of the rollout, at every check. FLOPs are for one update."""
         config = self.config
         model = self.model
         rollout = self.config.rollout

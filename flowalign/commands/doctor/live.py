@@ -1,8 +1,8 @@
-"""What a few images show: does a reward work, what does it score and cost; and of a run, its ratio,
-its teachers and its first updates.
+"""Test a reward and a run on a few images: does the reward work, what does it score and cost; the
+run's ratio, its teachers and its first updates.
 
 A reward scores scenes of the tiny world with their own prompts and with other prompts, noise and
-plain grey. What breaks a training run is a fault: scores that depend on the batch, or never differ.
+plain grey. A fault is what breaks a training run: scores that depend on the batch, or never differ.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def examine(config: Stage, inputs: Inputs | None = None) -> tuple[list[Problem],
 
 def _reward(task: str, name: str, options: dict[str, Any], findings: list[Problem]) -> float:
     """Add the faults that `flowalign doctor --reward` finds, or one line that says "ok". Returns
-    its seconds for an image, NaN if it was not asked."""
+    its seconds for an image, NaN if it could not score."""
     title = f"reward {name!r} of task {task!r}"
     try:
         diagnosed, cost = diagnose(name, options, count=4)
@@ -146,7 +146,7 @@ def small_run(config: TrainingStage, folder: str) -> TrainingStage:
 
 
 def _pace(small: TrainingStage, folder: Path, device_type: str, judging: dict[str, float]) -> Pace:
-    """From the seconds that all updates but the first took, in total."""
+    """The pace, from the total seconds of all updates but the first."""
     lines = [json.loads(line) for line in small.folder.log.read_text().splitlines()]
     timed = [line for line in lines if metrics.SECONDS_UPDATE in line][1:]
     rolled, waited, updated = (sum(line[name] for line in timed) for name in metrics.SECONDS)
@@ -256,7 +256,7 @@ def diagnose(
 
 
 def _suited(spec: rewards.RewardSpec, count: int, sources: Sequence[str]) -> list[PromptBatch]:
-    """Those of these prompt sets that the reward says it can score; UnsuitedError for none."""
+    """The prompt sets that the reward says it can score. Raises UnsuitedError if there is none."""
     batches = []
     problem = None
     for source in sources:

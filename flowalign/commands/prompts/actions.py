@@ -15,7 +15,7 @@ from flowalign.training.sources import SOURCES
 
 
 def reword(args: argparse.Namespace) -> int:
-    """Say prompts in other words, by a language model that speaks OpenAI's chat completions."""
+    """Rephrase prompts with a language model that speaks OpenAI's chat completions."""
     rows = rewording.reword(args)
     file = expanded(Path(args.out))
     write({file: "".join(f"{json.dumps(row)}\n" for row in rows).encode()}, args.force)

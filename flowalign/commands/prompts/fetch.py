@@ -1,6 +1,6 @@
-"""Official prompt sets, from where they are published to this machine.
+"""Download official prompt sets from their publishers.
 
-Nothing is shipped with the package. A file is written only after all of it came, its checksum holds
+Nothing is shipped with the package. A file is written only after it is complete, its checksum holds
 and it reads as a prompt set. Of the official test sets only digests are shipped.
 """
 
@@ -46,7 +46,8 @@ class FetchError(OSError):
 
 
 def fetch(source: Source, out: str | Path, *, force: bool = False) -> list[Path]:
-    """Fetch the files of a set into `out`; their paths, each validation set after its training set.
+    """Download the files of a set into `out`; returns their paths, each validation set after its
+    training set.
 
     A file that is there with the right checksum is left alone, without asking the network, unless
     a validation set is set aside of it.
@@ -72,7 +73,7 @@ def missing_sets(stages: Iterable[Stage]) -> dict[str, list[str]]:
 
 
 def about(source: Source) -> str:
-    """What there is to know of a set: size, licence, where it is from, and checksums."""
+    """A description of a set: size, licence, page and checksums."""
     lines = [source.prompts, f"source:  {source.page}", f"licence: {source.licence}"]
     lines += [f"NOTE:    {source.note}"] if source.note else []
     for file in source.files:
@@ -112,8 +113,8 @@ def _fetch(file: File, out: Path, others: Sequence[Path], force: bool) -> list[P
 
 
 def write(contents: Mapping[Path, bytes], force: bool) -> None:
-    """Write files, all or none, the first one last: where it lies, its validation set does. Raises
-    FileExistsError for one that is there and differs, unless by force."""
+    """Write all files or none. The first is written last, so that its validation set exists when it
+    does. Raises FileExistsError for a file that exists and differs, unless by force."""
     for path, content in contents.items():
         if path.is_file() and path.read_bytes() != content and not force:
             raise FileExistsError(
@@ -164,7 +165,7 @@ def _prompts(content: bytes, name: str) -> PromptBatch:
 
 
 def same_picture(prompt: str) -> list[str]:
-    """A prompt, and what else tells that another prompt shows the same: GenEval's two objects in
+    """A prompt, and texts that other prompts for the same picture share: GenEval's two objects in
     the other order, or the text between quotes."""
     match = re.fullmatch(f"a photo of (.+) (and|{'|'.join(MIRRORED)}) (.+)", prompt)
     if match is None:
@@ -176,9 +177,9 @@ def same_picture(prompt: str) -> list[str]:
 def set_aside(prompts: PromptBatch, avoided: Set[str]) -> tuple[list[int], list[int]]:
     """The rows that are trained on, and VALIDATION different ones that are set aside, in order.
 
-    As many of each metadata `tag`, and at most a quarter of a tag. A prompt that shows the same as
-    one of them (`same_picture`, in any case) is not trained on either. avoided: digests of
-    what must not be set aside. A function of the set.
+    All metadata `tag`s have equal numbers, and give at most a quarter of their rows. A prompt for
+    the same picture (`same_picture`, in any case) is not trained on either. avoided: digests of
+    what must not be set aside. Depends on the set alone.
     """
     looks = [[digest(same) for same in same_picture(prompt)] for prompt in prompts.prompts]
     tags: dict[str, dict[str, int]] = {}  # tag -> {a picture: its first row}

@@ -1,4 +1,4 @@
-"""Prompts in other words, by a language model: `flowalign data reword`.
+"""`flowalign data reword` rephrases prompts with a language model.
 
 A model may have learnt a task only in the words of its training prompts. The new words are one more
 entry in each row's `wordings`; `prompts: FILE#NAME` evaluates or trains on them. Metadata stay.
@@ -37,8 +37,8 @@ def reworded(text: str, answer: str) -> str:
 
 
 def reword(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """The rows to write. Those that could not be said in other words are left out, and
-    counted. Raises ValueError where none could, or `{prompt}` is missing in --ask."""
+    """The rows to write. Prompts that could not be rephrased are left out, and counted. Raises
+    ValueError if none could, or if `{prompt}` is missing in --ask."""
     ask = args.ask or ASK
     if "{prompt}" not in ask:
         raise ValueError("--ask: it holds no {prompt}.")
