@@ -1,5 +1,4 @@
-"""Build the parts of a run from its config: rewards, model, teachers, algorithm, evaluation,
-loop."""
+"""Build the parts of a run from its config, from the rewards to the loop."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""`flowalign sample` draws images of prompts with the settings that the model or the LoRA
-recommends.
+"""`flowalign sample` draws images of prompts with the recommended settings of the model or LoRA.
 
 Steps, CFG scale and size come from the first of these that says them: the command line, the run
 that trained the LoRA, the model's card, its pipeline in diffusers.

@@ -1,4 +1,4 @@
-"""What is learnt, from what, and by which steps."""
+"""Sections on learning: tasks, rewards, advantages, teachers, the optimizer."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from flowalign.types import Problem
 
 
 def _expanded(option: Any) -> Any:
-    """An option with the texts in it that begin as paths do, `expanded`."""
+    """An option in which all texts that begin like a path are `expanded`."""
     if isinstance(option, dict):
         return {key: _expanded(value) for key, value in option.items()}
     if isinstance(option, list):

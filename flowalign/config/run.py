@@ -149,7 +149,7 @@ class AlarmConfig(Section):
 
 
 class TrainingAlarmConfig(AlarmConfig):
-    """The same for a run, which samples the base for it."""
+    """An alarm while training, which samples the base for it."""
 
     every: Many = 4
     """Rollouts between two checks. 4 cost about 3 % of a run."""

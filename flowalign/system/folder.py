@@ -1,4 +1,4 @@
-"""The folder of a run, a recipe, a merge or an evaluation: every name in it stands here."""
+"""The names in the folder of a run, a recipe, a merge or an evaluation."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ from pathlib import Path
 
 
 class RunFolder:
-    """The paths in a folder, of which each kind of stage has some. The disk is neither asked nor
-    changed."""
+    """The paths in a folder; each kind of stage has some of them. The disk is not accessed."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)

@@ -38,7 +38,7 @@ Result = TypeVar("Result")
 
 
 class _Again(Exception):
-    """A failed attempt that may succeed later. after: its Retry-After; a date counts as none."""
+    """A failed attempt that may succeed later. after: its Retry-After; a date is ignored."""
 
     def __init__(self, cause: Exception, after: str = "") -> None:
         self.cause = cause
@@ -80,8 +80,8 @@ class Client:
         self._client.close()
 
     def request(self, method: str, *urls: str, **content: Any) -> bytes:
-        """The body of the answer to a request. Each further attempt takes the next of the URLs;
-        those that failed before come last.
+        """Send a request; returns the body of the answer. Each further attempt takes the next of
+        the URLs; those that failed before come last.
 
         content: httpx's `content`, `json` or `headers`. Raises ValueError if the request is at
         fault, and ConnectionError or TimeoutError if there is no answer.
@@ -105,7 +105,8 @@ class Client:
     def map(
         self, call: Callable[[Item], Result], items: Sequence[Item], concurrency: int
     ) -> list[Result | Exception]:
-        """call(item) for each item, in order, so many at a time; what it raises takes its place.
+        """Run call(item) for each item, in order, so many at a time; an exception takes the place
+        of its result.
 
         Once `concurrency` calls in a row got no answer the rest is not made: a service that hangs
         costs one round of timeouts, not one per item. If no call succeeded for want of an answer,

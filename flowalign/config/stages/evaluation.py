@@ -1,4 +1,4 @@
-"""An evaluation: its own sections, and its stage."""
+"""The stage of an evaluation, and its sections."""
 
 from __future__ import annotations
 
@@ -133,11 +133,12 @@ class EvalStage(Stage):
 
     @property
     def evaluation_sampling(self) -> SamplingConfig:
-        """Of a model that costs most: one with an unconditional pass, if there is any."""
+        """The sampling of a model that costs most: one with an unconditional pass, if there is
+        any."""
         return max(map(self.sampling_of, self.models), key=lambda sampling: sampling.guidance != 1)
 
     def settings_of(self, model: str) -> dict[str, Any]:
-        """What its images depend on, as results.json says it; None = not known."""
+        """The settings of a model's images for results.json; None = not known."""
         if images := self.given.get(model):
             size = {"height": self.model.height, "width": self.model.width}
             return images.model_dump(exclude={"images"}) | size

@@ -1,6 +1,7 @@
-"""Learning from rewards: GRPO on trajectories; DiffusionNFT and AWM on clean images with noise.
+"""Stages that learn from rewards: GRPO on trajectories; DiffusionNFT and AWM on clean images with
+noise.
 
-And from pairs of images, of which people, or a reward, chose one: DPO.
+DPO learns from pairs of images, of which people, or a reward, chose one.
 """
 
 from __future__ import annotations
@@ -114,7 +115,7 @@ class PolicyStage(RewardStage):
 
     @property
     def forward(self) -> Any:
-        """The section of the stage's own name."""
+        """The section that has the name of the stage."""
         return getattr(self, self.stage)
 
     @property
@@ -282,7 +283,7 @@ class GradientStage(PolicyStage):
 
     @property
     def trained_step(self) -> int:
-        """The step of a rollout whose state is trained."""
+        """The index of the rollout's step whose state is trained."""
         return min(self.rollout.steps - 1, round(self.gradient.at * self.rollout.steps))
 
     @property

@@ -1,4 +1,4 @@
-"""Learning from teachers, to which tasks are routed: on-policy distillation and SFT."""
+"""Stages that learn from teachers, to which tasks are routed: on-policy distillation and SFT."""
 
 from __future__ import annotations
 
@@ -186,8 +186,8 @@ class OpdStage(DistillationStage):
             yield Problem("student.noise_levels.count", f"{text}. Use at most {width}.")
 
     def _jump_problems(self) -> Iterator[Problem]:
-        """With substeps a velocity is a mean over a step of the rollout: right for Euler steps of
-        that size alone."""
+        """Problems of substeps. With them a velocity is a mean over a step of the rollout, which is
+        right for Euler steps of that size alone."""
         steps = self.rollout.steps
         jumps = f"the student learns the jumps of {steps} Euler steps (student.substeps)"
         if self.rollout.solver != "euler":
