@@ -37,7 +37,7 @@ ADVICE: tuple[Check, ...] = (  # of a training stage that can start, for the doc
     numbers.scales,
     numbers.noise,
     numbers.volume,
-    numbers.average,
+    numbers.slow_average,
     prompts.overlap,
     prompts.lengths,
     adapters.trained,

@@ -156,7 +156,7 @@ def volume(config: Any, launch: Launch, inputs: Inputs) -> Iterator[Problem]:
         )
 
 
-def average(config: Any, launch: Launch, inputs: Inputs) -> Iterator[Problem]:
+def slow_average(config: Any, launch: Launch, inputs: Inputs) -> Iterator[Problem]:
     """A moving average that lags behind by half of the run."""
     ema = config.ema
     total = config.optimizer_steps

@@ -135,7 +135,7 @@ def origins(folder: Path, config: Any) -> str:
         use = "reward" if config.learns_from_rewards else "scored, but not trained, by the reward"
         judges = {task.name: task.reward for task in config.tasks if task.reward}
         lines += [
-            f"{escaped(name)}: {use} {judge(reward.name, reward.options)}"
+            f"{escaped(name)}: {use} {reward_line(reward.name, reward.options)}"
             for name, reward in judges.items()
         ]
     if config.credited and config.credited.advantage not in ADVANTAGES:
@@ -146,7 +146,7 @@ def origins(folder: Path, config: Any) -> str:
     return "\n".join(f"- {line}" for line in lines)
 
 
-def judge(name: str, options: Mapping[str, Any]) -> str:
+def reward_line(name: str, options: Mapping[str, Any]) -> str:
     """A reward with these options as Markdown, and the licences of what it uses, if known."""
     descriptions = []
     spec = RewardSpec(name, options, trusted=False)

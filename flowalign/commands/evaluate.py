@@ -29,7 +29,7 @@ from flowalign.training.run import lock
 from flowalign.training.sources import commands
 
 OTHERS = {  # what follows `eval` -> module:function
-    "list": "flowalign.commands.evaluate:show",
+    "list": "flowalign.commands.evaluate:list_benchmarks",
     "compare": "flowalign.eval.compare:main",
     "table": "flowalign.eval.seeds:main",
     "curves": "flowalign.eval.curves:main",
@@ -87,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 lock.check_free(config.output)
         else:
             file = str(args.out / "eval.yaml")
-            data = settings(args)
+            data = raw_config(args)
             config = parse(data, args.overrides, source="the command line", stage=EvalStage)
     except (ConfigError, ValueError) as error:
         print(error if from_file else f"flowalign eval: {error}", file=sys.stderr)
@@ -101,7 +101,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return status
 
 
-def settings(args: argparse.Namespace) -> dict[str, Any]:
+def raw_config(args: argparse.Namespace) -> dict[str, Any]:
     """The raw config: the evaluation of the model's family, with the benchmarks of these names.
     Raises ValueError for an unknown name."""
     from flowalign.commands.init import Draft, named_sources
@@ -154,9 +154,9 @@ def more_benchmarks(model: str) -> dict[str, dict[str, Any]]:
     return {benchmark["name"]: benchmark for benchmark in listed}
 
 
-def show(argv: Sequence[str]) -> int:
+def list_benchmarks(argv: Sequence[str]) -> int:
     """Print the benchmarks of a model's family."""
-    parser = argparse.ArgumentParser("flowalign eval list", description=show.__doc__)
+    parser = argparse.ArgumentParser("flowalign eval list", description=list_benchmarks.__doc__)
     parser.add_argument("--model", default="tiny", help="tiny (default), a folder or a Hub id")
     model = parser.parse_args(argv).model
     rows = []
@@ -188,7 +188,8 @@ def show(argv: Sequence[str]) -> int:
 
 
 def judge_keys(benchmark: Mapping[str, Any]) -> list[str]:
-    """The keys in judges.json of the judges of a shipped benchmark. The file repeats `card.judge`
-    and `RewardBase.files` of each, because their modules import torch and transformers."""
+    """The keys in judges.json of the judges of a shipped benchmark. The file repeats `reward_line`
+    of card.py and `RewardBase.files` of each, because their modules import torch and
+    transformers."""
     judges = BenchmarkConfig(**benchmark).judges.values()
     return [f"{judge.name} {json.dumps(judge.options, sort_keys=True)}" for judge in judges]

@@ -17,7 +17,7 @@ def healthy(problems: Iterable[Problem]) -> bool:
     return all(problem.level in ("ok", "note") for problem in problems)
 
 
-def show(problems: Iterable[Problem]) -> None:
+def print_findings(problems: Iterable[Problem]) -> None:
     console = Console(highlight=False)
     for problem in problems:
         level = "fault" if problem.level == "refuse" else problem.level

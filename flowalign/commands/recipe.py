@@ -51,7 +51,7 @@ REFERENCE = "stage:"
 log = logging.getLogger("flowalign")
 
 
-def run(
+def run_recipe(
     config: Stage, home: Path, train: Callable[[Any], object], *, any_world: bool = False
 ) -> Path:
     """Run the unfinished stages of a recipe, or a merge; returns the output folder. home: where
@@ -104,7 +104,7 @@ def _run_stage(stage: Any, head: str, main: bool, train: Callable[[Any], object]
     elif not stage.merges:
         evaluate(stage, told=True)
     elif main:
-        print(f"  {merged(stage).summary}", flush=True)
+        print(f"  {run_merge(stage).summary}", flush=True)
     clear_device_cache(garbage_collection=True)  # the stage's models refer to one another
     if main:
         inputs = {source: file_digest(source) for source in stage.inputs.values()}
@@ -119,7 +119,7 @@ def _run_stage(stage: Any, head: str, main: bool, train: Callable[[Any], object]
         manifest.write_manifest(folder.path, done, paths, file=folder.done.name)
 
 
-def merged(stage: MergeStage) -> merging.MergeReport:
+def run_merge(stage: MergeStage) -> merging.MergeReport:
     """Merge into <output>/adapter, with its card; <output>/report.md says what was done."""
     folder = stage.folder
     with lock.holding(folder.path):
@@ -135,7 +135,7 @@ def merged(stage: MergeStage) -> merging.MergeReport:
 # Planning --------------------------------------------------------------------------------------
 
 
-def examine(
+def stages_and_problems(
     config: Any, home: Path, launch: Launch = HERE, inputs: Inputs | None = None
 ) -> tuple[dict[str, Stage], list[Problem]]:
     """The configs of all stages that can be read, by name, and the problems of all stages. A stage

@@ -80,7 +80,7 @@ def run_job(
             stage, resume=True, any_world=any_world, clock=clock, on_update=on_update, told=True
         )
 
-    return recipe.run(config, home, train_stage, any_world=any_world)
+    return recipe.run_recipe(config, home, train_stage, any_world=any_world)
 
 
 def train(
@@ -127,7 +127,7 @@ def train(
         with report.live(loop.update):
             loop.run()
             if main:
-                finish(config)
+                finish_run(config)
         processes.finish(loop.accelerator)
     return config.folder.adapter
 
@@ -152,7 +152,7 @@ def deterministic(on: bool) -> Iterator[None]:
         cudnn.deterministic, cudnn.benchmark = before
 
 
-def finish(config: TrainingStage) -> None:
+def finish_run(config: TrainingStage) -> None:
     """Finish a run after its last update: warn if nothing was learnt, write the model card and the
     page."""
     folder = Path(config.output)

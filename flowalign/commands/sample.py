@@ -51,7 +51,7 @@ def main(args: argparse.Namespace) -> int:
         for name, source in named_sources(args.lora or [BASE]).items()
     }
     plan = settle(args, *filter(None, loras.values()))
-    write(plan, draw(args.prompts, plan, loras), args.prompts)
+    write_output(plan, draw(args.prompts, plan, loras), args.prompts)
     return 0
 
 
@@ -161,7 +161,7 @@ def draw(prompts: Sequence[str], plan: Plan, loras: Mapping[str, Lora | None]) -
     return images
 
 
-def write(plan: Plan, models: Mapping[str, Tensor], prompts: Sequence[str]) -> None:
+def write_output(plan: Plan, models: Mapping[str, Tensor], prompts: Sequence[str]) -> None:
     """Write the grid, with a column for each model, and print its path. Large images, and several
     of a prompt, are also written one by one (`write_images`); several models have a folder each."""
     out, copies = plan.out, plan.images

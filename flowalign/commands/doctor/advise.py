@@ -26,7 +26,7 @@ from rich.table import Table
 from flowalign.backbone.structure import local_folder
 from flowalign.commands.doctor.count import Ranks, evaluated_images, judge_bytes, predict, ranks_of
 from flowalign.commands.doctor.pace import DEFAULT_GPU, GPUS, Gpu, Pace, Times, present_gpu, times
-from flowalign.commands.findings import fault, note, ok, show
+from flowalign.commands.findings import fault, note, ok, print_findings
 from flowalign.config import ADAPTER, ConfigError, ModelConfig, Stage, parse
 from flowalign.types import Problem
 
@@ -128,7 +128,7 @@ class Forecast:
             helpful = next((pair for pair in tried if pair[1].estimate.peak < peak), None)
             if helpful is None:
                 break
-            steps = [*steps, helpful]
+            steps.append(helpful)
             now = helpful[1]
         return steps
 
@@ -313,7 +313,7 @@ def show_total(listed: Sequence[Forecast]) -> None:
             table.add_row(f.name, peak, "-", "-", "-", "-", "does not fit", "-")
         elif t := f.times:
             drawn = [str(f.stage.updates), f"{f.stage.images:,}"]
-            numbers = [*drawn, f"{t.update:.3g}", str(f.stage.evaluations)]
+            numbers = [*drawn, f"{t.update:.3g}", str(f.stage.evaluation_count)]
             table.add_row(f.name, peak, *numbers, *map(shown_hours, (t.hours, t.hours * gpus)))
         else:
             why = "not predicted" if f.stage.samples else "minutes, no GPU"
@@ -352,14 +352,18 @@ def within(config: Any, listed: Sequence[Forecast], limit: float | None) -> bool
     if too_large := [forecast.name for forecast in fitting if forecast.too_large]:
         total = 0.0  # they take no hours
         if limit is not None:
-            show([fault("time", f"no hours: {', '.join(too_large)} does not fit in the memory")])
+            print_findings(
+                [fault("time", f"no hours: {', '.join(too_large)} does not fit in the memory")]
+            )
     elif limit is None:
         if total > LONG:
-            show([note("time", f"{text}. --hours 24 proposes a smaller run")])
+            print_findings([note("time", f"{text}. --hours 24 proposes a smaller run")])
     elif not any(forecast.times for forecast in listed):
-        show([fault("time", "--hours needs a rate, not known here: add --gpu or --tflops")])
+        print_findings(
+            [fault("time", "--hours needs a rate, not known here: add --gpu or --tflops")]
+        )
     else:
-        show([(ok if total <= limit else fault)("time", f"{text} of {limit:g}")])
+        print_findings([(ok if total <= limit else fault)("time", f"{text} of {limit:g}")])
         for name, texts in _cuts(fitting, limit).items():
             changes[name] = [*changes[name], *texts]
     if any(changes.values()):
@@ -390,11 +394,11 @@ def _cuts(listed: Sequence[Forecast], limit: float) -> dict[str, list[str]]:
             after = forecast.after(*texts)
             if after.hours < forecast.hours:
                 took = f"{' '.join(texts)}: {shown_hours(after.hours)} h. {cut.why}"
-                show([note(f"  {name}", took)])
+                print_findings([note(f"  {name}", took)])
                 now[name] = after
                 changes[name] += texts
     if over > 0:
-        show([note("", f"  {limit + over:.2f} h are the least: use a larger GPU")])
+        print_findings([note("", f"  {limit + over:.2f} h are the least: use a larger GPU")])
     return changes
 
 

@@ -127,7 +127,7 @@ def predict(
     staying, visiting, _ = judge_bytes(config)
     held = {**model.parts(config, processes), "reward models (their files)": staying}
     parts = {name: count for name, count in held.items() if count}
-    evaluation = _evaluation(config, model, processes) if config.evaluations else None
+    evaluation = _evaluation(config, model, processes) if config.evaluation_count else None
 
     def scored(phase: Phase) -> Phase:  # images are scored while the next ones are sampled
         scores = phase.kind == "sampling" and phase.name != "text"

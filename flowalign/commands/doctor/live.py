@@ -44,7 +44,7 @@ PROBES = ("tiny/geneval_test", "tiny/ocr_test", "tiny/preference_test")
 TOLERANCE = 1e-4  # relative, of scores: float32 sums in another order
 
 
-def examine(config: Stage, inputs: Inputs | None = None) -> tuple[list[Problem], Pace | None]:
+def examine_stage(config: Stage, inputs: Inputs | None = None) -> tuple[list[Problem], Pace | None]:
     """Score probe images with each reward. Then run a few small updates, in a temporary folder.
     Findings, and how fast this machine ran them; None = it was not measured. inputs: what was
     opened of the stage."""

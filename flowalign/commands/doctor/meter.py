@@ -92,8 +92,9 @@ class DeviceAttention(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is not F.scaled_dot_product_attention:
             return func(*args, **kwargs)
-        arguments = dict(zip(("query", "key", "value", "attn_mask"), args, strict=False)) | kwargs
-        query, key, value, mask = (arguments.get(n) for n in ("query", "key", "value", "attn_mask"))
+        names = ("query", "key", "value", "attn_mask")
+        arguments = dict(zip(names, args, strict=False)) | kwargs
+        query, key, value, mask = map(arguments.get, names)
         assert query is not None and key is not None
         if mask is not None:  # added to the scores; a mask of truth values becomes one of numbers
             mask = mask.to(query.dtype).expand(*query.shape[:-1], key.shape[-2])

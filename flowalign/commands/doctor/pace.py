@@ -120,5 +120,5 @@ def times(estimate: Estimate, pace: Pace) -> Times:
         sampling = estimate.evaluation.flops / pace.rates["sampling"]
         batch = config.evaluation_sampling.batch_size
         evaluation = sampling + waiting(evaluated_images(config), sampling, batch)
-    total = config.updates * sum(seconds.values()) + config.evaluations * evaluation
+    total = config.updates * sum(seconds.values()) + config.evaluation_count * evaluation
     return Times(seconds, evaluation, total / 3600, tuple(unknown))

@@ -107,7 +107,7 @@ class Stage(Section):
         return 0
 
     @property
-    def evaluations(self) -> int:
+    def evaluation_count(self) -> int:
         """The number of times that held-out images are sampled and scored."""
         return 0
 

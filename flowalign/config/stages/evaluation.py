@@ -149,7 +149,7 @@ class EvalStage(Stage):
         return judged_at("benchmarks", self.benchmarks, models=len(self.models))
 
     @property
-    def evaluations(self) -> int:
+    def evaluation_count(self) -> int:
         return 1
 
     @property

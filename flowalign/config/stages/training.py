@@ -93,7 +93,7 @@ class TrainingStage(Job):
         return self.evaluation is not None and scored
 
     @property
-    def evaluations(self) -> int:
+    def evaluation_count(self) -> int:
         """The number of evaluations: before the first update, at intervals, and after the last."""
         if self.evaluation is None or not self.evaluates:
             return 0
