@@ -46,8 +46,8 @@ COMMANDS = {
         "Distil three tiny teachers into one student, in minutes.",
     ),
 }
-"""Name -> (module:function from arguments to exit status, what it does). Of those whose arguments
-are read by a function of `commands.arguments` first, it takes what that returns."""
+"""Name -> (module:function from arguments to exit status, what it does). If a function of
+`commands.arguments` reads the arguments first, the command takes its result."""
 ARGUMENTS = {
     name: f"flowalign.commands.arguments:{name.replace('-', '_')}"
     for name in (

@@ -181,7 +181,7 @@ class Draft:
         self.prompts = prompts
         # every family has these two
         self.student, self.eval = self._shipped("student_flow_opd"), self._shipped("eval")
-        # the family's tasks, and those of SD35 that it has not, each by its name and its reward
+        # tasks of the family, else of SD35, each by its name and by its reward
         tasks = [] if model == "tiny" else read(SD35 / "student_flow_opd.yaml")["tasks"]
         tasks += self.student["tasks"]
         self.tasks = {key: task for task in tasks for key in (task["name"], task["reward"]["name"])}
@@ -212,7 +212,7 @@ class Draft:
         if card and card[0] <= FEW:
             data = _without_sampling(data)
             if self.like in ("opd", "recipe"):
-                # only at its own noise levels is a teacher's velocity right
+                # a teacher's velocity is right only at its own noise levels
                 student = data["stages"]["student"] if self.like == "recipe" else data
                 student["rollout"] = student["rollout"] | {"kind": "ode"}
                 student["student"] = student["student"] | {"noise_levels": {"select": "all"}}
@@ -250,7 +250,7 @@ class Draft:
         with the family's guidance."""
         for folder in (self.folder, SD35):
             files = [file for name in ("teacher_*", "dpo") for file in folder.glob(f"{name}.yaml")]
-            # of two for a reward the shorter name is the usual one: x.yaml, x_published.yaml
+            # if a reward has two, use the shorter name: x.yaml, not x_published.yaml
             configs = [c for c in map(read, sorted(files, reverse=True)) if c["stage"] == stage]
             by_reward = {c["tasks"][0].get("reward", {}).get("name"): c for c in configs}
             if by_reward:
@@ -286,7 +286,7 @@ class Draft:
         shipped = self.like == "sft" and (self.folder / "sft.yaml").is_file()
         data = self._shipped("sft") if shipped else dict(self.student)
         like = dict(next(iter(data["teachers"].values())))
-        # tuned for the shipped teachers, and such as a recipe trains
+        # it is tuned for the shipped teachers, and for teachers that a recipe trains
         if not self.taught and like.get("guidance") != data["rollout"]["guidance"]:
             like.pop("guidance", None)
         teachers = {name: like | {"adapter": adapter} for name, adapter in self.adapters.items()}
@@ -295,13 +295,13 @@ class Draft:
         if teachers and data.get("anchor"):  # as in the paper: a LoRA of good pictures
             of = {task["name"]: task.get("reward", {}).get("name") for task in data["tasks"]}
             good = [teachers[name]["adapter"] for name, reward in of.items() if reward in QUALITY]
-            # the base as anchor changes nothing that counts, and costs a pass (docs/results.md)
+            # the base as anchor costs a pass and does not help (docs/results.md)
             chosen = {"adapter": good[0], "weight": ANCHOR_WEIGHT} if good else {}
             data["anchor"] = data["anchor"] | chosen if good else None
         if not any("reward" in task for task in data["tasks"]) and self.like != "sft":
             # LoRAs of styles matter at every sigma, rewards mostly at high ones
             data["student"] = data["student"] | {"noise_levels": {"select": "random", "count": 1}}
-            # the shipped number of updates is that of rewards: end where it comes no nearer
+            # the shipped number of updates is for rewards: end when the distance stops falling
             if (evaluation := data.get("evaluation", {})) is not None:
                 data["student"] |= {"patience": 3}
                 data["evaluation"] = evaluation | {"every": 10}
@@ -408,7 +408,7 @@ class Draft:
         task = {**self.tasks.get(reward or name, general), "name": name}
         if reward not in ("", NONE):
             task["reward"] = self._reward(reward)
-        elif prompts:  # of the user's own: what judges them is not known by a name
+        elif prompts:  # the user's own; their judge is not known by a name
             task.pop("reward", None)
         if prompts:
             path = Path(prompts)  # of x_train or x, x_val
@@ -455,7 +455,7 @@ def _without_cfg(
     guided["teachers"] = {"base": {"adapter": None, "guidance": scale}}
     stages = {"guided": guided}
     for name, data in teachers.items():
-        guided |= {"lora": data["lora"]} if "lora" in data else {}  # its rank is that of all
+        guided |= {"lora": data["lora"]} if "lora" in data else {}  # all stages have its rank
         start = {"lora": {"init": "stage:guided"}, "rollout": data["rollout"] | without}
         stages[name] = data | start
     return stages

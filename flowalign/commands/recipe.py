@@ -109,7 +109,7 @@ def _run_stage(stage: Any, head: str, main: bool, train: Callable[[Any], object]
     if main:
         inputs = {source: file_digest(source) for source in stage.inputs.values()}
         folder = stage.folder
-        vouched = [  # what later stages and people read
+        vouched = [  # files that later stages and people read
             *folder.adapter.glob("*.safetensors"), *folder.adapter.glob("*.json"),
             folder.config, folder.log, folder.merge, folder.results, folder.table,
         ]  # fmt: skip
@@ -225,7 +225,7 @@ def _problems(
     """The problems of the stages that can be read."""
     problems: list[Problem] = []
     damages = {name: damage_of(stage) for name, stage in stages.items()}
-    pending: dict[str, Stage | None] = {}  # of wrong stages, too, which are blamed once
+    pending: dict[str, Stage | None] = {}  # of wrong stages, too, which are reported once
     names = list(config.stages if config.is_recipe else stages)
     for name in names:
         stage = stages.get(name)

@@ -35,7 +35,7 @@ from flowalign.system.folder import RunFolder
 from flowalign.training.rollout import generate
 from flowalign.types import PromptBatch
 
-BASE = "base"  # of --lora: no LoRA
+BASE = "base"  # a value of --lora: no LoRA
 TINY = (10, 1.0)  # as the tiny configs train and evaluate
 LISTED = "images.jsonl"  # the list of a folder of images
 FORMATS = (".png", ".jpg", ".jpeg", ".webp", ".pdf")
@@ -77,7 +77,7 @@ def settle(args: argparse.Namespace, lora: Lora | None = None, *others: Lora) ->
             raise ValueError(f"--model: {text}. Give the base that it is of.")
     try:  # the run that trained the LoRA leaves its config above the adapter's folder
         run = load(RunFolder(lora.file.parent.parent).config) if lora else None
-    except ConfigError:  # there is none, or it is another program's
+    except ConfigError:  # no config, or another program's
         run = None
     if run:
         steps, guidance = run.evaluation_sampling.steps, run.evaluation_sampling.guidance

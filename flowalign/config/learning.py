@@ -107,7 +107,7 @@ class AdvantageConfig(Section):
     point of flowalign.advantages, or module:function. Statistics over a batch are per task. gdpo
     needs a reward with several parts (`weighted`)."""
     earlier: EarlierConfig | None = None
-    """What adora and gated make of earlier rollouts; null = the defaults."""
+    """Settings of adora and gated for earlier rollouts; null = the defaults."""
     advantage_clip: Positive = 5.0
     """Advantages are clipped to +- this."""
 
@@ -127,7 +127,7 @@ class LabellerConfig(Section):
     quantization: Literal["nf4", "fp8"] | None = None
     """Its transformer is stored in fewer bits, as with model.quantization."""
     device: str | None = Field(default=None, pattern=r"^[a-z]+(:\d+)?$", examples=["cuda:1", "cpu"])
-    """Where it lies, of each process a copy; null = on the device of the process."""
+    """Its device, with a copy for each process; null = the device of the process."""
     guidance: NotNegative | None = Field(default=None, examples=[4.5])
     """Its CFG scale; null = the student's. A larger scale is distilled into the student; with
     a smaller one the student unlearns its own."""

@@ -21,8 +21,8 @@ LEVELS = {  # read by the libraries when they are imported; processes that are s
     "TRANSFORMERS_VERBOSITY": "error",
     "DIFFUSERS_VERBOSITY": "error",
     "TORCH_CPP_LOG_LEVEL": "ERROR",
-    # threads of the CPU wait for each other without spinning: beside another process on two cores
-    # an update of the demo took 100 seconds, and takes 3
+    # CPU threads wait for each other without spinning. With another process on two cores an
+    # update of the demo takes 3 seconds instead of 100
     "OMP_WAIT_POLICY": "PASSIVE",
 }
 Target = Callable[[Any], Any]
@@ -49,7 +49,7 @@ def run(name: str, argv: Sequence[str], *targets: str) -> int:
                 status = resolve_name(target)(status)
                 if isinstance(status, int):
                     break
-            sys.stdout.flush()  # whoever reads it may be gone: said here, not while Python ends
+            sys.stdout.flush()  # the reader may be gone: fail here, not while Python ends
             return status
     except packages.MissingPackage as error:
         print(f"flowalign {name}: {error}", file=sys.stderr)

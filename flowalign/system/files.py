@@ -54,7 +54,7 @@ def replacing(path: str | Path, *, durable: bool = False, swap: bool = False) ->
     """
     path = expanded(Path(path))
     path.parent.mkdir(parents=True, exist_ok=True)
-    # a name of its own: processes of several machines may write the same file of a shared disk
+    # a unique name: processes of several machines may write the same file of a shared disk
     part = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.part")
     try:
         yield part

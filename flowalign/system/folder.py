@@ -22,11 +22,13 @@ class RunFolder:
         self.tensorboard = self.path / "tensorboard"
         self.wandb = self.path / "wandb"
         self.wandb_run = self.path / "wandb_run.txt"  # the id under which a resumed run goes on
-        # its adapter, or that of a merge
+        # the adapter of a run or a merge
         self.adapter = self.path / "adapter"  # the best that was evaluated, else the last
         self.scores = self.adapter / "scores.json"  # of the evaluation that chose it, {} if none
         self.card = self.adapter / "README.md"
-        self.merge = self.path / "report.md"  # what was merged how, and the error of each layer
+        self.merge = (
+            self.path / "report.md"
+        )  # the adapters and method of a merge, and the error of each layer
         # an evaluation
         self.results = self.path / "results.json"
         self.table = self.path / "table.md"

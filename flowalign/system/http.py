@@ -49,20 +49,20 @@ class _Again(Exception):
 class Client:
     """Connections to a service, for one batch of requests."""
 
-    timeout: float  # seconds without a sign of life; a whole answer may take twice as long
+    timeout: float  # seconds without data; a whole answer may take twice as long
     deadline: float = math.inf  # seconds from now until all requests end
     retries: int = 3  # further attempts at a request
     backoff: float = 0.5  # seconds before the second attempt
     max_bytes: int = 16 * 2**20  # of an answer
     # sent as `Authorization: Bearer`, to no other host, and cut out of every error text
     token: str | None = field(default=None, repr=False)
-    proxies: bool = True  # use those of the environment?
+    proxies: bool = True  # whether to use the environment's proxies
     redirects: bool = False  # follow up to five of them, but never from https to http?
 
     def __post_init__(self) -> None:
         self.until = time.monotonic() + self.deadline
         self.stopped = threading.Event()
-        self.failed: set[str] = set()  # URLs that were tried in vain
+        self.failed: set[str] = set()  # URLs that did not answer
         self.last: Exception | str = "the time for all requests is over"
         headers = {"Accept-Encoding": "identity"}
         self._client = httpx.Client(

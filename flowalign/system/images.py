@@ -27,7 +27,7 @@ IMAGES = (
     ".jp2", ".ppm", ".tga",
 )  # fmt: skip
 OTHERS = (".heic", ".heif", ".jxl", ".svg", ".psd", ".exr", ".dng", ".cr2", ".nef", ".arw", ".raw")
-HIDDEN = (".", "__MACOSX")  # how names begin that a system, an archive or a notebook adds
+HIDDEN = (".", "__MACOSX")  # first letters of names that a system, an archive or a notebook adds
 
 
 def image_files(folder: Path) -> list[Path]:

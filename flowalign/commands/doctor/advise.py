@@ -254,7 +254,7 @@ def _changes(forecast: Forecast) -> Iterator[str]:
         yield "model.gradient_checkpointing=true"
     if share > 0.05:  # smaller batches can suffice
         for key, size in sizes.items():
-            yield f"{key}={max(1, min(size - 1, int(size * share * 0.9)))}"  # 0.9: not to the brim
+            yield f"{key}={max(1, min(size - 1, int(size * share * 0.9)))}"  # 0.9: some slack
     if not model.offload_text_encoders:
         yield "model.offload_text_encoders=true"
     if model.dtype == "float32":  # only from here on is something else learned

@@ -138,7 +138,7 @@ def small_run(config: TrainingStage, folder: str) -> TrainingStage:
         f"rollout.prompts={prompts}", f"rollout.group_size={copies}",
         "optimizer.updates_per_rollout=1",
     ]  # fmt: skip
-    if prompts < rollout.prompts:  # few, and each task shall have some
+    if prompts < rollout.prompts:  # each task needs some
         changes += [f"tasks.{i}.weight=1.0" for i in range(len(config.tasks))]
     if config.patience is not None:  # it counts evaluations, of which there are none
         changes.append("student.patience=null")

@@ -45,7 +45,7 @@ class RecipeStage(Job):
     this one); `set` lists changes as on the command line. A value `stage:NAME` is the adapter of an
     earlier stage."""
     max_minutes: Positive | None = Field(default=None, examples=[1430.0])
-    """As `train.max_minutes`, in place of its stages' keys."""
+    """Limit like `train.max_minutes`, in place of its stages' keys."""
     variant: dict[str, dict[str, Any]] = Field(
         default={}, examples=[{"grpo": {"rollout": {"batch_size": 4}}}]
     )

@@ -100,7 +100,7 @@ class EvalStage(Stage):
     alarm: AlarmConfig | None = AlarmConfig()
     """Of the images that the report shows; null = none."""
     score_seconds: Seconds | None = 1800.0
-    """A batch of images is invalid if its reward takes longer; null = wait for ever."""
+    """A batch of images is invalid if its reward takes longer; null = no limit."""
     timeout_seconds: Seconds | None = Field(default=None, examples=[7200.0])
     """As train.timeout_seconds of a training run."""
     max_invalid_share: Share = 0.05

@@ -96,7 +96,7 @@ class StudentConfig(Section):
     measures the distance to the target there; on the student's own path the states move with the
     student. 0 = not measured."""
     patience: Many | None = Field(default=None, examples=[3])
-    """The run ends where the mean of these distances on the teachers' paths has not fallen for so
+    """The run ends if the mean of these distances on the teachers' paths has not fallen for so
     many evaluations; null = at train.updates."""
 
     def problems(self) -> Iterator[Problem]:

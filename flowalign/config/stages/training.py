@@ -32,7 +32,7 @@ class TrainingStage(Job):
     train: run.TrainConfig = run.TrainConfig()
     evaluation: run.EvaluationConfig | None = run.EvaluationConfig()
     alarm: run.TrainingAlarmConfig | None = run.TrainingAlarmConfig()
-    """null = no alarm at drift."""
+    """An alarm at drift; null = none."""
 
     @property
     def guidance(self) -> float:
