@@ -45,9 +45,8 @@ def earlier_run(config: Any, launch: Launch, inputs: Inputs) -> Iterator[Problem
         yield from unfinished(run, config)
         return
     for key, source in config.inputs.items():
-        now = (
-            None if source in launch.pending else file_digest(source)
-        )  # None: another check reports it
+        # None: another check reports it
+        now = None if source in launch.pending else file_digest(source)
         if now is not None and now != saved.about["inputs"].get(key):
             yield Problem(
                 key,

@@ -43,7 +43,7 @@ def rows(config: Any, launch: Launch, inputs: Inputs) -> Iterator[Problem]:
     if not config.trains:
         return
     for index, task in enumerate(config.tasks):
-        with suppress(PromptError, OSError):  # reported by another check
+        with suppress(PromptError, OSError):  # reported before
             key = f"tasks.{index}.prompts"
             prompts = inputs.prompts(task.prompts, task.name)
             texts = list(algorithm_class(config).row_problems(config, task.prompts, prompts))

@@ -132,9 +132,8 @@ def fidelity(config: Any, launch: Launch, inputs: Inputs) -> Iterator[Problem]:
             yield Problem(key, f"{str(folder)!r}: {seen}. Name a folder of images, or 'tiny'.")
         return
     for benchmark in config.benchmarks:
-        with suppress(
-            ValueError, KeyError, TypeError, AttributeError, OSError
-        ):  # reported by another check
+        # another check reports these
+        with suppress(ValueError, KeyError, TypeError, AttributeError, OSError):
             rows = inputs.prompts(benchmark.prompts, benchmark.name).metadata
             try:
                 rendered(rows[:: max(1, len(rows) // 16)], seed=0)

@@ -26,9 +26,7 @@ class RunFolder:
         self.adapter = self.path / "adapter"  # the best that was evaluated, else the last
         self.scores = self.adapter / "scores.json"  # of the evaluation that chose it, {} if none
         self.card = self.adapter / "README.md"
-        self.merge = (
-            self.path / "report.md"
-        )  # the adapters and method of a merge, and the error of each layer
+        self.merge = self.path / "report.md"  # a merge's adapters, method and error by layer
         # an evaluation
         self.results = self.path / "results.json"
         self.table = self.path / "table.md"
