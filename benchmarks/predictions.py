@@ -177,7 +177,7 @@ def peak(device: torch.device, call: Callable[[], Any]) -> tuple[Any, int]:
 def predicted(stage: config.TrainingStage) -> float:
     """Seconds an update, as the doctor says it on this machine."""
     AcceleratorState._reset_state(reset_partial_state=True)
-    findings, pace = live.examine(stage)
+    findings, pace = live.examine_stage(stage)
     assert pace, findings
     return times(predict(stage, device_type="cpu"), pace).update
 

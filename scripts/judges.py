@@ -25,7 +25,7 @@ def judges() -> dict[str, Any]:
             name, _, options = key.partition(" ")
             options = json.loads(options)
             files = RewardSpec(name, options).downloads
-            found[key] = [card.judge(name, options), files and dict(files)]
+            found[key] = [card.reward_line(name, options), files and dict(files)]
     return dict(sorted(found.items()))
 
 

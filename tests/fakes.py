@@ -333,7 +333,7 @@ def _teachers(model: str) -> Path:
 
 def stages_of(found: config.RecipeStage, home: Path, processes: int = 1) -> dict[str, config.Stage]:
     """The config of every stage by name, checked as before a run."""
-    stages, problems = recipe.examine(found, home, Launch(processes, False))
+    stages, problems = recipe.stages_and_problems(found, home, Launch(processes, False))
     enforce(problems)
     return stages
 

@@ -70,7 +70,7 @@ def test_init_writes_its_config(tmp_path, monkeypatch, capsys) -> None:
     config = load("toy.yaml")
     assert config.stage == "toy" and config.tasks[0].validation == "tiny/ocr_val"
     assert "# Noise levels." in Path("toy.yaml").read_text()
-    assert recipe.examine(config, tmp_path)[1] == []
+    assert recipe.stages_and_problems(config, tmp_path)[1] == []
     assert cli.main(["init", "--stage", "toy", "--teachers", "tiny/ocr", "--force"]) == 2
     assert cli.main(["init", "--stage", "bad"]) == 2
     assert "Missing" in capsys.readouterr().err

@@ -12,7 +12,7 @@ import yaml
 from huggingface_hub import ModelCard
 
 from flowalign.commands import recipe
-from flowalign.commands.card import judge, licence, write_card
+from flowalign.commands.card import licence, reward_line, write_card
 from flowalign.config import MergeStage, load, parse, to_yaml
 from flowalign.system.folder import RunFolder
 
@@ -86,7 +86,7 @@ def test_an_adapter_of_stable_diffusion_has_the_licence_of_its_base(
         assert f'DiffusionPipeline.from_pretrained("{base}"' in card.text
         assert "- red: reward `ocr` (engine `rapidocr`: Apache-2.0)\n" in card.text
     parts = [{"name": "ocr"}, {"name": "clipscore"}]
-    made = judge("weighted", {"rewards": parts})
+    made = reward_line("weighted", {"rewards": parts})
     assert made.startswith("`weighted` of `ocr` (") and "Apache-2.0), `clipscore`" in made
     assert licence("tiny") == {"license": "apache-2.0"} and licence("me/sd") == {}
 
@@ -109,7 +109,7 @@ def test_a_merge_has_a_card_without_scores(
     other = fakes.teachers(random_model, tmp_path)["even"]
     raw = {"stage": "merge", "output": str(tmp_path / "v1.5"), "model": {"id": random_model}}
     raw["adapters"] = [str(trained / "adapter"), other]
-    recipe.run(parse(raw, stage=MergeStage), tmp_path, print)
+    recipe.run_recipe(parse(raw, stage=MergeStage), tmp_path, print)
     card = ModelCard.load(tmp_path / "v1.5" / "adapter" / "README.md")
     assert "with `merge`." in card.text and f"- adapters.1: `{other}`" in card.text
     assert "- merged as: concat of 2 updates" in card.text and "scale 1" in card.text

@@ -578,7 +578,7 @@ CONFIGS = Path(__file__).parent.parent / "configs"
 def test_a_stage_stays_below_its_recipe(tmp_path: Path) -> None:
     stages = {"ocr": {"use": "teacher_ocr.yaml", "set": [f"output={tmp_path}/elsewhere"]}}
     config = parse(read(CONFIGS / "tiny/flow_opd.yaml") | {"stages": stages}, stage=RecipeStage)
-    _, problems = recipe.examine(config, CONFIGS / "tiny")
+    _, problems = recipe.stages_and_problems(config, CONFIGS / "tiny")
     assert ("ocr", "set") in [(problem.stage, problem.key) for problem in problems]
 
 

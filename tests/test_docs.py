@@ -248,7 +248,7 @@ def check_config(what: str, path: Path, overrides: tuple[str, ...], variant: str
         "tasks.0.prompts: row 1: ",
     )
     if isinstance(config, RecipeStage):
-        _, problems = recipe.examine(config, path.parent)
+        _, problems = recipe.stages_and_problems(config, path.parent)
     else:
         launch = Launch(pending=dict.fromkeys(written()))
         problems = stage_problems(config, launch)

@@ -48,7 +48,9 @@ def test_a_shipped_config_has_no_fault(path, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     fakes.write_pairs(tmp_path / "outputs" / "tiny" / "pairs", size=(96, 96))
     launch = Launch(resume=False, advise=True)
-    _, problems = recipe.examine(config.load(path, stage=config.Stage), path.parent, launch)
+    _, problems = recipe.stages_and_problems(
+        config.load(path, stage=config.Stage), path.parent, launch
+    )
     assert [problem for problem in problems if problem.level != "note"] == []
 
 
@@ -62,7 +64,7 @@ def test_a_sound_run_has_no_fault_with_its_model(random_model, tmp_path, kind):
         more = ["rollout.kind=ode", "student.weighting=velocity"] if kind == "ode" else []
         stage = "sft" if kind == "sft" else "opd"
         run = fakes.distillation(random_model, tmp_path / "run", *more, stage=stage)
-    findings, pace = live.examine(run)
+    findings, pace = live.examine_stage(run)
     assert faults(findings) == []
     assert pace and min(pace.rates.values()) > 0
     kinds = {finding.key for finding in findings}
@@ -126,7 +128,7 @@ def test_a_teacher_that_equals_the_base_is_named(random_model, tmp_path):
 def test_few_bits_and_other_batches_make_a_ratio_that_is_not_one(random_model, tmp_path):
     def ratio(*changes: str) -> list[str]:
         run = fakes.settings(random_model, tmp_path / "run", "model.dtype=bfloat16", *changes)
-        return [p.text for p in faults(live.examine(run)[0]) if p.key == "ratio"]
+        return [p.text for p in faults(live.examine_stage(run)[0]) if p.key == "ratio"]
 
     assert ratio("optimizer.micro_batch=8") == []
     (text,) = ratio("rollout.batch_size=8", "optimizer.micro_batch=1")
@@ -139,18 +141,18 @@ def test_an_adapter_that_was_trained_with_dropout_drops_nothing_here(random_mode
     lora = read_lora(adapter)
     write_lora(adapter, lora.weights, {**lora.metadata, "lora_dropout": 0.5})
     run = fakes.settings(random_model, tmp_path / "run", f"lora.init={adapter}")
-    assert "ratio" not in [problem.key for problem in faults(live.examine(run)[0])]
+    assert "ratio" not in [problem.key for problem in faults(live.examine_stage(run)[0])]
 
 
 def test_a_fault_of_a_reward_is_named(random_model, tmp_path):
     run = fakes.settings(random_model, tmp_path / "run", "tasks.0.reward.name=fakes:constant")
-    first = faults(live.examine(run)[0])[0]
+    first = faults(live.examine_stage(run)[0])[0]
     assert first.key == "reward 'fakes:constant' of task 'red'" and "constant" in first.text
 
 
 def test_a_learning_rate_that_blows_up_is_named(random_model, tmp_path):
     run = fakes.distillation(random_model, tmp_path / "run", "optimizer.lr=10.0")
-    assert "update" in [problem.key for problem in faults(live.examine(run)[0])]
+    assert "update" in [problem.key for problem in faults(live.examine_stage(run)[0])]
 
 
 @pytest.mark.parametrize(("scale", "level"), [("1.0", "fault"), ("4.5", None), ("6.0", "note")])

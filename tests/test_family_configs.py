@@ -121,7 +121,7 @@ def test_a_recipe_for_one_gpu_takes_a_weekend(family: str, name: str, tmp_path, 
     variant = path.read_text().splitlines()[0].rpartition(" ")[2]
     gpu, size = ("l40s", 48e9) if family == "qwen_image" else ("4090", 24e9)
     whole = load(path, variant=ROOT / variant, stage=Stage)
-    found, _ = recipe.examine(whole, path.parent)
+    found, _ = recipe.stages_and_problems(whole, path.parent)
     listed = [f.timed() for f in forecasts(found, Device(1, gpu)) if f.stage.stage != "merge"]
     for forecast in listed:
         assert forecast.estimate and forecast.estimate.peak < usable(size, "cuda")
@@ -168,7 +168,7 @@ def test_a_run_for_another_machine_needs_no_gpu_here(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("family", ["flux2", "z_image"])
 def test_the_recipe_of_a_distilled_model_stays_on_its_grid(family: str) -> None:
     path = ROOT / "configs" / family / "turbo.yaml"
-    stages, faults = recipe.examine(load(path, stage=Stage), path.parent)
+    stages, faults = recipe.stages_and_problems(load(path, stage=Stage), path.parent)
     assert not [fault for fault in faults if "is not installed" not in fault.text]
     trained = [stage for stage in stages.values() if isinstance(stage, TrainingStage)]
     assert [stage.stage for stage in trained] == ["gradient", "gradient", "opd"]

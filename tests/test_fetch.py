@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 import flowalign.commands.prompts.fetch as module
-from flowalign.commands.prompts.fetch import FetchError, digest, fetch
+from flowalign.commands.prompts.fetch import FetchError, fetch_set, text_digest
 from flowalign.rewards.ocr import target_of
 from flowalign.system import http
 from flowalign.training.data import load_prompts
@@ -62,12 +62,12 @@ def left(folder: Path) -> set[str]:
 
 def test_a_file_with_its_checksum_is_kept(site: Site, tmp_path, capsys) -> None:
     url = site.serve("/x")
-    (path,) = fetch(source(url, sha256(TEXT), "deep/set.txt"), tmp_path)
+    (path,) = fetch_set(source(url, sha256(TEXT), "deep/set.txt"), tmp_path)
     assert path == tmp_path / "deep/set.txt" and path.read_bytes() == TEXT
     assert left(tmp_path) == {"deep/set.txt"}
     before = capsys.readouterr().out.split("2 prompts in")[0]
     assert "MIT" in before and url in before and sha256(TEXT) in before
-    fetch(source(url, f"md5:{hashlib.md5(TEXT).hexdigest()}", "other.txt"), tmp_path)
+    fetch_set(source(url, f"md5:{hashlib.md5(TEXT).hexdigest()}", "other.txt"), tmp_path)
 
 
 def test_what_is_not_the_set_leaves_nothing(site: Site, tmp_path: Path) -> None:
@@ -82,7 +82,7 @@ def test_what_is_not_the_set_leaves_nothing(site: Site, tmp_path: Path) -> None:
     ]
     for checksum, answer, match in answers:
         with pytest.raises(FetchError, match=match):
-            fetch(source(site.serve("/x", **answer), checksum), tmp_path)
+            fetch_set(source(site.serve("/x", **answer), checksum), tmp_path)
         assert [path.name for path in tmp_path.iterdir()] == ["other.txt"]
 
 
@@ -90,7 +90,7 @@ def test_a_redirect_is_followed_and_a_busy_server_asked_again(site: Site, tmp_pa
     url = site.serve("/x", b"", 302, Location="/y")
     site.serve("/y")
     site.pages["/y"].insert(0, (503, {}, b""))
-    (path,) = fetch(source(url, sha256(TEXT)), tmp_path)
+    (path,) = fetch_set(source(url, sha256(TEXT)), tmp_path)
     assert path.read_bytes() == TEXT
     assert site.asked == ["/x", "/y"] * 2
 
@@ -101,26 +101,26 @@ def test_no_way_leads_from_https_to_less(site: Site, tmp_path: Path) -> None:
     site.serve("/y", b"", 302, Location="https://here/z")
     site.serve("/z")
     with pytest.raises(FetchError, match="http://here/y"):
-        fetch(source("https://here/x"), tmp_path)
+        fetch_set(source("https://here/x"), tmp_path)
     assert left(tmp_path) == set()
 
 
 def test_without_a_checksum_another_content_takes_force(site: Site, tmp_path, capsys) -> None:
     made = source(site.serve("/x"))
-    (path,) = fetch(made, tmp_path)
+    (path,) = fetch_set(made, tmp_path)
     assert f"NOT VERIFIED: {sha256(TEXT)}" in capsys.readouterr().out
-    fetch(made, tmp_path)
+    fetch_set(made, tmp_path)
     site.serve("/x", b"a cow\n")
     with pytest.raises(FileExistsError, match="--force"):
-        fetch(made, tmp_path)
+        fetch_set(made, tmp_path)
     assert path.read_bytes() == TEXT
-    fetch(made, tmp_path, force=True)
+    fetch_set(made, tmp_path, force=True)
     assert path.read_bytes() == b"a cow\n"
 
 
 def test_repeated_shuffled_lines_are_written_once(site: Site, tmp_path: Path) -> None:
     url, once = site.serve("/x", "b é\r\na\nb é\n\na".encode()), "a\nb é\n".encode()
-    (path,) = fetch(source(url, sha256(once), unique=True), tmp_path)
+    (path,) = fetch_set(source(url, sha256(once), unique=True), tmp_path)
     assert path.read_bytes() == once
 
 
@@ -133,18 +133,19 @@ def test_a_validation_set_is_split_off_the_training_set(site: Site, tmp_path: Pa
         File("train.txt", site.serve("/train", whole), sha256(whole), "told", validation="val.txt"),
     ))  # fmt: skip
     site.serve("/test", test)
-    paths = fetch(made, tmp_path)
+    paths = fetch_set(made, tmp_path)
     assert [path.name for path in paths] == ["test.txt", "train.txt", "val.txt"]
-    sets = [set(map(digest, load_prompts(path, "t").prompts)) for path in paths]
+    sets = [set(map(text_digest, load_prompts(path, "t").prompts)) for path in paths]
     assert len(sets[2]) == module.VALIDATION and sets[2].isdisjoint(sets[0] | sets[1])
-    assert sets[1] | sets[2] == set(map(digest, lines))
+    assert sets[1] | sets[2] == set(map(text_digest, lines))
     kept = load_prompts(paths[1], "t").prompts
-    assert kept == [line for line in lines if digest(line) in sets[1]]  # repeats and order stay
+    # repeats and order stay
+    assert kept == [line for line in lines if text_digest(line) in sets[1]]
     content = {path: path.read_bytes() for path in paths}
-    fetch(made, tmp_path)
+    fetch_set(made, tmp_path)
     assert site.asked == ["/test", "/train", "/train"]  # the test set is there and right
     paths[2].unlink()
-    fetch(made, tmp_path)
+    fetch_set(made, tmp_path)
     assert {path: path.read_bytes() for path in paths} == content
 
 
@@ -172,10 +173,10 @@ def test_validation_avoids_the_test_set_and_training_avoids_validation(
 ) -> None:
     """By what a picture would show: objects told in another order, a text in another scene."""
     prompts = [form.format(number) for number in range(80) for form in forms]
-    avoided = {digest(test.format(number)) for number in range(40)}
+    avoided = {text_digest(test.format(number)) for number in range(40)}
     batch = PromptBatch(prompts, ["t"] * len(prompts), [{}] * len(prompts))
     training, validation = (
-        {digest(same) for row in rows for same in module.same_picture(prompts[row])}
+        {text_digest(same) for row in rows for same in module.same_picture(prompts[row])}
         for rows in module.set_aside(batch, avoided)
     )
     assert validation and validation.isdisjoint(avoided | training)
@@ -192,9 +193,9 @@ def official(name: str) -> Path:
 def test_the_shipped_digests_are_those_of_the_official_test_sets() -> None:
     lines = official("geneval_evaluation_metadata.jsonl").read_text().splitlines()
     prompts = [json.loads(line)["prompt"] for line in lines]
-    assert set(map(digest, prompts)) == module.GENEVAL and len(prompts) == 553
+    assert set(map(text_digest, prompts)) == module.GENEVAL and len(prompts) == 553
     signs = load_prompts(official("ocr_test.txt"), "ocr").prompts
-    assert {digest(target_of(prompt)) for prompt in signs} == module.OCR
+    assert {text_digest(target_of(prompt)) for prompt in signs} == module.OCR
 
 
 def test_the_table_pins_what_it_names() -> None:

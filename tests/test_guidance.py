@@ -96,7 +96,7 @@ def found(tmp_path: Path, **stages: dict[str, Any]) -> list[Problem]:
     """The problems of a recipe that refuse nothing."""
     data = {"stage": "recipe", "output": str(tmp_path), "model": TINY, "stages": stages}
     whole = config.parse(data, stage=config.RecipeStage)
-    _, problems = recipe.examine(whole, tmp_path)
+    _, problems = recipe.stages_and_problems(whole, tmp_path)
     return [problem for problem in problems if problem.level != "refuse"]
 
 

@@ -118,7 +118,7 @@ def test_what_is_written_for_any_stage_reward_and_prompts_can_run(
             Path(name).write_text(PROMPTS["kites.jsonl" if name.endswith("l") else "signs.txt"])
         if stage == "dpo":
             fakes.write_pairs(Path(config.tasks[0].prompts).parent, 1, config.model.size)
-        _, problems = recipe.examine(config, Path())
+        _, problems = recipe.stages_and_problems(config, Path())
         assert refused(problems) == [], (reward, prompts)
 
 
@@ -157,9 +157,9 @@ def test_the_doctor_finds_no_fault_that_train_does_not(
             Path(name).write_text(row.replace("a ", f"a {Path(name).stem} ", 1))
         if stage == "dpo":
             fakes.write_pairs(Path(config.tasks[0].prompts).parent, 1, config.model.size)
-        stages, said = recipe.examine(config, Path(), Launch(resume=False))
+        stages, said = recipe.stages_and_problems(config, Path(), Launch(resume=False))
         assert refused(said) == [], words
-        _, advised = recipe.examine(config, Path(), Launch(resume=False, advise=True))
+        _, advised = recipe.stages_and_problems(config, Path(), Launch(resume=False, advise=True))
         assert {p for p in advised if p.level == "fault"} <= {*said}, words
         for part in stages.values():
             if isinstance(part, TrainingStage):
@@ -369,7 +369,7 @@ def test_a_reward_behind_a_url(stage: str, more: str) -> None:
     if stage == "opd":
         words += ["--teachers", "one=tiny/ocr", "two=tiny/geneval"]
     config = written(*words, "--prompts", *["a.txt"] * count)
-    stages, problems = recipe.examine(config, Path())
+    stages, problems = recipe.stages_and_problems(config, Path())
     assert refused(problems) == []
     judges = [r for s in stages.values() for j in s.judged for r in j.rewards.values()]
     remote = {reward.options["urls"] for reward in judges if reward.name == "remote"}
@@ -440,7 +440,7 @@ def test_a_recipe_of_rewards_trains_a_teacher_for_each(
     if model != MODELS[0]:
         Path("data").mkdir()
         Path("data/ocr_test.txt").write_text('a sign that says "KITE"\n')
-    _, problems = recipe.examine(config, Path())
+    _, problems = recipe.stages_and_problems(config, Path())
     assert {problem.level for problem in problems} <= {"note"}  # of the guidance of the card
 
 
@@ -474,7 +474,7 @@ def test_a_recipe_of_a_base_with_cfg_counts_it_once(
     scales = {name: table.sampling_of(name).guidance for name in table.models}
     assert {name for name, value in scales.items() if value != 1} == {"base_cfg"}
     assert scales["base_cfg"] == scale
-    problems = recipe.examine(config, Path())[1]
+    problems = recipe.stages_and_problems(config, Path())[1]
     assert [problem for problem in problems if problem.level == "fault"] == []
 
 

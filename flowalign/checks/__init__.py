@@ -37,7 +37,7 @@ ADVICE: tuple[Check, ...] = (  # of a training stage that can start, for the doc
     numbers.scales,
     numbers.noise,
     numbers.volume,
-    numbers.average,
+    numbers.slow_average,
     prompts.overlap,
     prompts.lengths,
     adapters.trained,
@@ -47,7 +47,7 @@ log = logging.getLogger("flowalign")
 
 
 def stage_problems(config: Stage, launch: Launch, inputs: Inputs | None = None) -> list[Problem]:
-    """What is wrong with a stage that is started so. inputs: keeps what is opened."""
+    """The problems of a stage that is started in this way. inputs: keeps what is opened."""
     inputs = inputs or Inputs(config.model)
     problems = [problem for check in CHECKS for problem in check(config, launch, inputs)]
     if launch.advise and config.trains and not refused(problems):
@@ -63,8 +63,8 @@ def check_stage(config: Stage, launch: Launch, told: bool = True) -> Inputs:
 
 
 def enforce(problems: Sequence[Problem], told: bool = True) -> None:
-    """Raise ConfigError with those that refuse. The others become warnings in the log, unless they
-    were told before, or by another process."""
+    """Raise ConfigError with the problems that refuse. The others become warnings in the log; told:
+    they were logged before, or another process logs them."""
     if hard := refused(problems):
         raise ConfigError(once(hard))
     if not told:
@@ -77,7 +77,7 @@ def refused(problems: Iterable[Problem]) -> list[Problem]:
 
 
 def once(problems: Iterable[Problem]) -> list[Problem]:
-    """Problems that say the same of several keys, each once, behind the first of them."""
+    """Merge problems with the same text and level into one, at the key of the first."""
     places = defaultdict[tuple[str, str], list[str]](list)
     for problem in problems:
         places[problem.text, problem.level].append(problem.place)

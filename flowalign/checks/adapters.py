@@ -21,7 +21,7 @@ from flowalign.types import Problem
 
 def readable(config: Any, launch: Launch, inputs: Inputs) -> Iterator[Problem]:
     """Adapters that are not there, cannot be read, hold NaN, or belong to another base: by what
-    they say, or by their layers and sizes. Those on the Hub are downloaded."""
+    they say, or by their layers and sizes. Adapters on the Hub are downloaded."""
     for key, source in config.inputs.items():
         if source in launch.pending:
             continue
@@ -43,7 +43,7 @@ def readable(config: Any, launch: Launch, inputs: Inputs) -> Iterator[Problem]:
 
 
 def trained(config: Any, launch: Launch, inputs: Inputs) -> Iterator[Problem]:
-    """Adapters that change nothing. Those that are not finite are refused on reading."""
+    """Adapters that change nothing. Reading refuses weights that are not finite."""
     for key, source in config.inputs.items():
         with suppress(AdapterError, OSError):  # an earlier stage will write it
             lora = inputs.adapter(source)
@@ -60,8 +60,8 @@ def trained(config: Any, launch: Launch, inputs: Inputs) -> Iterator[Problem]:
 
 
 class Training(NamedTuple):
-    """How an adapter was trained. steps: those of a rollout of `of` steps whose states it was
-    trained at; none where it learnt at noise levels of its own, or that is not known."""
+    """How an adapter was trained. steps: the steps whose states it was trained at, in a rollout of
+    `of` steps; none if it has noise levels of its own, or they are not known."""
 
     guidance: float
     steps: Collection[int] = ()
@@ -69,10 +69,10 @@ class Training(NamedTuple):
 
 
 def misused(config: Any, launch: Launch, inputs: Inputs) -> Iterator[Problem]:
-    """Adapters that are used otherwise than they were trained. A fault: at a guidance scale more
-    than a factor of two away, as guidance counts once (docs/log). A note: as teachers of a student
-    that leaves out steps which they were trained at. Nothing is said of an adapter whose training
-    is not known from an earlier stage, or from the folder of its run."""
+    """Adapters that are used otherwise than they were trained. A fault: a guidance scale more than
+    a factor of two away, because guidance counts once (docs/log). A note: a student that leaves out
+    steps at which its teachers were trained. An adapter is skipped if its training is not known
+    from an earlier stage or from the folder of its run."""
     for key, source in config.inputs.items():
         trainings = _trainings(source, launch.pending)
         used = config.guidance_at(key)
@@ -104,8 +104,8 @@ def misused(config: Any, launch: Launch, inputs: Inputs) -> Iterator[Problem]:
 
 
 def _trainings(source: str, pending: Mapping[str, Stage | None]) -> list[Training]:
-    """How an adapter was trained, or all that it was merged from; [] = not known. pending: as of a
-    Launch."""
+    """The trainings of an adapter, or of all that it was merged from; [] = not known. pending: as
+    in a Launch."""
     if source.startswith("tiny/"):
         return [Training(1.0)]
     stage: Any = pending.get(str(Path(source)))

@@ -1,4 +1,4 @@
-"""Does the output folder hold another run, or cannot it be written?"""
+"""Checks of the output folder: does it hold another run, and can it be written?"""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from flowalign.types import Problem
 
 
 def earlier_run(config: Any, launch: Launch, inputs: Inputs) -> Iterator[Problem]:
-    """What the output folder says against this run."""
+    """Contents of the output folder that conflict with this run."""
     if not config.trains or launch.resume is None:
         return
     run = Path(config.output)
@@ -45,7 +45,8 @@ def earlier_run(config: Any, launch: Launch, inputs: Inputs) -> Iterator[Problem
         yield from unfinished(run, config)
         return
     for key, source in config.inputs.items():
-        now = None if source in launch.pending else file_digest(source)  # None: others complain
+        # None: another check reports it
+        now = None if source in launch.pending else file_digest(source)
         if now is not None and now != saved.about["inputs"].get(key):
             yield Problem(
                 key,
@@ -72,7 +73,7 @@ def earlier_run(config: Any, launch: Launch, inputs: Inputs) -> Iterator[Problem
 
 
 def unfinished(run: Path, config: TrainingStage) -> Iterator[Problem]:
-    """Log or adapter, in a folder without checkpoints, of anything but a run of this config which
+    """A log or an adapter in a folder without checkpoints, unless a run of this config wrote it and
     ended before its first checkpoint."""
     folder = RunFolder(run)
     numbers = (row.get(metrics.UPDATE) for row in read_lines(folder.log))

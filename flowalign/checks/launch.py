@@ -1,4 +1,4 @@
-"""What all checks share: what they are asked, and how they say an error."""
+"""What all checks share: their arguments, and the message of an error."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from flowalign.types import Problem
 class Launch:
     """How a run is started.
 
-    processes: how many; any_world: its checkpoints may be of another number. resume: whether it is
-    to continue what its folder holds; None = the folder is not looked at. trust: whether to run the
-    code that the config names (`own_code`); without it, what needs that code is not checked.
-    elsewhere: it is planned for another machine, so no GPU is looked for. pending: the adapters
-    that earlier stages of a recipe write, each with its stage; None = that stage is not known.
-    advise: whether to look for what training would suffer from, too, as the doctor does.
+    processes: how many; any_world: another number may have written its checkpoints. resume: whether
+    it is to continue what its folder holds; None = the folder is not looked at. trust: whether to
+    run the code that the config names (`own_code`); without it, what needs that code is not
+    checked. elsewhere: it is planned for another machine, so no GPU is looked for. pending: the
+    adapters that earlier stages of a recipe write, each with its stage; None = that stage is not
+    known. advise: whether to add the advice that the doctor gives.
     """
 
     processes: int = 1

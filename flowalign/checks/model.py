@@ -19,7 +19,7 @@ REPEATABLE = (None, "native", "_native_math", "_native_flash", "_native_efficien
 
 
 def installation(config: Any, launch: Launch, inputs: Inputs) -> Iterator[Problem]:
-    """Packages and devices that are asked for, and are not here."""
+    """Packages and devices that the config needs and this machine lacks."""
     models = {"model": config.model, **config.bases}
     bits = [f"{key}.quantization" for key, m in models.items() if m.quantization == "nf4"]
     needed = dict.fromkeys(bits, "bitsandbytes")

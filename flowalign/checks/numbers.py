@@ -1,4 +1,4 @@
-"""Numbers of a config that can be run, and that training would suffer from."""
+"""Numbers of a config that are valid, but bad for training."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def card(config: Any, launch: Launch, inputs: Inputs) -> Iterator[Problem]:
     """Steps and scales far from the model's card; for a model that was distilled to few steps,
     losses of straight paths and states off its grid."""
     name = config.model.id
-    if not (config.trains and (found := card_of(name))):
+    if not (config.trains and (recommended := card_of(name))):
         return
-    steps, guidance = found
+    steps, guidance = recommended
     distilled = steps <= FEW
     level = "fault" if distilled else "note"
     if distilled and config.stage in ("nft", "awm", "sft", "dpo"):
@@ -143,7 +143,7 @@ def noise(config: Any, launch: Launch, inputs: Inputs) -> Iterator[Problem]:
 
 
 def volume(config: Any, launch: Launch, inputs: Inputs) -> Iterator[Problem]:
-    """Fewer images than a reward was ever seen to be learnt from."""
+    """Fewer images than any published run needed to learn a reward."""
     spec = known(config.model)
     if not (spec and config.credited and config.images < FEWEST):
         return
@@ -156,7 +156,7 @@ def volume(config: Any, launch: Launch, inputs: Inputs) -> Iterator[Problem]:
         )
 
 
-def average(config: Any, launch: Launch, inputs: Inputs) -> Iterator[Problem]:
+def slow_average(config: Any, launch: Launch, inputs: Inputs) -> Iterator[Problem]:
     """A moving average that lags behind by half of the run."""
     ema = config.ema
     total = config.optimizer_steps

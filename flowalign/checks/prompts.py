@@ -21,16 +21,16 @@ SAMPLE = 500  # prompts of a set, about, whose length is checked
 
 
 def judged_prompts(
-    judged: Judged, given: Iterable[RewardConfig], inputs: Inputs, without: Collection[str] = ()
+    judged: Judged, judges: Iterable[RewardConfig], inputs: Inputs, without: Collection[str] = ()
 ) -> Iterator[Problem]:
-    """Prompt sets that cannot be read, or that one of the given rewards cannot judge. without: sets
-    that are not looked at."""
+    """Prompt sets that cannot be read, or that one of the rewards cannot judge. without: sets that
+    are skipped."""
     for key, source in judged.prompts.items():
         if source.partition("#")[0] in without:
             continue
         try:
             batch = inputs.prompts(source, judged.name)
-            for reward in given:
+            for reward in judges:
                 spec = RewardSpec(reward.name, reward.options)
                 spec.check_prompts(batch.prompts, batch.metadata)
         except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
@@ -43,7 +43,7 @@ def rows(config: Any, launch: Launch, inputs: Inputs) -> Iterator[Problem]:
     if not config.trains:
         return
     for index, task in enumerate(config.tasks):
-        with suppress(PromptError, OSError):  # said before
+        with suppress(PromptError, OSError):  # reported before
             key = f"tasks.{index}.prompts"
             prompts = inputs.prompts(task.prompts, task.name)
             texts = list(algorithm_class(config).row_problems(config, task.prompts, prompts))
@@ -71,7 +71,7 @@ def overlap(config: Any, launch: Launch, inputs: Inputs) -> Iterator[Problem]:
 
 
 def lengths(config: Any, launch: Launch, inputs: Inputs) -> Iterator[Problem]:
-    """Prompts that the text encoder cuts. Those of which nothing is left are refused."""
+    """Prompts that the text encoder cuts. Prompts of which nothing is left are refused."""
     spec = known(config.model)
     if spec is None:
         return

@@ -67,9 +67,9 @@ def fitting(
     config: TrainingStage, groupwise: Set[str], weightless: Set[str], processes: int
 ) -> Iterator[Problem]:
     """Images of an optimizer step that the processes cannot share evenly; rewards without parts,
-    where the advantage normalises parts. groupwise: the tasks whose reward compares all images of
-    a prompt, which no two processes may share, as an algorithm may. weightless: those whose reward
-    sums no parts."""
+    where the advantage normalises parts. groupwise: the tasks whose reward compares all images of a
+    prompt, which must be on one process; an algorithm may need this, too. weightless: the tasks
+    whose reward sums no parts."""
     rollout = config.rollout
     updates = config.optimizer.updates_per_rollout
     prompts = rollout.prompts // updates  # of a step
@@ -113,26 +113,27 @@ def advantage(config: Any, launch: Launch, inputs: Inputs) -> Iterator[Problem]:
 
 
 def fidelity(config: Any, launch: Launch, inputs: Inputs) -> Iterator[Problem]:
-    """Features that cannot be imported; a folder of reference images that holds none; prompts that
-    are none of the tiny world, where its scenes are the reference."""
-    asked = getattr(config, "fidelity", None)
-    if not asked:
+    """Features that cannot be imported; a folder of reference images that holds none; prompts from
+    outside the tiny world, if its scenes are the reference."""
+    settings = getattr(config, "fidelity", None)
+    if not settings:
         return
     key = "fidelity.reference"
-    if launch.trust and ":" in asked.features:
+    if launch.trust and ":" in settings.features:
         try:
-            rewards.load(asked.features, "features")
+            rewards.load(settings.features, "features")
         except (ValueError, ImportError) as error:
             yield Problem("fidelity.features", message(error))
-    if asked.reference != "tiny":
-        folder = Path(asked.reference)
+    if settings.reference != "tiny":
+        folder = Path(settings.reference)
         if not image_files(folder):
             inside = f"the folder holds no {', '.join(IMAGES)}"
             seen = inside if folder.is_dir() else "no such folder"
             yield Problem(key, f"{str(folder)!r}: {seen}. Name a folder of images, or 'tiny'.")
         return
     for benchmark in config.benchmarks:
-        with suppress(ValueError, KeyError, TypeError, AttributeError, OSError):  # said before
+        # another check reports these
+        with suppress(ValueError, KeyError, TypeError, AttributeError, OSError):
             rows = inputs.prompts(benchmark.prompts, benchmark.name).metadata
             try:
                 rendered(rows[:: max(1, len(rows) // 16)], seed=0)
@@ -145,7 +146,7 @@ def fidelity(config: Any, launch: Launch, inputs: Inputs) -> Iterator[Problem]:
 
 
 def unexamined(config: Any, launch: Launch, inputs: Inputs) -> Iterator[Problem]:
-    """Code of the user's that is not trusted, and so not run."""
+    """The user's code that is not trusted, and therefore not run."""
     if launch.trust:
         return
     for key, listed in own_code(config).items():

@@ -1,7 +1,7 @@
 """The arguments of the commands whose own modules import torch and diffusers.
 
-They are read before these imports, which take seconds: --help, a slip of the keyboard or a config
-with a mistake is answered at once.
+They are read before these imports, which take seconds. So --help, a typing error or a wrong config
+is answered at once.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SHOWN = 256  # pixels: a grid shows wider images smaller than they are
 
 
 def init(argv: Sequence[str]) -> argparse.Namespace:
-    """Of `flowalign init`."""
+    """Arguments of `flowalign init`."""
     text = "Write a config with the keys that matter and their meaning."
     parser = argparse.ArgumentParser("flowalign init", description=text)
     stages = " ".join(f"{name}: {about(kind)}" for name, kind in STAGES.items())
@@ -52,7 +52,7 @@ def init(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def sample(argv: Sequence[str]) -> argparse.Namespace:
-    """Of `flowalign sample`."""
+    """Arguments of `flowalign sample`."""
     parser = argparse.ArgumentParser(
         "flowalign sample",
         description="Sample images of prompts as one labelled grid. They are the images that an "
@@ -79,7 +79,7 @@ def sample(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _number(kind: type[int] | type[float], least: int, multiple: int | None = None) -> Any:
-    """What reads an option's number, finite and not below the least."""
+    """A parser of a finite number that is not below the least."""
 
     def number(text: str) -> float:
         value = kind(text)
@@ -93,8 +93,8 @@ def _number(kind: type[int] | type[float], least: int, multiple: int | None = No
 
 @refusing("doctor")
 def doctor(argv: Sequence[str]) -> argparse.Namespace:
-    """Of `flowalign doctor`: --reward or --config, with the options of each; `root` is what the
-    config holds."""
+    """Arguments of `flowalign doctor`: --reward or --config, with the options of each. `root` is
+    the config."""
     text = "Find what is wrong with a run or a reward before training starts."
     parser = argparse.ArgumentParser("flowalign doctor", description=text)
     add = parser.add_argument
@@ -124,7 +124,7 @@ def doctor(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def data(argv: Sequence[str]) -> argparse.Namespace:
-    """Of `flowalign data`; `action` is the name of a function of prompts/actions.py."""
+    """Arguments of `flowalign data`; `action` is the name of a function of prompts/actions.py."""
     parser = argparse.ArgumentParser("flowalign data", description="Prompt sets.")
     commands = parser.add_subparsers(required=True, metavar="reword | fetch | list")
 
@@ -155,7 +155,7 @@ def data(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def fetch(argv: Sequence[str]) -> argparse.Namespace:
-    """Of `flowalign fetch`."""
+    """Arguments of `flowalign fetch`."""
     text = "Download what a config reads: models, adapters, judges and prompt sets."
     parser = argparse.ArgumentParser("flowalign fetch", description=text)
     parser.add_argument("--config", required=True, help="a YAML file of any stage or a recipe")
@@ -166,7 +166,7 @@ def fetch(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def vote(argv: Sequence[str]) -> argparse.Namespace:
-    """Of `flowalign vote`."""
+    """Arguments of `flowalign vote`."""
     text = "Vote on the images of a folder, in a browser. Choices go to FOLDER/pairs.jsonl."
     parser = argparse.ArgumentParser("flowalign vote", description=text)
     parser.add_argument("folder", type=Path, help="what `flowalign sample --images 2` wrote")
@@ -175,7 +175,8 @@ def vote(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def serve_reward(argv: Sequence[str]) -> argparse.Namespace:
-    """Of `flowalign serve-reward`. A limit that is not given is not there: `wire.Limits` has it."""
+    """Arguments of `flowalign serve-reward`, without the limits at their defaults
+    (`wire.Limits`)."""
     parser = argparse.ArgumentParser(
         "flowalign serve-reward",
         description="Serve a reward over HTTP, for `name: remote` in a config elsewhere. "
@@ -199,7 +200,7 @@ def serve_reward(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def merge(argv: Sequence[str]) -> argparse.Namespace:
-    """Of `flowalign merge`."""
+    """Arguments of `flowalign merge`."""
     text = (
         "Merge LoRA adapters of one base into one, by adding their weight updates. The folder of "
     )
@@ -220,7 +221,7 @@ def merge(argv: Sequence[str]) -> argparse.Namespace:
 
 @refusing("watch")
 def watch(argv: Sequence[str]) -> argparse.Namespace:
-    """Of `flowalign watch`: a folder that holds a run."""
+    """Arguments of `flowalign watch`: a folder that holds a run."""
     text = (
         "Write the page that shows a run or a recipe as it is now, RUN/report.html. A run writes "
     )

@@ -1,4 +1,4 @@
-"""From a config to the parts of a run: rewards, model, teachers, algorithm, evaluation, loop."""
+"""Build the parts of a run from its config, from the rewards to the loop."""
 
 from __future__ import annotations
 
@@ -78,20 +78,20 @@ def listeners(
     progress: Progress,
     inputs: Inputs,
 ) -> list[Listener]:
-    """Who hears of a run. The alarm comes before the log, which has its figures, and the page,
-    which shows the log, comes last."""
+    """The listeners of a run, in order. The log follows the alarm, because it writes its figures;
+    the page comes last, because it shows the log."""
     alarm = Alarm({task.name: task.reward.name for task in config.tasks if task.reward})
-    told: list[Listener] = [Samples(config, accelerator), alarm]
+    heard_by: list[Listener] = [Samples(config, accelerator), alarm]
     if config.alarm:
         start = None
         if config.alarm.reference == "start" and config.lora.init:
             start = inputs.adapter(config.lora.init)
-        told.append(Monitor(config, backbone, alarm, start))
-    return [*told, RunLog(config, accelerator, progress), Page(config)]
+        heard_by.append(Monitor(config, backbone, alarm, start))
+    return [*heard_by, RunLog(config, accelerator, progress), Page(config)]
 
 
 def build_rewards(config: TrainingStage, device: torch.device) -> dict[str, RewardBase]:
-    """The reward of each task; ConfigError for those that cannot be built."""
+    """Build the reward of each task. Raises ConfigError for those that cannot be built."""
     built = {}
     problems = []
     for index, task in enumerate(config.tasks):
@@ -125,8 +125,8 @@ def algorithm_parts(
     rewards: Mapping[str, RewardBase],
     inputs: Inputs,
 ) -> Parts:
-    """What the algorithm of a config is built from, with the teachers that it names on the
-    student's base, or on their own. Raises ConfigError if one does not fit it."""
+    """The arguments of the config's algorithm. Its teachers are on the student's base or on their
+    own. Raises ConfigError if one does not fit its base."""
     loaded: dict[str, Backbone] = {}  # by their settings: several teachers have one base
     bases: dict[str, Backbone] = {}
     for key, model in config.bases.items():
@@ -175,8 +175,8 @@ def algorithm_parts(
 
 
 def evaluator(parts: Parts, benchmarks: Sequence[Benchmark], inputs: Inputs) -> Evaluate | None:
-    """What the loop calls to score the current adapter on held-out prompts, or to sample a few of
-    them where nothing has a reward; None without any."""
+    """A function for the loop: it scores the current adapter on held-out prompts, or samples a few
+    of them if nothing has a reward. None without held-out prompts."""
     config: TrainingStage = parts.config
     if config.evaluation is None or not config.evaluates:
         return None

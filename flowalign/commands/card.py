@@ -88,9 +88,9 @@ def write_card(folder: Path, config: Stage) -> None:
     page.save(RunFolder(folder).card)
 
 
-def score_table(rows: Sequence[Mapping[str, Any]], own: Mapping[str, Any]) -> str:
+def score_table(rows: Sequence[Mapping[str, Any]], chosen: Mapping[str, Any]) -> str:
     """First evaluation of a run, the one that chose its adapter, and the last, as Markdown."""
-    columns = (rows[0], own, rows[-1])
+    columns = (rows[0], chosen, rows[-1])
     names = [name for name in rows[0] if name.startswith(metrics.EVAL)]
     if names == [metrics.HEADLINE]:  # without rewards it is minus these distances
         names = [name for name in rows[0] if name.startswith(metrics.FIXED_PATH)]
@@ -104,7 +104,8 @@ def score_table(rows: Sequence[Mapping[str, Any]], own: Mapping[str, Any]) -> st
 
 
 def licence(base: str) -> dict[str, str]:
-    """The fields of the base's licence, which holds for adapters, too; {} if it is not known."""
+    """The licence fields of the base, which hold for its adapters, too; {} if the licence is not
+    known."""
     if base == "tiny":
         return {"license": "apache-2.0"}
     owner, _, name = base.partition("/")
@@ -134,7 +135,7 @@ def origins(folder: Path, config: Any) -> str:
         use = "reward" if config.learns_from_rewards else "scored, but not trained, by the reward"
         judges = {task.name: task.reward for task in config.tasks if task.reward}
         lines += [
-            f"{escaped(name)}: {use} {judge(reward.name, reward.options)}"
+            f"{escaped(name)}: {use} {reward_line(reward.name, reward.options)}"
             for name, reward in judges.items()
         ]
     if config.credited and config.credited.advantage not in ADVANTAGES:
@@ -145,9 +146,9 @@ def origins(folder: Path, config: Any) -> str:
     return "\n".join(f"- {line}" for line in lines)
 
 
-def judge(name: str, options: Mapping[str, Any]) -> str:
+def reward_line(name: str, options: Mapping[str, Any]) -> str:
     """A reward with these options as Markdown, and the licences of what it uses, if known."""
-    each = []
+    descriptions = []
     spec = RewardSpec(name, options, trusted=False)
     parts = list(spec.parts())
     for part in parts:
@@ -158,5 +159,5 @@ def judge(name: str, options: Mapping[str, Any]) -> str:
             terms = reward.choices.get(chosen)
             notes.append(f"{reward.choice[0]} {code(chosen)}" + (f": {terms}" if terms else ""))
         known = "; ".join(filter(None, notes))
-        each.append(code(part.name) + (f" ({known})" if known else ""))
-    return each[0] if parts == [spec] else f"{code(name)} of {', '.join(each)}"
+        descriptions.append(code(part.name) + (f" ({known})" if known else ""))
+    return descriptions[0] if parts == [spec] else f"{code(name)} of {', '.join(descriptions)}"

@@ -46,8 +46,8 @@ COMMANDS = {
         "Distil three tiny teachers into one student, in minutes.",
     ),
 }
-"""Name -> (module:function from arguments to exit status, what it does). Of those whose arguments
-are read by a function of `commands.arguments` first, it takes what that returns."""
+"""Name -> (module:function from arguments to exit status, what it does). If a function of
+`commands.arguments` reads the arguments first, the command takes its result."""
 ARGUMENTS = {
     name: f"flowalign.commands.arguments:{name.replace('-', '_')}"
     for name in (
@@ -66,8 +66,8 @@ REMOVED = {"push": "Upload an adapter with `hf upload OWNER/NAME RUN/adapter`."}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command. Its exit status; 2 for what is refused, 130 after Ctrl-C. argv: None = those
-    of this process, which then ends."""
+    """Run a command and return its exit status: 2 if it is refused, 130 after Ctrl-C. argv: None =
+    the arguments of this process, which then ends."""
     of_process = argv is None
     argv = sys.argv[1:] if argv is None else argv
     if not argv or argv[0] in ("-h", "--help"):
@@ -96,7 +96,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def version() -> str:
-    """The versions that matter, and where this package lies."""
+    """The versions of the main packages, and the path of this one."""
     libraries = ", ".join(f"{name} {metadata.version(name)}" for name in ("torch", "diffusers"))
     place = Path(__file__).parents[1]
     python = platform.python_version()

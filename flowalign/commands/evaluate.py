@@ -1,4 +1,4 @@
-"""`flowalign eval`: from a config, or from a model and the names of benchmarks.
+"""`flowalign eval` evaluates a config, or a model on named benchmarks.
 
 It writes into the config's `output`: results.json, table.md, report.html (one page with tables and
 images), images/ (with the scores of every image: `flowalign.eval.store`) and grid.png (some images
@@ -29,7 +29,7 @@ from flowalign.training.run import lock
 from flowalign.training.sources import commands
 
 OTHERS = {  # what follows `eval` -> module:function
-    "list": "flowalign.commands.evaluate:show",
+    "list": "flowalign.commands.evaluate:list_benchmarks",
     "compare": "flowalign.eval.compare:main",
     "table": "flowalign.eval.seeds:main",
     "curves": "flowalign.eval.curves:main",
@@ -74,36 +74,36 @@ def main(argv: Sequence[str] | None = None) -> int:
     # before the other imports, which take seconds: --help, mistakes
     flags = parser()
     args = flags.parse_args(argv)
-    given = args.config is not None
-    other, way = (FLAGS, "--config") if given else (("variant",), "--out")
+    from_file = args.config is not None
+    other, way = (FLAGS, "--config") if from_file else (("variant",), "--out")
     if mixed := [f"--{flag}" for flag in other if getattr(args, flag) is not None]:
         flags.error(f"{', '.join(mixed)}: not with {way}. Change the config: key.path=value")
     first = int(os.environ.get("RANK") or 0) == 0
     try:
-        if given:
+        if from_file:
             file = args.config
             config = load(file, args.overrides, stage=EvalStage, variant=args.variant)
             if first:
                 lock.check_free(config.output)
         else:
             file = str(args.out / "eval.yaml")
-            data = settings(args)
+            data = raw_config(args)
             config = parse(data, args.overrides, source="the command line", stage=EvalStage)
     except (ConfigError, ValueError) as error:
-        print(error if given else f"flowalign eval: {error}", file=sys.stderr)
+        print(error if from_file else f"flowalign eval: {error}", file=sys.stderr)
         return 2
     from flowalign.eval.evaluation import run_command
 
     status = run_command(config, file)
-    if not given and status != 2 and first:  # after a refusal nothing else is written
+    if not from_file and status != 2 and first:  # after a refusal nothing else is written
         with replacing(args.out / "eval.yaml") as part:
             part.write_text(dump_yaml(config.model_dump(mode="json", exclude_unset=True)))
     return status
 
 
-def settings(args: argparse.Namespace) -> dict[str, Any]:
-    """The raw config: the evaluation of the model's family, its benchmarks by name. Raises
-    ValueError for a name that it has not."""
+def raw_config(args: argparse.Namespace) -> dict[str, Any]:
+    """The raw config: the evaluation of the model's family, with the benchmarks of these names.
+    Raises ValueError for an unknown name."""
     from flowalign.commands.init import Draft, named_sources
 
     model = args.model or "tiny"
@@ -124,9 +124,9 @@ def settings(args: argparse.Namespace) -> dict[str, Any]:
             t if "=" in t else f"{re.sub('[^0-9A-Za-z_-]', '_', Path(t).stem)}={t}"
             for t in args.images
         ]
-        given = {name: {"images": source} for name, source in named_sources(named).items()}
-        data["models"] = (data["models"] if args.lora else {}) | given
-        if not args.model and any(_is_larger(s["images"], data["model"]) for s in given.values()):
+        sources = {name: {"images": source} for name, source in named_sources(named).items()}
+        data["models"] = (data["models"] if args.lora else {}) | sources
+        if not args.model and any(_is_larger(s["images"], data["model"]) for s in sources.values()):
             large = [*read(SD35 / "eval.yaml")["benchmarks"], *more_benchmarks("").values()]
             judges = {b["name"]: {k: b[k] for k in b if k in ("reward", "rewards")} for b in large}
             chosen = [benchmark | judges[benchmark["name"]] for benchmark in chosen]
@@ -148,15 +148,15 @@ def _is_larger(source: str, model: Mapping[str, Any]) -> bool:
 
 
 def more_benchmarks(model: str) -> dict[str, dict[str, Any]]:
-    """Those that no eval.yaml has, since their judges are large or their texts long."""
+    """Benchmarks that are in no eval.yaml, because their judges are large or their texts long."""
     folder = CONFIGS / "tiny" if model == "tiny" else SD35
     listed = read(folder / "_benchmarks.yaml")["benchmarks"]
     return {benchmark["name"]: benchmark for benchmark in listed}
 
 
-def show(argv: Sequence[str]) -> int:
+def list_benchmarks(argv: Sequence[str]) -> int:
     """Print the benchmarks of a model's family."""
-    parser = argparse.ArgumentParser("flowalign eval list", description=show.__doc__)
+    parser = argparse.ArgumentParser("flowalign eval list", description=list_benchmarks.__doc__)
     parser.add_argument("--model", default="tiny", help="tiny (default), a folder or a Hub id")
     model = parser.parse_args(argv).model
     rows = []
@@ -188,7 +188,8 @@ def show(argv: Sequence[str]) -> int:
 
 
 def judge_keys(benchmark: Mapping[str, Any]) -> list[str]:
-    """The keys in judges.json of the judges of a shipped benchmark. The file has of each what
-    `card.judge` and `RewardBase.files` say, whose modules import torch and transformers."""
+    """The keys in judges.json of the judges of a shipped benchmark. The file repeats `reward_line`
+    of card.py and `RewardBase.files` of each, because their modules import torch and
+    transformers."""
     judges = BenchmarkConfig(**benchmark).judges.values()
     return [f"{judge.name} {json.dumps(judge.options, sort_keys=True)}" for judge in judges]

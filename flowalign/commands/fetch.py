@@ -1,7 +1,7 @@
-"""`flowalign fetch`: what a config reads from elsewhere, onto this machine.
+"""`flowalign fetch` downloads to this machine what a config reads from elsewhere.
 
 Models, adapters and judges go into the Hub's own cache; prompt sets are written by `flowalign
-data`. What is to be downloaded is asked of the code that loads it.
+data`. The code that loads a file says what is to be downloaded.
 """
 
 from __future__ import annotations
@@ -43,25 +43,25 @@ def main(args: argparse.Namespace) -> int:
 
 
 def needed(stages: Iterable[Stage]) -> dict[HubFiles, str]:
-    """{what the stages read from the Hub: the source of an adapter, or ""}. Code that a config
-    names is not run. Of a judge that downloads from elsewhere it is said."""
-    found = dict[HubFiles, str]()
+    """{files that the stages read from the Hub: the source of an adapter, or ""}. Code that a
+    config names is not run. Prints which judges download from elsewhere."""
+    needs = dict[HubFiles, str]()
     for stage in stages:
         for model in (*([stage.model] if stage.samples else []), *stage.bases.values()):
-            found |= dict.fromkeys(loading.hub_files(model.id, model.revision), "")
+            needs |= dict.fromkeys(loading.hub_files(model.id, model.revision), "")
         sources = filter(adapters.is_hub_id, stage.inputs.values())
-        found |= {adapters.hub_files(source): source for source in sources}
+        needs |= {adapters.hub_files(source): source for source in sources}
         for judge in judges(stage):
             files = judge.hub_files
-            found |= dict.fromkeys(files, "")
+            needs |= dict.fromkeys(files, "")
             if not files and judge.downloads is None:
                 print(f"not looked at: what reward {judge.name} downloads by itself")
-    return found
+    return needs
 
 
 def _adapters_here(stages: Collection[Stage]) -> Iterator[str]:
-    """Say which adapters on this machine, shipped ones too, are not there, and are written by none
-    of the stages."""
+    """Messages about adapters that are missing on this machine, shipped ones too, unless one of the
+    stages writes them."""
     written = {str(stage.folder.adapter) for stage in stages}
     sources = dict.fromkeys(source for stage in stages for source in stage.inputs.values())
     for source in sources:
@@ -73,7 +73,7 @@ def _adapters_here(stages: Collection[Stage]) -> Iterator[str]:
 
 
 def _files(stages: Iterable[Stage], check: bool) -> Iterator[str]:
-    """Download what the cache lacks, or only say it (`check`); and say what the Hub refuses."""
+    """Download what the cache lacks, or only print it (`check`). Yields what the Hub refuses."""
     lacking = dict[HubFiles, str]()
     for files, source in needed(stages).items():
         try:

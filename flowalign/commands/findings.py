@@ -1,4 +1,4 @@
-"""How the doctor shows what it finds: problems of a config, and what a few images say."""
+"""Findings of the doctor, and how they are printed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def healthy(problems: Iterable[Problem]) -> bool:
     return all(problem.level in ("ok", "note") for problem in problems)
 
 
-def show(problems: Iterable[Problem]) -> None:
+def print_findings(problems: Iterable[Problem]) -> None:
     console = Console(highlight=False)
     for problem in problems:
         level = "fault" if problem.level == "refuse" else problem.level

@@ -1,4 +1,4 @@
-"""`flowalign init`: a shipped config with other tasks and teachers, and with its keys explained.
+"""`flowalign init` writes a shipped config with other tasks and teachers, and explains its keys.
 
 It is the config of the model's family (configs/FAMILY) for a stage; where that has none, the one of
 Stable Diffusion 3.5. The meaning of a key is its docstring in `flowalign.config`.
@@ -111,7 +111,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _unfit(stage: Stage) -> Iterable[Problem]:
-    """Of the adapters on this machine, those that cannot be used."""
+    """Problems of adapters on this machine that cannot be used."""
     elsewhere = [  # on the Hub, or of a run that is still to come; not files that are missing
         source for source in stage.inputs.values()
         if not (Path(source).exists() or source.endswith(".safetensors") and not is_hub_id(source))
@@ -137,8 +137,8 @@ def family_folder(model: str) -> Path | None:
 
 
 def named_sources(texts: Sequence[str]) -> dict[str, str]:
-    """{name: source} of NAME=SOURCE, or of sources, which have the names of their folders or
-    files."""
+    """{name: source} of NAME=SOURCE texts. A source without a name is named like its folder or
+    file."""
     named: dict[str, str] = {}
     for number, text in enumerate(texts, 1):
         name, equals, source = text.partition("=")
@@ -151,9 +151,9 @@ def named_sources(texts: Sequence[str]) -> dict[str, str]:
 
 
 class Draft:
-    """The config of some options of the command line, as read from a file. What they leave out is
-    as in the shipped config of the family; `known` says whether it is the model's. ValueError for
-    options that no config could be written from."""
+    """A raw config from options of the command line. What they leave out is taken from the shipped
+    config of the family; `known` says whether the family is the model's. Raises ValueError for
+    options that allow no config."""
 
     def __init__(
         self,
@@ -169,8 +169,8 @@ class Draft:
         self.model = model
         self.out = out
         self.like = most_like(stage)
-        for option, given in (("reward", reward), ("teachers", teachers), ("prompts", prompts)):
-            if given and self.like not in USED[option]:
+        for option, values in (("reward", reward), ("teachers", teachers), ("prompts", prompts)):
+            if values and self.like not in USED[option]:
                 text = f"not for the stage {stage}; it is for {', '.join(USED[option])}."
                 raise ValueError(f"--{option}: {text}")
         family = family_folder(model)
@@ -181,7 +181,7 @@ class Draft:
         self.prompts = prompts
         # every family has these two
         self.student, self.eval = self._shipped("student_flow_opd"), self._shipped("eval")
-        # the family's tasks, and those of SD35 that it has not, each by its name and its reward
+        # tasks of the family, else of SD35, each by its name and by its reward
         tasks = [] if model == "tiny" else read(SD35 / "student_flow_opd.yaml")["tasks"]
         tasks += self.student["tasks"]
         self.tasks = {key: task for task in tasks for key in (task["name"], task["reward"]["name"])}
@@ -212,7 +212,7 @@ class Draft:
         if card and card[0] <= FEW:
             data = _without_sampling(data)
             if self.like in ("opd", "recipe"):
-                # only at its own noise levels is a teacher's velocity right
+                # a teacher's velocity is right only at its own noise levels
                 student = data["stages"]["student"] if self.like == "recipe" else data
                 student["rollout"] = student["rollout"] | {"kind": "ode"}
                 student["student"] = student["student"] | {"noise_levels": {"select": "all"}}
@@ -220,8 +220,8 @@ class Draft:
         # a plugin's stage lacks some keys of the built-in one; its own section has others
         fields = stage_class(self.stage).model_fields
         if self.stage != self.like and self.stage in fields and self.like in data:
-            own = getattr(fields[self.stage].annotation, "model_fields", {})
-            data[self.stage] = {k: v for k, v in data[self.like].items() if k in own}
+            keys = getattr(fields[self.stage].annotation, "model_fields", {})
+            data[self.stage] = {k: v for k, v in data[self.like].items() if k in keys}
         return {k: v for k, v in data.items() if k in fields}
 
     def notes(self, data: Mapping[str, Any]) -> Iterator[str]:
@@ -250,20 +250,20 @@ class Draft:
         with the family's guidance."""
         for folder in (self.folder, SD35):
             files = [file for name in ("teacher_*", "dpo") for file in folder.glob(f"{name}.yaml")]
-            # of two for a reward the shorter name is the usual one: x.yaml, x_published.yaml
+            # if a reward has two, use the shorter name: x.yaml, not x_published.yaml
             configs = [c for c in map(read, sorted(files, reverse=True)) if c["stage"] == stage]
-            found = {c["tasks"][0].get("reward", {}).get("name"): c for c in configs}
-            if found:
+            by_reward = {c["tasks"][0].get("reward", {}).get("name"): c for c in configs}
+            if by_reward:
                 break
-        data = found.get(reward) or found.get("ocr") or next(iter(found.values()))
+        data = by_reward.get(reward) or by_reward.get("ocr") or next(iter(by_reward.values()))
         if folder != self.folder:
-            own = {"guidance": self.student["rollout"]["guidance"]}
-            data |= {"model": {}, "rollout": data["rollout"] | own}
+            guidance = {"guidance": self.student["rollout"]["guidance"]}
+            data |= {"model": {}, "rollout": data["rollout"] | guidance}
         return data
 
     def _paid(self, tasks: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Tasks of a student as those of a teacher: with the rewards of the shipped ones, which may
-        pay for parts of what is judged."""
+        """Tasks of a student, as tasks of a teacher: with the shipped rewards, which may score only
+        parts of what is judged."""
         stage = self.like if self.like in TEACHERS else "nft"
         paid = []
         for task in tasks:
@@ -275,7 +275,7 @@ class Draft:
         return paid
 
     def _pairs(self) -> dict[str, Any]:
-        """The shipped teacher from pairs, of the user's if --prompts names them."""
+        """The shipped teacher from pairs, with the user's pairs if --prompts names them."""
         data = self._teacher("dpo", "")
         (task,) = data["tasks"]
         (pairs,) = _one_each("--prompts", self.prompts, 1)
@@ -283,33 +283,33 @@ class Draft:
 
     def _student(self) -> dict[str, Any]:
         """A student of the teachers that are given, else of the shipped ones, a task for each."""
-        own = self.like == "sft" and (self.folder / "sft.yaml").is_file()
-        data = self._shipped("sft") if own else dict(self.student)
+        shipped = self.like == "sft" and (self.folder / "sft.yaml").is_file()
+        data = self._shipped("sft") if shipped else dict(self.student)
         like = dict(next(iter(data["teachers"].values())))
-        # tuned for the shipped teachers, and such as a recipe trains
+        # it is tuned for the shipped teachers, and for teachers that a recipe trains
         if not self.taught and like.get("guidance") != data["rollout"]["guidance"]:
             like.pop("guidance", None)
-        given = {name: like | {"adapter": adapter} for name, adapter in self.adapters.items()}
-        data["teachers"] = given or data["teachers"]
+        teachers = {name: like | {"adapter": adapter} for name, adapter in self.adapters.items()}
+        data["teachers"] = teachers or data["teachers"]
         data |= self._tasks(data["teachers"])
-        if given and data.get("anchor"):  # as in the paper: a LoRA of good pictures
+        if teachers and data.get("anchor"):  # as in the paper: a LoRA of good pictures
             of = {task["name"]: task.get("reward", {}).get("name") for task in data["tasks"]}
-            good = [given[name]["adapter"] for name, reward in of.items() if reward in QUALITY]
-            # the base as anchor changes nothing that counts, and costs a pass (docs/results.md)
+            good = [teachers[name]["adapter"] for name, reward in of.items() if reward in QUALITY]
+            # the base as anchor costs a pass and does not help (docs/results.md)
             chosen = {"adapter": good[0], "weight": ANCHOR_WEIGHT} if good else {}
             data["anchor"] = data["anchor"] | chosen if good else None
         if not any("reward" in task for task in data["tasks"]) and self.like != "sft":
             # LoRAs of styles matter at every sigma, rewards mostly at high ones
             data["student"] = data["student"] | {"noise_levels": {"select": "random", "count": 1}}
-            # the shipped number of updates is that of rewards: end where it comes no nearer
+            # the shipped number of updates is for rewards: end when the distance stops falling
             if (evaluation := data.get("evaluation", {})) is not None:
                 data["student"] |= {"patience": 3}
                 data["evaluation"] = evaluation | {"every": 10}
         return data
 
     def _tasks(self, names: Iterable[str]) -> dict[str, Any]:
-        """Tasks of these names. What is evaluated: their scores, or of a student without any reward
-        the distances to its teachers."""
+        """Tasks of these names. An evaluation measures their scores or, for a student without any
+        reward, the distances to its teachers."""
         names = list(names)
         rewards = _one_each("--reward", self.rewards, len(names))
         prompts = _one_each("--prompts", self.prompts, len(names))
@@ -356,7 +356,7 @@ class Draft:
             models["merge"] = "stage:merge"
         models["student"] = "stage:student"
         rows = [
-            self._benchmark(t["name"], t["reward"], own=t.get("validation", t["prompts"]))
+            self._benchmark(t["name"], t["reward"], fallback=t.get("validation", t["prompts"]))
             for t in student["tasks"]
         ]
         stages |= {"student": student, "table": self._table(models, rows) | table}
@@ -393,13 +393,13 @@ class Draft:
     # Tasks and rewards -------------------------------------------------------------------------
 
     def _benchmark(
-        self, name: str, reward: Mapping[str, Any], prompts: str = "", own: str = ""
+        self, name: str, reward: Mapping[str, Any], prompts: str = "", fallback: str = ""
     ) -> dict[str, Any]:
-        """A benchmark. Without prompts on the shipped test prompts of its reward; where there are
-        none, on `own`, the prompts of its task, or on those of any reward."""
+        """A benchmark. Without `prompts` it has the shipped test prompts of its reward, else
+        `fallback`, else the prompts of any reward."""
         shipped = self.eval["benchmarks"]
         like = next((b for b in shipped if b["reward"]["name"] == reward["name"]), None)
-        prompts = prompts or (like or {"prompts": own})["prompts"] or shipped[-1]["prompts"]
+        prompts = prompts or (like or {"prompts": fallback})["prompts"] or shipped[-1]["prompts"]
         return (like or shipped[-1]) | {"name": name, "reward": reward, "prompts": prompts}
 
     def _task(self, name: str, reward: str, prompts: str) -> dict[str, Any]:
@@ -408,7 +408,7 @@ class Draft:
         task = {**self.tasks.get(reward or name, general), "name": name}
         if reward not in ("", NONE):
             task["reward"] = self._reward(reward)
-        elif prompts:  # of the user's own: what judges them is not known by a name
+        elif prompts:  # the user's own; their judge is not known by a name
             task.pop("reward", None)
         if prompts:
             path = Path(prompts)  # of x_train or x, x_val
@@ -418,8 +418,8 @@ class Draft:
         return {key: value for key, value in task.items() if value}
 
     def _reward(self, name: str) -> dict[str, Any]:
-        """A reward with the options that the shipped configs give it; the reward `remote` for the
-        URL of its server. Raises ValueError for one that does not exist or wants other options."""
+        """A reward with the options of the shipped configs; for a URL the reward `remote`. Raises
+        ValueError for an unknown reward, or one that needs other options."""
         if name == "remote":
             text = "give the URL of its server in its place, as --reward http://HOST:PORT"
             raise ValueError(f"--reward remote: {text} (docs/rewards/remote.md).")
@@ -432,8 +432,8 @@ class Draft:
 
 
 def _without_sampling(data: Any) -> Any:
-    """A raw config without steps, scales and parts of the schedule: for a distilled model, whose
-    card decides, where the shipped config is of its base."""
+    """A raw config without steps, scales and parts of the schedule. For a distilled model its card
+    decides these; the shipped config is for its base."""
     if not isinstance(data, dict):
         return data
     left_out = {"steps", "guidance", "window", "levels", "within"}
@@ -455,7 +455,7 @@ def _without_cfg(
     guided["teachers"] = {"base": {"adapter": None, "guidance": scale}}
     stages = {"guided": guided}
     for name, data in teachers.items():
-        guided |= {"lora": data["lora"]} if "lora" in data else {}  # its rank is that of all
+        guided |= {"lora": data["lora"]} if "lora" in data else {}  # all stages have its rank
         start = {"lora": {"init": "stage:guided"}, "rollout": data["rollout"] | without}
         stages[name] = data | start
     return stages
@@ -465,11 +465,11 @@ def _average(adapters: list[str]) -> dict[str, Any]:
     return {"adapters": adapters, "weights": [round(1 / len(adapters), 4)] * len(adapters)}
 
 
-def _one_each(flag: str, given: Sequence[str], count: int) -> Sequence[str]:
+def _one_each(flag: str, values: Sequence[str], count: int) -> Sequence[str]:
     """The values of a flag, one for each task; "" each where none are given."""
-    if given and len(given) != count:
-        raise ValueError(f"{flag}: got {len(given)} for {count} tasks or benchmarks; one each.")
-    return given or [""] * count
+    if values and len(values) != count:
+        raise ValueError(f"{flag}: got {len(values)} for {count} tasks or benchmarks; one each.")
+    return values or [""] * count
 
 
 def _short(reward: str) -> str:

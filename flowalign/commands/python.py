@@ -84,18 +84,18 @@ class Scored:
 
 @dataclass(frozen=True, repr=False)
 class Run:
-    """What a run or an evaluation left in its folder."""
+    """The folder of a run or an evaluation."""
 
     folder: Path
 
     @property
     def adapter(self) -> Path:
-        """What `flowalign.load(model, lora=...)` takes."""
+        """The adapter, as `flowalign.load(model, lora=...)` takes it."""
         return RunFolder(self.folder).adapter
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
-        """The lines of its log, an update each."""
+        """The rows of the log, one an update."""
         return read_lines(RunFolder(self.folder).log)
 
     @cached_property
@@ -135,7 +135,7 @@ class Run:
 
 
 def score(images: Any, prompts: Prompts, reward: Any, **options: Any) -> Scored:
-    """Scores of images, as a run takes them: one that the reward fails on is NaN, with a reason.
+    """Score images as a run does: an image on which the reward fails is NaN, with a reason.
 
     images: a list of PIL images or tensors [3,H,W] in [0,1], a batch [B,3,H,W], or a folder, whose
     files are taken in the order of their numbers. prompts: one per image, in that order. reward: a
@@ -242,7 +242,8 @@ def _rows(prompts: Prompts) -> list[dict[str, Any]]:
 
 
 def _with_files(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The config with its lists of prompts as files below its output."""
+    """Write the config's lists of prompts to files below its output; returns the config with their
+    paths."""
     data = dict(config)
     for key in {"tasks", "benchmarks"} & data.keys():
         data[key] = [dict(part) for part in data[key]]

@@ -51,10 +51,10 @@ REFERENCE = "stage:"
 log = logging.getLogger("flowalign")
 
 
-def run(
+def run_recipe(
     config: Stage, home: Path, train: Callable[[Any], object], *, any_world: bool = False
 ) -> Path:
-    """Run what is not finished of a recipe, or a merge; returns the output folder. home: where
+    """Run the unfinished stages of a recipe, or a merge; returns the output folder. home: where
     `use` files are looked for.
 
     train runs one stage, and resumes where there are checkpoints. any_world: these may be of
@@ -104,12 +104,12 @@ def _run_stage(stage: Any, head: str, main: bool, train: Callable[[Any], object]
     elif not stage.merges:
         evaluate(stage, told=True)
     elif main:
-        print(f"  {merged(stage).summary}", flush=True)
+        print(f"  {run_merge(stage).summary}", flush=True)
     clear_device_cache(garbage_collection=True)  # the stage's models refer to one another
     if main:
         inputs = {source: file_digest(source) for source in stage.inputs.values()}
         folder = stage.folder
-        vouched = [  # what later stages and people read
+        vouched = [  # files that later stages and people read
             *folder.adapter.glob("*.safetensors"), *folder.adapter.glob("*.json"),
             folder.config, folder.log, folder.merge, folder.results, folder.table,
         ]  # fmt: skip
@@ -119,7 +119,7 @@ def _run_stage(stage: Any, head: str, main: bool, train: Callable[[Any], object]
         manifest.write_manifest(folder.path, done, paths, file=folder.done.name)
 
 
-def merged(stage: MergeStage) -> merging.MergeReport:
+def run_merge(stage: MergeStage) -> merging.MergeReport:
     """Merge into <output>/adapter, with its card; <output>/report.md says what was done."""
     folder = stage.folder
     with lock.holding(folder.path):
@@ -135,11 +135,11 @@ def merged(stage: MergeStage) -> merging.MergeReport:
 # Planning --------------------------------------------------------------------------------------
 
 
-def examine(
+def stages_and_problems(
     config: Any, home: Path, launch: Launch = HERE, inputs: Inputs | None = None
 ) -> tuple[dict[str, Stage], list[Problem]]:
-    """The config of every stage that can be read, by name, and what is wrong with all of them. A
-    stage that is no recipe is named by its folder. inputs: keeps what is opened."""
+    """The configs of all stages that can be read, by name, and the problems of all stages. A stage
+    outside a recipe is named after its folder. inputs: keeps what is opened."""
     inputs = inputs or Inputs(config.model)
     stages, problems = read_stages(config, home)
     if config.is_recipe or config.merges:
@@ -153,7 +153,7 @@ def examine(
 
 
 def read_stages(config: Any, home: Path) -> tuple[dict[str, Stage], list[Problem]]:
-    """The stages that can be read, and what is wrong with the others."""
+    """The stages that can be read, and the problems of the others."""
     if not config.is_recipe:
         return {Path(config.output).name: config}, []
     stages: dict[str, Stage] = {}
@@ -169,8 +169,8 @@ def read_stages(config: Any, home: Path) -> tuple[dict[str, Stage], list[Problem
 
 
 def _read_stage(config: Any, name: str, home: Path, adapters: Mapping[str, str]) -> Stage:
-    """The config of one stage, in the layers of flowalign.config.loading. adapters: {name: folder}
-    of those that earlier stages leave."""
+    """The config of one stage, from the layers of flowalign.config.loading. adapters: {name:
+    folder} of adapters that earlier stages write."""
     keys = dict(config.stages[name])
     use = keys.pop("use", None)
     changes = keys.pop("set", [])
@@ -222,10 +222,10 @@ def _resolve(value: Any, adapters: Mapping[str, str]) -> Any:
 def _problems(
     config: Any, stages: Mapping[str, Stage], launch: Launch, inputs: Inputs
 ) -> list[Problem]:
-    """What is wrong with the stages that can be read."""
+    """The problems of the stages that can be read."""
     problems: list[Problem] = []
     damages = {name: damage_of(stage) for name, stage in stages.items()}
-    pending: dict[str, Stage | None] = {}  # of wrong stages, too, which are blamed once
+    pending: dict[str, Stage | None] = {}  # of wrong stages, too, which are reported once
     names = list(config.stages if config.is_recipe else stages)
     for name in names:
         stage = stages.get(name)
@@ -255,8 +255,8 @@ def _problems(
 
 
 def damage_of(stage: Stage) -> str | None:
-    """None for a finished stage, "" for one that is not, and what is damaged in one that was, or
-    which rewards have other code now."""
+    """None for a finished stage, "" for one that is not. Otherwise what is damaged, or which
+    rewards have new code."""
     if not stage.folder.done.exists():
         return ""
     try:
@@ -267,8 +267,8 @@ def damage_of(stage: Stage) -> str | None:
 
 
 def _stale(stage: Stage, again: Collection[str] = ()) -> list[Problem]:
-    """What of a finished stage is not as the recipe asks for now. again: the folders of stages that
-    run first; what was read of them is compared after that."""
+    """What differs in a finished stage from what the recipe asks for now. again: the folders of
+    stages that run first; their contents are compared after that."""
     done = manifest.read_manifest(stage.output, file=stage.folder.done.name).about
     remedy = f"Delete {stage.output} to run it again, or choose another `output`."
     now = stage.model_dump(mode="json")

@@ -34,7 +34,8 @@ log = logging.getLogger("flowalign")
 
 
 def main(config: Job, args: argparse.Namespace, began: float) -> int:
-    """The rest of `flowalign train`: its exit status. args: of `train.parser`."""
+    """Run `flowalign train` after its parser (`train.parser`, which gives `args`); returns the exit
+    status."""
     quiet()
     rewards.add_config_folder(args.config)
     with exit_status() as status:
@@ -46,7 +47,7 @@ def main(config: Job, args: argparse.Namespace, began: float) -> int:
 
 
 def exit_status() -> processes.ExitStatus:
-    """What the ends of a run mean for the command's exit status."""
+    """The exit status of the command, by the way in which a run ends."""
     return processes.ExitStatus(
         refused=(ConfigError, ModelError),
         stopped=(TrainingError, EvaluationError),
@@ -55,14 +56,14 @@ def exit_status() -> processes.ExitStatus:
 
 
 def run_job(
-    given: Job, home: Path, resume: bool, began: float | None = None, any_world: bool = False,
+    job: Job, home: Path, resume: bool, began: float | None = None, any_world: bool = False,
     on_update: OnMetrics | None = None,
 ) -> Path:  # fmt: skip
-    """Whatever `flowalign train` can run. home: the folder of the config file. resume, any_world:
-    `--resume` and `--allow-world-change`; a recipe always resumes. began: as a Clock has it; None =
-    now. on_update: as for `train`."""
+    """Run anything that `flowalign train` can run. home: the folder of the config file. resume,
+    any_world: `--resume` and `--allow-world-change`; a recipe always resumes. began: as in a Clock;
+    None = now. on_update: as for `train`."""
     began = time.monotonic() if began is None else began
-    config: Any = given
+    config: Any = job
     if config.trains:
         folder = Path(config.output)
         if resume and not checkpoints(folder):
@@ -79,7 +80,7 @@ def run_job(
             stage, resume=True, any_world=any_world, clock=clock, on_update=on_update, told=True
         )
 
-    return recipe.run(config, home, train_stage, any_world=any_world)
+    return recipe.run_recipe(config, home, train_stage, any_world=any_world)
 
 
 def train(
@@ -92,7 +93,7 @@ def train(
     told: bool = False,
 ) -> Path:
     """Train one stage to its end; returns the folder of the resulting adapter. resume: go on from
-    the newest sound checkpoint; any_world: which another number of processes may have written.
+    the newest sound checkpoint; any_world: another number of processes may have written it.
 
     clock: how long it may take; None = train.max_minutes from the first update on. on_update: is
     called with each row of metrics. told: whether the notes of the checks were logged, as those of
@@ -126,14 +127,14 @@ def train(
         with report.live(loop.update):
             loop.run()
             if main:
-                finish(config)
+                finish_run(config)
         processes.finish(loop.accelerator)
     return config.folder.adapter
 
 
 @contextmanager
 def deterministic(on: bool) -> Iterator[None]:
-    """If `on`: inside the `with`, torch gives the same bits in every run, or raises. On a CPU every
+    """If `on`, torch gives the same bits in every run inside the `with`, or raises. On a CPU every
     run repeats; on a GPU some backward passes sum in whatever order their threads finish."""
     if not on:
         yield
@@ -151,8 +152,9 @@ def deterministic(on: bool) -> Iterator[None]:
         cudnn.deterministic, cudnn.benchmark = before
 
 
-def finish(config: TrainingStage) -> None:
-    """After the last update: a warning if it was in vain, the model card and the run's page."""
+def finish_run(config: TrainingStage) -> None:
+    """Finish a run after its last update: warn if nothing was learnt, write the model card and the
+    page."""
     folder = Path(config.output)
     if warning := results.untrained(config):
         log.warning("%s", warning)

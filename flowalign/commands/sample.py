@@ -1,4 +1,4 @@
-"""`flowalign sample`: images of prompts, with the settings that the model or the LoRA asks for.
+"""`flowalign sample` draws images of prompts with the recommended settings of the model or LoRA.
 
 Steps, CFG scale and size come from the first of these that says them: the command line, the run
 that trained the LoRA, the model's card, its pipeline in diffusers.
@@ -35,7 +35,7 @@ from flowalign.system.folder import RunFolder
 from flowalign.training.rollout import generate
 from flowalign.types import PromptBatch
 
-BASE = "base"  # of --lora: no LoRA
+BASE = "base"  # a value of --lora: no LoRA
 TINY = (10, 1.0)  # as the tiny configs train and evaluate
 LISTED = "images.jsonl"  # the list of a folder of images
 FORMATS = (".png", ".jpg", ".jpeg", ".webp", ".pdf")
@@ -51,13 +51,13 @@ def main(args: argparse.Namespace) -> int:
         for name, source in named_sources(args.lora or [BASE]).items()
     }
     plan = settle(args, *filter(None, loras.values()))
-    write(plan, draw(args.prompts, plan, loras), args.prompts)
+    write_output(plan, draw(args.prompts, plan, loras), args.prompts)
     return 0
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is sampled where, and how many images of a prompt."""
+    """The models to sample, their settings, and the number of images of a prompt."""
 
     model: ModelConfig
     sampling: SamplingConfig
@@ -67,8 +67,8 @@ class Plan:
 
 
 def settle(args: argparse.Namespace, lora: Lora | None = None, *others: Lora) -> Plan:
-    """The settings of a command, of the first LoRA where it says none. Raises ValueError for what
-    cannot be sampled, or written, here. Nothing is loaded but small config files."""
+    """Determine the settings of a command, from the first LoRA if they are missing. Reads only
+    small config files. Raises ValueError for what cannot be sampled or written here."""
     model = args.model or (lora and lora.base) or "tiny"
     spec = known(ModelConfig(id=model))
     for one in filter(None, (lora, *others)):
@@ -77,7 +77,7 @@ def settle(args: argparse.Namespace, lora: Lora | None = None, *others: Lora) ->
             raise ValueError(f"--model: {text}. Give the base that it is of.")
     try:  # the run that trained the LoRA leaves its config above the adapter's folder
         run = load(RunFolder(lora.file.parent.parent).config) if lora else None
-    except ConfigError:  # there is none, or it is another program's
+    except ConfigError:  # no config, or another program's
         run = None
     if run:
         steps, guidance = run.evaluation_sampling.steps, run.evaluation_sampling.guidance
@@ -112,7 +112,7 @@ def settle(args: argparse.Namespace, lora: Lora | None = None, *others: Lora) ->
 
 
 def recommended(model: str) -> tuple[int, float]:
-    """(steps, guidance scale) of a model: of its card, else of its pipeline."""
+    """(steps, guidance scale) of a model, from its card, else from its pipeline."""
     if resolve(model) == resolve("tiny"):
         return TINY
     if card := card_of(model):
@@ -123,7 +123,7 @@ def recommended(model: str) -> tuple[int, float]:
 
 
 def free_file(out: Path | None) -> Path:
-    """A file that is not there yet; ValueError if `out` is, or has no format."""
+    """A path for a new file. Raises ValueError if `out` exists or has no format."""
     if out is None:
         numbered = (Path(f"samples-{number}.png") for number in itertools.count(2))
         free = itertools.chain([Path("samples.png")], numbered)
@@ -161,9 +161,9 @@ def draw(prompts: Sequence[str], plan: Plan, loras: Mapping[str, Lora | None]) -
     return images
 
 
-def write(plan: Plan, models: Mapping[str, Tensor], prompts: Sequence[str]) -> None:
-    """The grid, with a column for each of several models; and one by one large images, and several
-    of a prompt (`write_images`), of several models each in a folder. Prints where they are."""
+def write_output(plan: Plan, models: Mapping[str, Tensor], prompts: Sequence[str]) -> None:
+    """Write the grid, with a column for each model, and print its path. Large images, and several
+    of a prompt, are also written one by one (`write_images`); several models have a folder each."""
     out, copies = plan.out, plan.images
     texts = [prompt for prompt in prompts for _ in range(copies)]
     first, *others = models.values()

@@ -1,4 +1,4 @@
-"""`flowalign vote`: a local page that shows two images of a prompt, and writes what you choose.
+"""`flowalign vote` serves a local page that shows two images of a prompt, and writes the choice.
 
 `stage: dpo` learns from the file of pairs that it writes. Only this machine can open the page.
 """
@@ -59,7 +59,7 @@ class Ballot:
         self.left = [n for n, pair in pairs if frozenset(i["file"] for i in pair) not in names]
 
     def state(self) -> dict[str, Any]:
-        """The number of the next pair, None at the end; its prompt; how many are done."""
+        """The number of the next pair (None at the end), its prompt, and the number of votes."""
         total = len(self.pairs)
         number = self.left[0] if self.left else None
         prompt = "" if number is None else self.pairs[number][0]["prompt"]
@@ -80,8 +80,8 @@ class Ballot:
         return self.state()
 
     def image(self, number: int, right: bool) -> FileResponse:
-        """An image by the number of its pair: no path can be asked for. A browser must not keep it:
-        another folder has the same numbers."""
+        """An image by the number of its pair, so that no path can be requested. Browsers must not
+        cache it: another folder has the same numbers."""
         path = self.folder / self._pair(number)[right]["file"]
         return FileResponse(path, headers={"Cache-Control": "no-store"})
 
@@ -92,7 +92,7 @@ class Ballot:
 
 
 def app(folder: Path) -> FastAPI:
-    """The web application of a folder. A page of another host, by whatever name, cannot use it."""
+    """The web application of a folder. Pages of other hosts cannot use it, whatever their names."""
     ballot = Ballot(folder)
     application = FastAPI(openapi_url=None, redirect_slashes=False)
     application.add_middleware(TrustedHostMiddleware, allowed_hosts=[HOST, "localhost"])

@@ -1,4 +1,4 @@
-"""What is learnt, from what, and by which steps."""
+"""Sections on learning: tasks, rewards, advantages, teachers, the optimizer."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from flowalign.types import Problem
 
 
 def _expanded(option: Any) -> Any:
-    """An option with the texts in it that begin as paths do, `expanded`."""
+    """An option in which all texts that begin like a path are `expanded`."""
     if isinstance(option, dict):
         return {key: _expanded(value) for key, value in option.items()}
     if isinstance(option, list):
@@ -111,7 +111,7 @@ class LabellerConfig(Section):
     quantization: Literal["nf4", "fp8"] | None = None
     """Its transformer is stored in fewer bits, as with model.quantization."""
     device: str | None = Field(default=None, pattern=r"^[a-z]+(:\d+)?$", examples=["cuda:1", "cpu"])
-    """Where it lies, of each process a copy; null = on the device of the process."""
+    """Its device, with a copy for each process; null = the device of the process."""
     guidance: NotNegative | None = Field(default=None, examples=[4.5])
     """Its CFG scale; null = the student's. A larger scale is distilled into the student; with
     a smaller one the student unlearns its own."""

@@ -1,4 +1,4 @@
-"""YAML -> frozen pydantic models. A wrong config is refused with everything that is wrong in it.
+"""YAML -> frozen pydantic models. A wrong config is refused with a list of all its problems.
 
     config = load("configs/tiny/teacher_ocr.yaml", ["optimizer.lr=3e-4", "tasks.0.weight=2"])
 
@@ -8,10 +8,10 @@ that file uses), the file itself, the variant's keys for its kind of stage, the 
 texts of the command line. The layers of a recipe's stage are: the file that its `use` names, the
 keys next to `use`, the recipe's model, the recipe's variant, the recipe's output and seed (a seed
 next to `use` stays), the texts of its `set`. The command line of a recipe changes the recipe, so it
-reaches a stage as one of the keys next to `use`: `stages.NAME.train.updates=3`.
-A text replaces what is at its path, even a whole section. An item of a list is named by its `name`
-or its index (`benchmarks.geneval.limit=8`, `benchmarks.0.limit=8`), and so it is in a layer:
-`tasks: {ocr: {weight: 2}}` over a list of tasks changes the one that is named ocr.
+reaches a stage as one of the keys next to `use`: `stages.NAME.train.updates=3`. A text replaces
+what is at its path, even a whole section. An item of a list is named by its `name` or its index
+(`benchmarks.geneval.limit=8`, `benchmarks.0.limit=8`), and so it is in a layer: `tasks: {ocr:
+{weight: 2}}` over a list of tasks changes the one that is named ocr.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def load(
     stage: type[C] = TrainingStage,
     variant: str | Path | None = None,
 ) -> C:
-    """The config in a file; ConfigError with all that is wrong in it.
+    """Load the config in a file. Raises ConfigError with all its problems.
 
     overrides: `key.path=value` texts, values as YAML. stage: the kind of config that is wanted, one
     of STAGES' values or a base of them. variant: a file with keys for each kind of stage
@@ -87,13 +87,13 @@ LABELS = {
 def label_of(path: str | Path) -> str | None:
     """One of LABELS, from a line `# Label: WORD` of a shipped config's head; None without one."""
     text = Path(os.path.expanduser(path)).read_text(encoding="utf-8")
-    said = re.match(r"(?:#.*\n)*?# Label: (.*)", text)
-    return said[1] if said else None
+    match = re.match(r"(?:#.*\n)*?# Label: (.*)", text)
+    return match[1] if match else None
 
 
 def read(path: str | Path, above: Sequence[Path] = ()) -> Any:
-    """What a YAML file holds, unchecked, laid over the file that its key `use` names (relative to
-    it), if any; ConfigError if it is missing or not YAML. above: the files that led here."""
+    """The raw content of a YAML file, laid over the file that its key `use` names (relative to it),
+    if any. Raises ConfigError if it is missing or not YAML. above: the files that led here."""
     path = Path(os.path.expanduser(path))
     if not path.is_file():
         present = sorted(p.name for p in path.parent.glob("*.yaml"))
@@ -125,7 +125,7 @@ class NoRun(ValueError):
 
 
 def run_config(run: Path) -> Mapping[str, Any]:
-    """The keys in the config of a run's or a recipe's folder. Raises NoRun."""
+    """The raw config in the folder of a run or a recipe. Raises NoRun."""
     path = RunFolder(run).config
     try:
         config = read(path)
@@ -140,8 +140,8 @@ def run_config(run: Path) -> Mapping[str, Any]:
 
 
 def overlay(*layers: Mapping[str, Any], source: str = "config", place: str = "") -> dict[str, Any]:
-    """The layers, each laid over those before it, section by section; keys over a list of items
-    with names change these items. ConfigError for an item that is not in the list.
+    """Lay each layer over those before it, section by section; keys over a list of items with names
+    change these items. Raises ConfigError for an item that is not in the list.
 
     source, place: of the last layer, for the error: its file, and where the layers lie in it.
     """
@@ -153,7 +153,8 @@ def overlay(*layers: Mapping[str, Any], source: str = "config", place: str = "")
 
 
 def varied(data: Mapping[str, Any], keys: Mapping[str, Any], source: str) -> dict[str, Any]:
-    """A config with a variant's keys over it, but for sections that it has switched off (null)."""
+    """A config with a variant's keys over it, except in sections that it has switched off
+    (null)."""
     on = {
         key: value
         for key, value in keys.items()
@@ -194,7 +195,7 @@ def _index(items: Sequence[Any], key: str, where: str, source: str = "config") -
 
 
 def _replaced(data: Any, path: Sequence[str], value: Any, where: str = "") -> Any:
-    """The data with a value at a path, whatever was there."""
+    """The data with a new value at a path."""
     if not path:
         return value
     key, *rest = path
@@ -210,8 +211,8 @@ def _replaced(data: Any, path: Sequence[str], value: Any, where: str = "") -> An
 
 
 def override(data: Mapping[str, Any], texts: Sequence[str]) -> tuple[dict[str, Any], list[Problem]]:
-    """The data with `key.path=value` texts laid over it, and what is wrong with these. In a recipe
-    they come after what a stage has under `set`."""
+    """The data after `key.path=value` texts, and the problems of these. In a recipe they come after
+    what a stage has under `set`."""
     changed = dict(data)
     problems = list[Problem]()
     for text in texts:
@@ -238,7 +239,8 @@ def override(data: Mapping[str, Any], texts: Sequence[str]) -> tuple[dict[str, A
 
 
 def assignments(texts: Sequence[str]) -> dict[str, Any]:
-    """{key: value} of `key.path=value` texts, as overrides are read; ConfigError for others."""
+    """{key: value} of `key.path=value` texts, read like overrides. Raises ConfigError for
+    others."""
     data, problems = override({}, texts)
     if problems:
         raise ConfigError(problems, "options")
@@ -252,7 +254,7 @@ def parse(
     source: str = "config",
     stage: type[C] = TrainingStage,
 ) -> C:
-    """The config in a mapping; every problem is collected into one ConfigError."""
+    """The config in a mapping. Raises one ConfigError with all problems."""
     if not isinstance(data, Mapping):
         text = f"want keys and values at the top, got {shown_value(data)}."
         raise ConfigError([text], source)
@@ -287,8 +289,8 @@ def parse(
 
 
 def card_of(model: str) -> tuple[int, float] | None:
-    """(steps, guidance) of a public model's card (cards.yaml), of a Hub id or of a folder that is
-    called like the repository; None = not known."""
+    """(steps, guidance) of a public model's card (cards.yaml), by its Hub id or a folder of the
+    same name; None = not known."""
     return _cards().get(Path(model).name.lower())
 
 
@@ -299,21 +301,21 @@ def _cards() -> dict[str, tuple[int, float]]:
 
 
 def _by_model(data: Mapping[str, Any], sections: Collection[str]) -> Mapping[str, Any]:
-    """A config, unchecked, whose `rollout` or `sampling` has the steps and guidance of its model's
-    card where it says nothing, or null. A base trains at STEPS of its many steps. What no card has
-    is left to the defaults of the sections. sections: those that its stage has."""
+    """A raw config whose `rollout` or `sampling` has the steps and guidance of its model's card,
+    unless it sets them. A base trains at STEPS of its many steps. Without a card the defaults of
+    the sections hold. sections: the names of its stage's sections."""
     kind = "rollout" if "rollout" in sections else "sampling"
     model = data.get("model")
     section = data.get(kind, {})
     if kind not in sections or not isinstance(model, Mapping) or not isinstance(section, Mapping):
         return data
-    given = {k: v for k, v in section.items() if v is not None or k not in ("steps", "guidance")}
-    if not {"steps", "guidance"} <= given.keys() and isinstance(model.get("id"), str):
+    section = {k: v for k, v in section.items() if v is not None or k not in ("steps", "guidance")}
+    if not {"steps", "guidance"} <= section.keys() and isinstance(model.get("id"), str):
         if card := card_of(model["id"]):
-            given = {"steps": min(card[0], STEPS), "guidance": card[1], **given}
-    return {**data, kind: given} if given or kind in data else data
+            section = {"steps": min(card[0], STEPS), "guidance": card[1], **section}
+    return {**data, kind: section} if section or kind in data else data
 
 
 def to_yaml(config: Stage) -> str:
-    """The config with its defaults; `parse` of it gives the same config."""
+    """The config with its defaults as YAML; `parse` of it gives the same config."""
     return dump_yaml(config.model_dump(mode="json"), sort_keys=False)

@@ -1,4 +1,4 @@
-"""How rollouts are sampled."""
+"""Sections on the sampling of rollouts."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ class RolloutConfig(Section):
 
     @property
     def trained(self) -> tuple[int, int]:
-        """[start, stop) of the steps with noise and training; of a window that moves, all the
-        steps that it comes to."""
+        """[start, stop) of the steps with noise and training; for a moving window, of all steps
+        that it reaches."""
         if isinstance(self.window, tuple):
             return self.window
         return 0, self.steps if self.kind == "ode" else self.steps - 1
@@ -100,6 +100,6 @@ class RolloutConfig(Section):
 
 
 def steps_within(steps: int, within: tuple[float, float]) -> tuple[int, int]:
-    """[start, stop) of a schedule's steps inside a part of the way: (0, .99) leaves out the last
-    of at most 100 steps, (.01, .9) the first one and the last tenth."""
+    """[start, stop) of the steps of a schedule inside a fraction of it: (0, .99) leaves out the
+    last of at most 100 steps, (.01, .9) the first one and the last tenth."""
     return math.ceil(within[0] * steps - 1e-9), math.floor(within[1] * steps + 1e-9)

@@ -46,17 +46,17 @@ class TrainConfig(Section):
     score_while_sampling: bool = True
     """Score a batch of images while the next is sampled (not groupwise rewards)."""
     score_seconds: Seconds | None = 1800.0
-    """A batch of images is invalid if its reward takes longer; null = wait for ever."""
+    """A batch of images is invalid if its reward takes longer; null = no limit."""
     allow_changed_rewards: bool = Field(default=False, exclude=True)
-    """A resumed run, or a recipe, goes on though the code of its rewards has changed. The best
-    held-out score is then sought anew. It is not recorded: say it again where it is needed."""
+    """A resumed run, or a recipe, continues even if the code of its rewards has changed. The search
+    for the best held-out score then starts again. It is not recorded: set it again if needed."""
     timeout_seconds: Seconds | None = Field(default=None, examples=[7200.0])
     """With several processes, the run ends when one has waited this long for another; null = two
     hours. Each batch of a reward that hangs takes score_seconds."""
     max_minutes: Positive | None = Field(default=None, examples=[1430.0])
     """For a queue: the run ends with a checkpoint and exit status 75 before an update that would
     probably end later than this many minutes after the command's start. One update is always
-    done. A recipe has a key of its own, `max_minutes`, for all its stages together."""
+    done. A recipe has the key `max_minutes` for all its stages together."""
     trackers: list[Literal["tensorboard", "wandb"]] = ["tensorboard"]
     """Where accelerate logs metrics, the config, sample grids and the tables of evaluations.
     TensorBoard's files are in <output>/tensorboard. A W&B run has the name of the output folder; a
@@ -83,7 +83,7 @@ class BenchmarkConfig(Section):
         default={}, examples=[{"pick": {"name": "pickscore"}}]
     )
     """More rewards, or several in place of `reward`. Images are sampled once, and each reward gives
-    a score of its own, named NAME_JUDGE."""
+    a score with the name NAME_JUDGE."""
 
     @property
     def judges(self) -> dict[str, RewardConfig]:
@@ -149,7 +149,7 @@ class AlarmConfig(Section):
 
 
 class TrainingAlarmConfig(AlarmConfig):
-    """The same for a run, which samples the base for it."""
+    """An alarm while training, which samples the base for it."""
 
     every: Many = 4
     """Rollouts between two checks. 4 cost about 3 % of a run."""
@@ -157,5 +157,5 @@ class TrainingAlarmConfig(AlarmConfig):
     """Images that the base samples for a check, two of a prompt, and at most a quarter of the
     rollout's."""
     reference: Literal["base", "start"] = "base"
-    """Whose images the run's are compared with: the base's, or those of the LoRA that the run
-    starts from (lora.init), such as a style's, which is meant to be far from the base."""
+    """The reference images: from the base, or from the LoRA that the run starts from (lora.init),
+    such as a LoRA of a style, which is meant to be far from the base."""

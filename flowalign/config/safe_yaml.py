@@ -10,7 +10,8 @@ import yaml
 
 
 def load_yaml(text: str) -> Any:
-    """The value of a text; yaml.YAMLError for what is not one. No Python object is built."""
+    """Read the value of a text. Raises yaml.YAMLError if it is not YAML. Builds no Python
+    objects."""
     try:
         return yaml.load(text, Loader=_Loader)  # a SafeLoader
     except (ValueError, RecursionError) as error:  # as of `!!int x`
@@ -23,7 +24,8 @@ def dump_yaml(value: Any, **options: Any) -> str:
 
 class _Loader(yaml.SafeLoader):
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
-        """As SafeLoader, but the last of two equal keys does not silently win."""
+        """Compose a mapping, and refuse a key that is given twice; SafeLoader would take the
+        last."""
         node = super().compose_mapping_node(anchor)
         seen = set()
         for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):

@@ -1,4 +1,4 @@
-"""What all sections share: types of values, and a model whose errors say what to write."""
+"""The base of all sections: types of values, and a model with errors that say what to write."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class ConfigError(ValueError):
 
 
 def did_you_mean(word: object, possible: Iterable[str], quote: str = "'") -> str:
-    """The sentence that says which possible word is close; "" if none is."""
+    """A sentence that names the closest possible word; "" if none is close."""
     close = difflib.get_close_matches(str(word).lower(), possible, n=1, cutoff=0.5)
     return f" Did you mean {quote}{close[0]}{quote}?" if close else ""
 
@@ -137,7 +137,7 @@ def _example(field: Any) -> str:
 
 
 def shown_value(value: Any) -> str:
-    """A value in an error, with its kind, cut to a line."""
+    """A value for a message, with its kind, cut to a line."""
     kinds = {str: "text", int: "whole number", float: "number", bool: "true/false", list: "list"}
     if value is None:
         return "nothing (null)"

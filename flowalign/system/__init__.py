@@ -1,1 +1,1 @@
-"""The ground that all rooms stand on: files, signals, devices, HTTP. No model, no config."""
+"""The base of all other packages: files, signals, devices, HTTP. No model, no config."""

@@ -1,4 +1,4 @@
-"""Devices with their index, and a stream for a thread that works beside the caller's.
+"""Devices with their index, and a stream for a thread that works in parallel to the caller.
 
 "cuda" without an index means the current device of the thread that uses it, and in a new thread
 that is device 0 on every rank. So a device is resolved once, in the thread that builds on it.
@@ -10,7 +10,7 @@ import torch
 
 
 def current() -> torch.device | None:
-    """The accelerator that this thread works on, with its index; None on a machine without one."""
+    """The accelerator of this thread, with its index; None on a machine without one."""
     if not torch.accelerator.is_available():
         return None
     return torch.accelerator.current_stream().device
@@ -30,7 +30,7 @@ def resolve(device: str | torch.device | None = None) -> torch.device:
 
 
 class SideStream:
-    """A stream for a thread that works beside the one that makes this, on the same device, so that
+    """A stream for a second thread on the same device as the thread that makes this, so that
     neither waits for the other's kernels. Does nothing without an accelerator that is in use."""
 
     def __init__(self) -> None:
@@ -38,22 +38,22 @@ class SideStream:
         self.stream = torch.Stream(device=self.device) if self.device else None
 
     def record(self) -> torch.Event | None:
-        """By the caller: an event after everything that it has started."""
+        """Return an event after all work that the caller has started. The caller calls this."""
         return torch.accelerator.current_stream(self.device).record_event() if self.stream else None
 
     def activate(self) -> None:
-        """By the thread, once: from here on it uses the device and the stream."""
+        """Make this thread use the device and the stream. The second thread calls this once."""
         if self.device and self.stream:
             torch.get_device_module(self.device).set_device(self.device)
             torch.accelerator.set_stream(self.stream)
 
     def wait(self, event: torch.Event | None) -> None:
-        """By the thread: what it starts from here on runs after the event."""
+        """Let the work that the second thread starts from now on run after the event."""
         if self.stream and event:
             self.stream.wait_event(event)
 
     def synchronize(self) -> None:
-        """By the thread: wait for all that it has started, so that others may use its results and
+        """Wait for all that the second thread has started, so that others may use its results and
         free its inputs."""
         if self.stream:
             self.stream.synchronize()

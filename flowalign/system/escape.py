@@ -24,8 +24,8 @@ def shown(text: str, length: int = 300) -> str:
 
 
 def harmless(text: str) -> str:
-    """A text of several lines, such as an error's, for a terminal or a log: the same characters are
-    escaped, and its line breaks stay."""
+    """A text of several lines, such as an error's, for a terminal or a log: escaped like a line,
+    but its line breaks stay."""
     return "\n".join("".join(map(_escaped, line)) for line in text.split("\n"))
 
 
@@ -65,5 +65,5 @@ def block(text: str, language: str = "") -> str:
 
 
 def _outer(text: str, least: int) -> int:
-    """How many backticks the text cannot close."""
+    """The number of backticks that the text cannot close."""
     return max([least, *(len(run) + 1 for run in re.findall("`+", text))])

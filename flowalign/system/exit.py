@@ -1,4 +1,4 @@
-"""Around every command: what it refuses at once, how it ends early, and what stays off stderr."""
+"""The frame of every command: refusals, early ends, and what is kept off stderr."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ LEVELS = {  # read by the libraries when they are imported; processes that are s
     "TRANSFORMERS_VERBOSITY": "error",
     "DIFFUSERS_VERBOSITY": "error",
     "TORCH_CPP_LOG_LEVEL": "ERROR",
-    # threads of the CPU wait for each other without spinning: beside another process on two cores
-    # an update of the demo took 100 seconds, and takes 3
+    # CPU threads wait for each other without spinning. With another process on two cores an
+    # update of the demo takes 3 seconds instead of 100
     "OMP_WAIT_POLICY": "PASSIVE",
 }
 Target = Callable[[Any], Any]
@@ -34,13 +34,13 @@ LIBRARIES = (
 
 
 def run(name: str, argv: Sequence[str], *targets: str) -> int:
-    """Run the command `flowalign NAME`; its exit status. 2 where a package is missing, 130 after
-    Ctrl-C, 143 after SIGTERM, 75 after SIGUSR1, each with one line on stderr; 141 without one where
-    nobody reads its output any more (`| head`).
+    """Run the command `flowalign NAME`; returns its exit status: 2 if a package is missing, 130
+    after Ctrl-C, 143 after SIGTERM, 75 after SIGUSR1, each with one line on stderr; 141 without a
+    line if nothing reads its output any more (`| head`).
 
-    targets: "module:function", each of what the one before returned, until one gives the exit
-    status. A target is imported when its turn comes, so that the first can refuse or print --help
-    before the heavy libraries are imported.
+    targets: "module:function", each called with the result of the one before, until one returns the
+    exit status. A target is imported when its turn comes, so that the first can refuse or print
+    --help before the heavy libraries are imported.
     """
     try:
         with interruptible(), silenced():
@@ -49,7 +49,7 @@ def run(name: str, argv: Sequence[str], *targets: str) -> int:
                 status = resolve_name(target)(status)
                 if isinstance(status, int):
                     break
-            sys.stdout.flush()  # whoever reads it may be gone: said here, not while Python ends
+            sys.stdout.flush()  # the reader may be gone: fail here, not while Python ends
             return status
     except packages.MissingPackage as error:
         print(f"flowalign {name}: {error}", file=sys.stderr)
@@ -68,13 +68,13 @@ def run(name: str, argv: Sequence[str], *targets: str) -> int:
 
 def refusing(name: str) -> Callable[[Target], Target]:
     """Decorate a target of `flowalign NAME`: a ValueError, OSError or ImportError, which says what
-    is wrong with what was asked, becomes a line on stderr and exit status 2."""
+    is wrong with the command, becomes a line on stderr and exit status 2."""
 
     def decorate(command: Target) -> Target:
         @functools.wraps(command)
-        def guarded(given: Any) -> Any:
+        def guarded(argument: Any) -> Any:
             try:
-                return command(given)
+                return command(argument)
             except (ValueError, OSError, ImportError) as error:
                 if isinstance(error, BrokenPipeError):
                     raise
@@ -87,10 +87,10 @@ def refusing(name: str) -> Callable[[Target], Target]:
 
 
 def end_process(status: int) -> NoReturn:
-    """End the process now, after its exit functions, but without Python's own end: that would wait
-    for ever for a thread that hangs in a reward's pool. And it kills a thread that comes back from
-    torch's C++ (gloo has some), which aborts the process; other ranks would take that for a
-    failure."""
+    """End the process now, after its exit functions, but without Python's own end, which would wait
+    forever for a thread that hangs in a reward's pool. Python's end also kills a thread that
+    returns from torch's C++ (gloo has some). That aborts the process, and other ranks would take it
+    for a failure."""
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):  # of a terminal that is gone
@@ -102,7 +102,7 @@ def end_process(status: int) -> NoReturn:
 def silenced() -> Iterator[None]:
     """Inside the `with`, notices and Python warnings of these libraries are not shown. Errors are,
     and warnings of any other code: ours, and the user's rewards. Enter it before the libraries are
-    imported. What the environment, `python -W` or an earlier filter says comes first."""
+    imported. Settings of the environment, `python -W` or an earlier filter come first."""
     added = [name for name in LEVELS if name not in os.environ]
     os.environ.update({name: LEVELS[name] for name in added})
     try:

@@ -1,4 +1,4 @@
-"""Files and folders that appear complete, by one rename. And logs, which grow."""
+"""Files and folders that appear complete, by one rename; and logs, which grow."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def replacing(path: str | Path, *, durable: bool = False, swap: bool = False) ->
     """
     path = expanded(Path(path))
     path.parent.mkdir(parents=True, exist_ok=True)
-    # a name of its own: processes of several machines may write the same file of a shared disk
+    # a unique name: processes of several machines may write the same file of a shared disk
     part = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.part")
     try:
         yield part
@@ -81,8 +81,8 @@ LEFTOVER = re.compile(r"\..+\.[0-9a-f]{12}\.(part|old)|\.update_\d+")
 
 
 def remove_leftovers(folder: str | Path) -> None:
-    """Remove, in a folder and below it, what killed processes were about to write (`replacing`)
-    or to remove. For a run at its start, in its own folder, where no other process writes."""
+    """Remove unfinished files of killed processes in a folder and below it (`replacing`). For a run
+    at its start, in its own folder, where no other process writes."""
     for parent, folders, names in os.walk(folder):
         for name in filter(LEFTOVER.fullmatch, folders):
             shutil.rmtree(Path(parent, name), ignore_errors=True)
@@ -94,7 +94,7 @@ FULL = (errno.ENOSPC, errno.EDQUOT)  # the disk is full, or the user's share of 
 
 
 def is_disk_full(error: BaseException) -> bool:
-    """Whether an error says that there is no room left, itself or what caused it."""
+    """Whether an error, or its cause, says that the disk is full."""
     cause: BaseException | None = error
     while cause and getattr(cause, "errno", None) not in FULL:
         cause = cause.__cause__ or cause.__context__
@@ -102,7 +102,7 @@ def is_disk_full(error: BaseException) -> bool:
 
 
 def append(path: Path, text: str) -> None:
-    """Add a text to a file: all of it or, where the disk is full, nothing."""
+    """Add a text to a file: all of it or, if the disk is full, nothing."""
     with open(path, "ab", buffering=0) as file:
         size = file.tell()
         left = memoryview(text.encode())
@@ -126,7 +126,8 @@ def flush(path: Path) -> None:
 
 
 def _flush_names(folder: Path) -> None:
-    """The same for the names in a folder. Some file systems cannot; they keep their own order."""
+    """Wait until the names in a folder are on the disk. Some file systems cannot do this; they keep
+    their own order."""
     number = os.open(folder, os.O_RDONLY)
     try:
         with suppress(OSError):
@@ -150,7 +151,7 @@ def read_lines(path: str | Path) -> list[dict[str, Any]]:
 
 
 def to_json(value: Any) -> Any:
-    """The same value for JSON, which has no NaN and no infinity: they become null."""
+    """A value for JSON, which has no NaN and no infinity: they become null."""
     if isinstance(value, Mapping):
         return {str(key): to_json(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

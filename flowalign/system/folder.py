@@ -1,4 +1,4 @@
-"""The folder of a run, a recipe, a merge or an evaluation: every name in it stands here."""
+"""The names in the folder of a run, a recipe, a merge or an evaluation."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ from pathlib import Path
 
 
 class RunFolder:
-    """The paths in a folder, of which each kind of stage has some. The disk is neither asked nor
-    changed."""
+    """The paths in a folder; each kind of stage has some of them. The disk is not accessed."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -23,11 +22,11 @@ class RunFolder:
         self.tensorboard = self.path / "tensorboard"
         self.wandb = self.path / "wandb"
         self.wandb_run = self.path / "wandb_run.txt"  # the id under which a resumed run goes on
-        # its adapter, or that of a merge
+        # the adapter of a run or a merge
         self.adapter = self.path / "adapter"  # the best that was evaluated, else the last
         self.scores = self.adapter / "scores.json"  # of the evaluation that chose it, {} if none
         self.card = self.adapter / "README.md"
-        self.merge = self.path / "report.md"  # what was merged how, and the error of each layer
+        self.merge = self.path / "report.md"  # a merge's adapters, method and error by layer
         # an evaluation
         self.results = self.path / "results.json"
         self.table = self.path / "table.md"

@@ -38,7 +38,7 @@ Result = TypeVar("Result")
 
 
 class _Again(Exception):
-    """A failed attempt that may succeed later. after: its Retry-After; a date counts as none."""
+    """A failed attempt that may succeed later. after: its Retry-After; a date is ignored."""
 
     def __init__(self, cause: Exception, after: str = "") -> None:
         self.cause = cause
@@ -49,20 +49,20 @@ class _Again(Exception):
 class Client:
     """Connections to a service, for one batch of requests."""
 
-    timeout: float  # seconds without a sign of life; a whole answer may take twice as long
+    timeout: float  # seconds without data; a whole answer may take twice as long
     deadline: float = math.inf  # seconds from now until all requests end
     retries: int = 3  # further attempts at a request
     backoff: float = 0.5  # seconds before the second attempt
     max_bytes: int = 16 * 2**20  # of an answer
     # sent as `Authorization: Bearer`, to no other host, and cut out of every error text
     token: str | None = field(default=None, repr=False)
-    proxies: bool = True  # use those of the environment?
+    proxies: bool = True  # whether to use the environment's proxies
     redirects: bool = False  # follow up to five of them, but never from https to http?
 
     def __post_init__(self) -> None:
         self.until = time.monotonic() + self.deadline
         self.stopped = threading.Event()
-        self.failed: set[str] = set()  # URLs that were tried in vain
+        self.failed: set[str] = set()  # URLs that did not answer
         self.last: Exception | str = "the time for all requests is over"
         headers = {"Accept-Encoding": "identity"}
         self._client = httpx.Client(
@@ -80,8 +80,8 @@ class Client:
         self._client.close()
 
     def request(self, method: str, *urls: str, **content: Any) -> bytes:
-        """The body of the answer to a request. Each further attempt takes the next of the URLs;
-        those that failed before come last.
+        """Send a request; returns the body of the answer. Each further attempt takes the next of
+        the URLs; those that failed before come last.
 
         content: httpx's `content`, `json` or `headers`. Raises ValueError if the request is at
         fault, and ConnectionError or TimeoutError if there is no answer.
@@ -105,7 +105,8 @@ class Client:
     def map(
         self, call: Callable[[Item], Result], items: Sequence[Item], concurrency: int
     ) -> list[Result | Exception]:
-        """call(item) for each item, in order, so many at a time; what it raises takes its place.
+        """Run call(item) for each item, in order, so many at a time; an exception takes the place
+        of its result.
 
         Once `concurrency` calls in a row got no answer the rest is not made: a service that hangs
         costs one round of timeouts, not one per item. If no call succeeded for want of an answer,

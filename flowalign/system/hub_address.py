@@ -31,8 +31,8 @@ class HubAddress:
 
     @classmethod
     def parse(cls, text: str) -> HubAddress | None:
-        """Of `owner/name[@revision[/path]]`, `owner/name/path/to/FILE.safetensors`, or the address
-        of a page of the Hub for one of them; None for any other text."""
+        """Read `owner/name[@revision[/path]]`, `owner/name/path/to/FILE.safetensors`, or the
+        address of a page of the Hub for one of them; None for any other text."""
         if page := _PAGE.fullmatch(text):
             repository, place = page.groups()
             text = f"{repository}@{unquote(place).rstrip('/')}" if place else repository
@@ -40,7 +40,7 @@ class HubAddress:
 
     @classmethod
     def parse_file(cls, text: str) -> HubAddress | None:
-        """Of `owner/name/path/to/file[@revision]`; None for any other text."""
+        """Read `owner/name/path/to/file[@revision]`; None for any other text."""
         return cls._of(_FILE.fullmatch(text))
 
     @classmethod
@@ -58,8 +58,8 @@ _SECRET = re.compile(
 
 
 def secrets(value: Any, place: str) -> Iterator[str]:
-    """What is said of each URL in a value for JSON that has a user, a password or a token in it, by
-    its place, without the URL."""
+    """Messages about URLs with a user, a password or a token in a value for JSON: they name the
+    place, without the URL."""
     if isinstance(value, Mapping | list | tuple):
         pairs = value.items() if isinstance(value, Mapping) else enumerate(value)
         for key, inner in pairs:

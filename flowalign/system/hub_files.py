@@ -20,7 +20,7 @@ FAILED = (HTTP_ERROR, OSError, errors.HFValidationError)
 
 
 class HubError(OSError):
-    """What the Hub did not do, in its own words."""
+    """A request that the Hub refused or could not answer, in its own words."""
 
 
 class Unreachable(HubError):
@@ -62,15 +62,17 @@ class HubFiles:
         return {name: sizes[name] for name in lost}
 
     def absent(self, names: Iterable[str]) -> str | None:
-        """The patterns of weights, or all where none is of weights, if no name matches one."""
+        """The patterns that no name matches: those of weights, or all if none is for weights. None
+        if a name matches one."""
         weights = [pattern for pattern in self.patterns if pattern.endswith(".safetensors")]
         needed = weights or [*self.patterns]
         options = {**self.chosen, "allow_patterns": needed}
         return None if any(filter_repo_objects(names, **options)) else " or ".join(needed)
 
     def download(self, **hub: Any) -> Path:
-        """Their folder in the cache. What came before is not sent again. hub: options of
-        `snapshot_download`, whose errors it raises. Raises HubError where they are not in it."""
+        """Download the files; returns their folder in the cache. Parts from before are not sent
+        again. hub: options of `snapshot_download`, whose errors it raises. Raises HubError if the
+        files are not in the folder."""
         options = {"revision": self.revision, **self.chosen, **hub}
         folder = Path(snapshot_download(self.repository, **options))
         # without the Hub, snapshot_download gives a folder that holds other files

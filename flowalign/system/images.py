@@ -27,13 +27,13 @@ IMAGES = (
     ".jp2", ".ppm", ".tga",
 )  # fmt: skip
 OTHERS = (".heic", ".heif", ".jxl", ".svg", ".psd", ".exr", ".dng", ".cr2", ".nef", ".arw", ".raw")
-HIDDEN = (".", "__MACOSX")  # how names begin that a system, an archive or a notebook adds
+HIDDEN = (".", "__MACOSX")  # first letters of names that a system, an archive or a notebook adds
 
 
 def image_files(folder: Path) -> list[Path]:
-    """The images in a folder and its subfolders, also those that are links, in the order of their
-    numbers; none that is HIDDEN. Empty if there is no such folder. Images of formats that are not
-    read are named in the log."""
+    """The images in a folder and its subfolders, links included, in the order of their numbers,
+    without those that are HIDDEN. Empty if there is no such folder. Images in unreadable formats
+    are named in the log."""
     files = []
     seen = {}
     for parent, folders, names in os.walk(folder, followlinks=True):
@@ -70,7 +70,8 @@ def in_order(files: Sequence[Path]) -> Sequence[Path]:
 
 
 def read_image(path: Path) -> Image.Image:
-    """A file as an RGB image (`as_rgb`). Raises ValueError, with its name, for one that is none."""
+    """Read a file as an RGB image (`as_rgb`). Raises ValueError, with its name, if it is not an
+    image."""
     try:
         with Image.open(path) as image:
             return as_rgb(image)
@@ -80,8 +81,8 @@ def read_image(path: Path) -> Image.Image:
 
 
 def as_rgb(image: Image.Image) -> Image.Image:
-    """An image with 8 bits a channel, as its EXIF turns it. Raises ValueError for pixels without a
-    known range, and for transparent ones, whose colour is not seen."""
+    """An image with 8 bits a channel, turned as its EXIF says. Raises ValueError for pixels without
+    a known range, and for transparent ones, whose colour is not seen."""
     deep = image.mode.startswith("I;16") or image.mode == "I" and image.format == "PNG"
     if image.mode in ("I", "F") and not deep:
         raise ValueError(f"the range of its pixels (mode {image.mode}) is not known; save 8 bits")

@@ -20,7 +20,7 @@ FORMAT = 1
 
 
 class Damaged(ValueError):
-    """A folder that is not what its manifest says, or has none: what is wrong with it."""
+    """A folder that differs from its manifest, or has none; the text says what is wrong."""
 
 
 class Foreign(Damaged):
@@ -45,8 +45,8 @@ def write_manifest(
 ) -> None:
     """Write the manifest of a folder, after its files are on the disk itself.
 
-    names: the files that it vouches for, below the folder; None = all that are there. file: the
-    name of the manifest, where a folder has several.
+    names: the files that it lists, below the folder; None = all. file: the name of the manifest,
+    where a folder has several.
     """
     folder = Path(folder)
     if names is None:
@@ -63,7 +63,8 @@ def write_manifest(
 
 
 def read_manifest(folder: str | Path, *, file: str = MANIFEST) -> Manifest:
-    """The manifest of a folder, without a look at the files; Damaged if it is missing or broken."""
+    """The manifest of a folder; the files are not read. Raises Damaged if it is missing or
+    broken."""
     try:
         content = json.loads((Path(folder) / file).read_bytes())
         if isinstance(content, dict) and not content.keys() & {"sha256", "format", "files"}:
@@ -85,7 +86,8 @@ def read_manifest(folder: str | Path, *, file: str = MANIFEST) -> Manifest:
 def check_manifest(
     folder: str | Path, names: Collection[str] | None = None, *, file: str = MANIFEST
 ) -> Manifest:
-    """The manifest of a folder whose files are as it says; Damaged with what is wrong otherwise.
+    """The manifest of a folder, after a check of its files. Raises Damaged, which says what is
+    wrong.
 
     Files that the manifest does not name are not looked at. names: look at no others (None = all).
     """

@@ -39,7 +39,7 @@ class MissingPackage(ImportError):
 
 
 def require(module: str, why: str) -> Any:
-    """The module, or MissingPackage. why: who needs it, such as "reward hpsv2 needs"."""
+    """Import a module, or raise MissingPackage. why: who needs it, such as "reward hpsv2 needs"."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
@@ -57,7 +57,7 @@ def installed(module: str) -> bool:
 
 
 def hint(module: str) -> str:
-    """The sentence that says how to install a package of EXTRAS or OTHERS; in a checkout, from its
+    """A sentence that says how to install a package of EXTRAS or OTHERS; in a checkout, from its
     folder."""
     if module not in EXTRAS:
         return f"Run `pip install {OTHERS.get(module, module)}`."
@@ -66,7 +66,7 @@ def hint(module: str) -> str:
 
 
 def entry_points(group: str) -> importlib.metadata.EntryPoints:
-    """Those of a group, of the packages on sys.path, whose metadata is read once."""
+    """Entry points of a group, from the packages on sys.path, whose metadata is read once."""
     return _entry_points(group, tuple(sys.path))
 
 

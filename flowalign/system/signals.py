@@ -27,7 +27,7 @@ ECHO = 1.0  # seconds in which a signal that comes again is the same request: la
 
 
 class Interrupted(KeyboardInterrupt):
-    """A command is to end early. str() is what asked for it: "SIGTERM", "train.max_minutes".
+    """A command must end early. str() is the reason: "SIGTERM", "train.max_minutes".
 
     code: the exit status. note: what was saved and how to go on; None if nobody has said, "" if
     another process says it.
@@ -45,7 +45,7 @@ class Interrupted(KeyboardInterrupt):
 
 @dataclass(frozen=True)
 class Clock:
-    """The time that a command has. began: time.monotonic() at its start; minutes: None = no limit.
+    """The time limit of a command. began: time.monotonic() at its start; minutes: None = no limit.
     name: the key of the config that sets the limit."""
 
     began: float
@@ -53,7 +53,7 @@ class Clock:
     name: str = "train.max_minutes"
 
     def over(self, seconds: float) -> bool:
-        """Whether work of so many seconds would end past the limit."""
+        """Whether so many seconds of work would pass the limit."""
         if self.minutes is None:
             return False
         return time.monotonic() + seconds > self.began + 60 * self.minutes
@@ -61,7 +61,7 @@ class Clock:
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """Inside the `with`, a signal raises Interrupted in the main thread, wherever it is."""
+    """Let a signal raise Interrupted in the main thread anywhere inside the `with`."""
 
     def stop(number: int, frame: FrameType | None) -> None:
         raise Interrupted.by(number)
@@ -76,8 +76,8 @@ def interruptible() -> Iterator[None]:
 class Requests:
     """Requests to end a run early, inside its `with`.
 
-    One process raises Interrupted at once, or at the end of an `uninterrupted` block. Of several
-    processes none does so before all are at a `stop_point`: then all raise it, whoever was asked. A
+    One process raises Interrupted at once, or at the end of an `uninterrupted` block. Several
+    processes wait until all are at a `stop_point`: then all raise it, whichever got the signal. A
     second signal, more than ECHO seconds after the first, raises it at once, wherever the process
     is.
 
@@ -94,7 +94,7 @@ class Requests:
 
     def __enter__(self) -> Requests:
         self._first = None
-        self._before = _handle(self._asked)
+        self._before = _handle(self._stop)
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
@@ -118,13 +118,13 @@ class Requests:
             raise Interrupted.by(self._first[0])
 
     def stop_point(self, seconds: float | None = None) -> None:
-        """A place where a run can end, which all processes reach: Interrupted if one was asked, or
-        if the next `seconds` of work would end past the clock's limit (None = do not ask it)."""
+        """A place where a run can end, which all processes reach. Raises Interrupted after a
+        signal, or if the next `seconds` of work would pass the clock's limit (None = no limit)."""
         clock = self.clock
         request: tuple[str, int] | None = None  # why, and the exit status
         if self._first:
-            asked = Interrupted.by(self._first[0])
-            request = str(asked), asked.code
+            interruption = Interrupted.by(self._first[0])
+            request = str(interruption), interruption.code
         elif seconds is not None and clock.over(seconds):
             request = f"{clock.name} = {clock.minutes:g}", UNFINISHED
         everyone: list[Any] = self.gather([request]) if self.gather else [request]
@@ -132,7 +132,7 @@ class Requests:
             self.agreed = self.gather is not None
             raise Interrupted(reason, code)
 
-    def _asked(self, number: int, frame: FrameType | None) -> None:
+    def _stop(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
         if self._first is None:
             self._first = number, now
@@ -143,7 +143,7 @@ class Requests:
 
 
 def _handle(handler: Callable[[int, FrameType | None], None]) -> dict[signal.Signals, Any]:
-    """Set a handler of all our signals; those that were set before. An ignored signal stays
+    """Set a handler for all our signals; returns the handlers from before. An ignored signal stays
     ignored, as SIGINT is in a background job."""
     if threading.current_thread() is not threading.main_thread():
         return {}  # only the main thread is interrupted, and only it may set a handler

@@ -1,4 +1,4 @@
-"""A table of texts, and how it is written: as Markdown, HTML, LaTeX or CSV."""
+"""A table of texts, written as Markdown, HTML, LaTeX or CSV."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from flowalign.system.escape import escaped
 
 
 class Mark(NamedTuple):
-    """What sets a cell off.
+    """A highlight of a cell.
 
     kind: "best" of its column, "better" or "worse" than what it is compared with. hint: what a page
     shows where one points at it. shade: its colour on a page, from -100 = bad to 100 = good.
@@ -41,16 +41,16 @@ class Table:
 
     @staticmethod
     def of(texts: Sequence[Sequence[str]]) -> Table:
-        """From `texts`, the heads first."""
+        """Make a table from `texts`, the heads first."""
         return Table(texts[0], texts[1:])
 
     @property
     def texts(self) -> list[Sequence[str]]:
-        """Heads, rows and foot."""
+        """The heads, rows and foot."""
         return [*filter(None, [self.heads, *self.rows, self.foot])]
 
     def bold(self, form: str) -> list[list[str]]:
-        """The rows, the best cells in the format `form`."""
+        """The rows, with the best cells in the format `form`."""
         rows = [list(row) for row in self.rows]
         for (row, column), mark in self.marks.items():
             if mark.kind == "best":
@@ -58,7 +58,7 @@ class Table:
         return rows
 
     def markdown(self) -> str:
-        """The best in bold. No line break at the end."""
+        """Write Markdown, with the best in bold and no line break at the end."""
         lines = []
         for row in [*self.bold("**{}**"), *filter(None, [self.foot])]:
             names = [escaped(name) for name in row[: self.names]]
@@ -67,7 +67,7 @@ class Table:
         return "\n".join([heads, "|" + "---|" * len(self.heads), *lines])
 
     def html(self) -> str:
-        """A table of the class `numbers`, which the style of our pages has."""
+        """Write an HTML table of the class `numbers`, for the style of our pages."""
         lines = ["<thead>", _html_row("th", self.heads, {}), "</thead>", "<tbody>"]
         for number, row in enumerate(self.rows):
             marks = {column: mark for (line, column), mark in self.marks.items() if line == number}
@@ -85,8 +85,9 @@ class Table:
 
 
 def latex(tables: Sequence[Table]) -> str:
-    """Tables of equal columns as one tabular for the package booktabs, with rules between them. The
-    best in bold. It has the heads of the first, without that of the labels."""
+    """Write tables of equal columns as one tabular for the package booktabs, with rules between
+    them and the best in bold. The heads are those of the first table, without the head of the
+    labels."""
     heads = [_latex(head) for head in tables[0].heads[1:]]
     lines = [rf"\begin{{tabular}}{{l{'r' * len(heads)}}}", r"\toprule"]
     lines.append(rf"{' & '.join(['', *heads])} \\")

@@ -1,8 +1,8 @@
 """What each stage of a run holds and takes, the sum, and what would make it fit.
 
-Memory that does not suffice is answered by changes of the config, the cheapest first (`_changes`).
-Hours that do not (`--hours`) are answered by a smaller run. What is cut first costs least of what
-is learnt, as far as that was measured (CUTS): on the tiny model alone. Reasons name pages of docs.
+If the memory does not suffice, changes of the config are proposed, the cheapest first (`_changes`).
+If the hours (`--hours`) do not suffice, a smaller run is proposed. The first cuts are those that
+cost the least quality, as measured on the tiny model alone (CUTS). Reasons name pages of docs.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from rich.table import Table
 from flowalign.backbone.structure import local_folder
 from flowalign.commands.doctor.count import Ranks, evaluated_images, judge_bytes, predict, ranks_of
 from flowalign.commands.doctor.pace import DEFAULT_GPU, GPUS, Gpu, Pace, Times, present_gpu, times
-from flowalign.commands.findings import fault, note, ok, show
+from flowalign.commands.findings import fault, note, ok, print_findings
 from flowalign.config import ADAPTER, ConfigError, ModelConfig, Stage, parse
 from flowalign.types import Problem
 
@@ -37,8 +37,8 @@ LONG = 100  # hours above which a run is noted
 
 
 class Device(NamedTuple):
-    """What a run is planned for: the number of GPUs, and where it is not what is here, their name
-    in GPUS, their memory in GiB and their rate in TFLOP/s."""
+    """The device that a run is planned for: the number of GPUs, and, unless it is the one here,
+    their name in GPUS, their memory in GiB and their rate in TFLOP/s."""
 
     gpus: int
     gpu: str | None = None
@@ -62,8 +62,8 @@ class Forecast:
     pace: Pace | None = None  # None: no rate is known, or `timed` was not called
 
     def predicted(self) -> Forecast:
-        """With the estimate of its stage. Raises LookupError where the shapes of the model are not
-        known."""
+        """This forecast with the estimate of its stage. Raises LookupError if the shapes of the
+        model are not known."""
         given: dict[str, Any] = {"processes": self.device.gpus, "ranks": self.ranks}
         estimate = predict(self.stage, device_type=self.kind, models=self.models, **given)
         return replace(self, estimate=estimate)
@@ -88,7 +88,7 @@ class Forecast:
         return present_gpu()
 
     def timed(self, measured: Pace | None = None) -> Forecast:
-        """With a pace: the one that is asked for, measured here, or of the table."""
+        """This forecast with a pace: from --tflops, measured here, or of the table."""
         if tflops := self.device.tflops:
             return replace(self, pace=Pace.constant(tflops * 1e12, f"{tflops:g} TFLOP/s, --tflops"))
         if measured and not self.device.gpu:
@@ -110,7 +110,7 @@ class Forecast:
 
     @cached_property
     def memory(self) -> int:
-        """Bytes of the device: as asked for, of the GPU that is planned for, or of what is here."""
+        """Bytes of the device: from --memory, of the planned GPU, or of this machine."""
         if known := self.device.memory or (self.gpu and self.gpu.memory):
             return int(known * GIB)
         if self.kind == "cpu":
@@ -119,18 +119,18 @@ class Forecast:
 
     @cached_property
     def advice(self) -> list[tuple[str, Forecast]]:
-        """(a change that helps, the forecast after it and all before), until the memory suffices or
+        """(a helpful change, the forecast after it and all before) until the memory suffices or
         nothing helps."""
-        found = list[tuple[str, Forecast]]()
+        steps = list[tuple[str, Forecast]]()
         now = self
         while (peak := now.estimate.peak) > usable(self.memory, self.kind):
             tried = ((change, now.after(change)) for change in _changes(now))
             helpful = next((pair for pair in tried if pair[1].estimate.peak < peak), None)
             if helpful is None:
                 break
-            found = [*found, helpful]
+            steps.append(helpful)
             now = helpful[1]
-        return found
+        return steps
 
     @property
     def fitting(self) -> Forecast:
@@ -187,10 +187,10 @@ def forecasts(stages: Mapping[str, Stage], device: Device) -> list[Forecast]:
     """The prediction of each stage, without its times."""
     ranks: dict[str, Ranks] = {}  # by folder, of what the stages will write
     listed = []
-    asked = device.gpu or device.memory or device.tflops or torch.cuda.is_available()
+    planned = device.gpu or device.memory or device.tflops or torch.cuda.is_available()
     for name, stage in stages.items():
         # for this machine's CPU only where the run itself would be on it
-        kind = "cuda" if asked or not is_here(stage.model) else "cpu"
+        kind = "cuda" if planned or not is_here(stage.model) else "cpu"
         one = Forecast(name, stage, device, kind, ranks)
         adapter = stage.folder.adapter
         try:
@@ -216,8 +216,8 @@ def usable(memory: float, device_type: str) -> float:
 
 
 def fits(forecast: Forecast) -> Iterator[Problem]:
-    """Whether the peak fits in the memory of the device, and what would make it fit. A run that
-    does not fit a GPU that is neither here nor asked for has no fault."""
+    """The problem of a peak that does not fit in the memory, and the changes that would make it
+    fit. It is no fault if the GPU is neither here nor named by the user."""
     device, gpu, size = forecast.device, forecast.gpu, forecast.memory
     assumed = bool(gpu) and not (device.gpu or device.memory or torch.cuda.is_available())
     limit = usable(size, forecast.kind)
@@ -242,8 +242,8 @@ def fits(forecast: Forecast) -> Iterator[Problem]:
 
 
 def _changes(forecast: Forecast) -> Iterator[str]:
-    """What can be changed now, the cheapest first: the worst phase, then what is resident, then
-    what a run can do without."""
+    """Changes that are possible now, the cheapest first: the worst phase, then what is resident,
+    then what a run can do without."""
     model = forecast.stage.model
     estimate = forecast.estimate
     worst = estimate.worst
@@ -254,7 +254,7 @@ def _changes(forecast: Forecast) -> Iterator[str]:
         yield "model.gradient_checkpointing=true"
     if share > 0.05:  # smaller batches can suffice
         for key, size in sizes.items():
-            yield f"{key}={max(1, min(size - 1, int(size * share * 0.9)))}"  # 0.9: not to the brim
+            yield f"{key}={max(1, min(size - 1, int(size * share * 0.9)))}"  # 0.9: some slack
     if not model.offload_text_encoders:
         yield "model.offload_text_encoders=true"
     if model.dtype == "float32":  # only from here on is something else learned
@@ -273,8 +273,8 @@ def _changes(forecast: Forecast) -> Iterator[str]:
 
 
 class Cut(NamedTuple):
-    """A key that is lowered, to `floor` at least, and why it comes at its place. taught: the floor
-    of a student of teachers; None = the same, 0 = it is not cut."""
+    """A key that can be lowered to `floor`, and the reason for its place in CUTS. taught: the floor
+    for a student of teachers; None = `floor`, 0 = it is not cut."""
 
     key: str
     floor: Any
@@ -301,7 +301,7 @@ CUTS = (
 
 
 def show_total(listed: Sequence[Forecast]) -> None:
-    """Print a row for each stage, as it fits in the memory: with the changes that `fits` names."""
+    """Print a row for each stage, after the changes with which it fits in the memory (`fits`)."""
     changed = [f.name for f in listed if f.fitting is not f]
     listed = [f.fitting for f in listed]
     numbers = ("updates", "images", "s/update", "held-out")
@@ -313,7 +313,7 @@ def show_total(listed: Sequence[Forecast]) -> None:
             table.add_row(f.name, peak, "-", "-", "-", "-", "does not fit", "-")
         elif t := f.times:
             drawn = [str(f.stage.updates), f"{f.stage.images:,}"]
-            numbers = [*drawn, f"{t.update:.3g}", str(f.stage.evaluations)]
+            numbers = [*drawn, f"{t.update:.3g}", str(f.stage.evaluation_count)]
             table.add_row(f.name, peak, *numbers, *map(shown_hours, (t.hours, t.hours * gpus)))
         else:
             why = "not predicted" if f.stage.samples else "minutes, no GPU"
@@ -341,8 +341,8 @@ def shown_hours(hours: float) -> str:
 
 
 def within(config: Any, listed: Sequence[Forecast], limit: float | None) -> bool:
-    """Print the hours of all stages, and what they and the memory ask for, as arguments of
-    `flowalign train`; False for a fault of the hours."""
+    """Print the hours of all stages, and the changes that hours and memory need, as arguments of
+    `flowalign train`. Returns False if the hours are a fault."""
     fitting = [forecast.fitting for forecast in listed]
     total = sum(forecast.hours for forecast in fitting)
     changes = {f.name: [change for change, _ in f.advice] for f in listed if f.estimate}
@@ -352,14 +352,18 @@ def within(config: Any, listed: Sequence[Forecast], limit: float | None) -> bool
     if too_large := [forecast.name for forecast in fitting if forecast.too_large]:
         total = 0.0  # they take no hours
         if limit is not None:
-            show([fault("time", f"no hours: {', '.join(too_large)} does not fit in the memory")])
+            print_findings(
+                [fault("time", f"no hours: {', '.join(too_large)} does not fit in the memory")]
+            )
     elif limit is None:
         if total > LONG:
-            show([note("time", f"{text}. --hours 24 proposes a smaller run")])
+            print_findings([note("time", f"{text}. --hours 24 proposes a smaller run")])
     elif not any(forecast.times for forecast in listed):
-        show([fault("time", "--hours needs a rate, not known here: add --gpu or --tflops")])
+        print_findings(
+            [fault("time", "--hours needs a rate, not known here: add --gpu or --tflops")]
+        )
     else:
-        show([(ok if total <= limit else fault)("time", f"{text} of {limit:g}")])
+        print_findings([(ok if total <= limit else fault)("time", f"{text} of {limit:g}")])
         for name, texts in _cuts(fitting, limit).items():
             changes[name] = [*changes[name], *texts]
     if any(changes.values()):
@@ -369,8 +373,8 @@ def within(config: Any, listed: Sequence[Forecast], limit: float | None) -> bool
 
 
 def _cuts(listed: Sequence[Forecast], limit: float) -> dict[str, list[str]]:
-    """{stage: changes} after which all stages take at most so many hours, as far as CUTS go, which
-    are printed. The longest stage that can be cut is cut next, in the order of CUTS, and no further
+    """{stage: changes} after which all stages together take at most so many hours, if CUTS suffice;
+    prints them. The longest stage that can be cut is cut next, in the order of CUTS, and no further
     than needed."""
     now = {forecast.name: forecast for forecast in listed if forecast.times}
     left = {name: iter(CUTS) for name in now}
@@ -390,28 +394,28 @@ def _cuts(listed: Sequence[Forecast], limit: float) -> dict[str, list[str]]:
             after = forecast.after(*texts)
             if after.hours < forecast.hours:
                 took = f"{' '.join(texts)}: {shown_hours(after.hours)} h. {cut.why}"
-                show([note(f"  {name}", took)])
+                print_findings([note(f"  {name}", took)])
                 now[name] = after
                 changes[name] += texts
     if over > 0:
-        show([note("", f"  {limit + over:.2f} h are the least: use a larger GPU")])
+        print_findings([note("", f"  {limit + over:.2f} h are the least: use a larger GPU")])
     return changes
 
 
 def _arguments(config: Any, changes: Mapping[str, Sequence[str]]) -> str:
-    """Changes by stage, as arguments of `flowalign train`. Of several of a key the last counts."""
+    """Changes by stage, as arguments of `flowalign train`. The last change of a key counts."""
     keys = {name: {t.partition("=")[0]: t for t in texts} for name, texts in changes.items()}
     last = {name: list(texts.values()) for name, texts in keys.items()}
     if not config.is_recipe:
         return shlex.join(text for texts in last.values() for text in texts)
-    given = {name: config.stages[name].get("set", []) for name in last}
-    sets = {n: json.dumps([*given[n], *texts]) for n, texts in last.items() if texts}
+    settings = {name: config.stages[name].get("set", []) for name in last}
+    sets = {n: json.dumps([*settings[n], *texts]) for n, texts in last.items() if texts}
     return shlex.join(f"stages.{name}.set={texts}" for name, texts in sets.items())
 
 
 def _choices(cut: Cut, forecast: Forecast) -> list[list[str]]:
-    """The changes that a cut can make in a stage, from the floor up. The first rows of a .jsonl may
-    be of one tag, as those of GenEval are, so that `limit` is for sets of texts."""
+    """Possible changes of a stage by a cut, from the floor up. `limit` is only for sets of texts:
+    the first rows of a .jsonl may all have one tag, as in GenEval."""
     stage: Any = forecast.stage
     head, star, leaf = cut.key.format(stage=stage.stage).partition(".*.")
     try:

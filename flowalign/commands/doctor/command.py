@@ -15,7 +15,7 @@ from flowalign.checks.rewards import own_code
 from flowalign.commands import recipe
 from flowalign.commands.doctor import advise, live
 from flowalign.commands.doctor.advise import Device, Forecast
-from flowalign.commands.findings import healthy, note, ok, show
+from flowalign.commands.findings import healthy, note, ok, print_findings
 from flowalign.config import LABELS, assignments, label_of
 from flowalign.eval.suite import environment
 from flowalign.report.progress import quiet
@@ -35,30 +35,34 @@ def main(args: argparse.Namespace) -> int:
     log.setLevel(logging.ERROR)  # the findings say what failed
     try:
         if args.config:
-            return examine(args)
+            return examine_config(args)
         options = assignments(args.options)
         prompts = [args.prompts] if args.prompts else live.PROBES
-        found, _ = live.diagnose(args.reward, options, sources=prompts)
-        show(found)
-        return 0 if healthy(found) else 1
+        findings, _ = live.diagnose(args.reward, options, sources=prompts)
+        print_findings(findings)
+        return 0 if healthy(findings) else 1
     finally:
         log.setLevel(level)
 
 
-def examine(args: argparse.Namespace) -> int:
+def examine_config(args: argparse.Namespace) -> int:
     """Examine every stage of a config and print the findings; the exit status. Nothing is
     written."""
     if args.trust:
         rewards.add_config_folder(args.config)
     elsewhere = bool(args.gpu)
     launch = Launch(args.gpus, False, trust=args.trust, elsewhere=elsewhere, advise=True)
-    show([ok("", ", ".join(f"{name} {version}" for name, version in environment().items()))])
+    print_findings(
+        [ok("", ", ".join(f"{name} {version}" for name, version in environment().items()))]
+    )
     if label := label_of(args.config):
-        show([note(f"the settings are {label}", LABELS[label])])
+        print_findings([note(f"the settings are {label}", LABELS[label])])
     inputs = Inputs(args.root.model)  # all stages have one base
-    stages, problems = recipe.examine(args.root, Path(args.config).parent, launch, inputs)
+    stages, problems = recipe.stages_and_problems(
+        args.root, Path(args.config).parent, launch, inputs
+    )
     refusals = refused(problems)
-    show(once(refusals))
+    print_findings(once(refusals))
     sound = healthy(problems)
     pace = None
     forecasts = advise.forecasts(stages, Device(args.gpus, args.gpu, args.memory, args.tflops))
@@ -69,19 +73,19 @@ def examine(args: argparse.Namespace) -> int:
         if not (stage.samples or findings):
             continue
         print(f"\n{forecast.name} ({stage.stage})")
-        show(replace(problem, stage="") for problem in findings)
+        print_findings(replace(problem, stage="") for problem in findings)
         if not stage.samples:
             continue
         if reason := _why_no_images(forecast, args, bool(refusals) or not healthy(findings)):
             sampled = [note("no image was sampled", reason)]
         else:
-            sampled, measured = live.examine(stage, inputs)
+            sampled, measured = live.examine_stage(stage, inputs)
             pace = measured or pace  # of this stage, or of one before
-        show(sampled)
+        print_findings(sampled)
         forecasts[number] = forecast = forecast.timed(pace)
         forecast.show()
         last = list(forecast.findings())
-        show(last)
+        print_findings(last)
         sound &= healthy([*sampled, *last])
     if forecasts:
         advise.show_total(forecasts)

@@ -107,10 +107,10 @@ def predict(
     """The estimate of a training stage or an evaluation.
 
     ranks: {folder: {layer: rank}} of adapters that an earlier stage of a recipe will write. drawn:
-    the updates whose drawn states are averaged; None = the first DRAWS. models: those of earlier
-    calls with the same device and ranks, whose passes are not measured again; filled here. Raises
-    LookupError where the shapes of model.id are not known. Not included: torch.compile, and the
-    memory of rewards' activations, of kernels (cuDNN, GEMM workspaces) and of the device's context.
+    the updates whose drawn states are averaged; None = the first DRAWS. models: a cache for calls
+    with the same device and ranks; their passes are measured once. Raises LookupError where the
+    shapes of model.id are not known. Not included: torch.compile, and the memory of rewards'
+    activations, of kernels (cuDNN, GEMM workspaces) and of the device's context.
     """
     models = {} if models is None else models
     ranks = ranks or {}
@@ -122,12 +122,12 @@ def predict(
         update = _Update(config, model, processes, drawn)
         phases = [*update.sampling(), *update.learning()]
     elif model is None:
-        given = (ranks_of(i, LoraConfig(), ranks, config.model) for i in config.inputs.values())
-        model = models[key] = _Model(config.model, device_type, given)
+        adapters = (ranks_of(i, LoraConfig(), ranks, config.model) for i in config.inputs.values())
+        model = models[key] = _Model(config.model, device_type, adapters)
     staying, visiting, _ = judge_bytes(config)
     held = {**model.parts(config, processes), "reward models (their files)": staying}
     parts = {name: count for name, count in held.items() if count}
-    evaluation = _evaluation(config, model, processes) if config.evaluations else None
+    evaluation = _evaluation(config, model, processes) if config.evaluation_count else None
 
     def scored(phase: Phase) -> Phase:  # images are scored while the next ones are sampled
         scores = phase.kind == "sampling" and phase.name != "text"
@@ -146,8 +146,8 @@ def judges(stage: Stage) -> Iterator[RewardSpec]:
 
 
 def judge_bytes(config: Stage) -> tuple[int, int, list[str]]:
-    """Bytes of reward models, by the size of their files: those that stay on the device, and the
-    largest of those that are there while they score; and the rewards whose size is not known."""
+    """Bytes of reward models, by the size of their files: the sum of those that stay on the device;
+    the largest of those that are there only while they score; the rewards of unknown size."""
     staying = dict[str, float]()
     visiting = [0.0]
     unknown = list[str]()
@@ -165,8 +165,8 @@ def judge_bytes(config: Stage) -> tuple[int, int, list[str]]:
 
 
 def judge_kept(config: Stage) -> int:
-    """Bytes of an image that a judge keeps on the device for its gradient: the most of all judges;
-    0 where it is not known."""
+    """Bytes of an image that a judge keeps on the device for its gradient, the maximum over judges;
+    0 if unknown."""
     kept = [0.0]
     for judge in judges(config):
         cost = judge.cost
@@ -191,8 +191,8 @@ def evaluated_images(config: Stage) -> dict[str, int]:
 def ranks_of(
     source: str | None, lora: LoraConfig, ranks: Mapping[str, Ranks], model: ModelConfig
 ) -> Ranks:
-    """Of an adapter: from `ranks`, else from its file, else of a fresh one as `lora` says.
-    LookupError where the shapes of the model are not known."""
+    """{layer: rank} of an adapter: from `ranks`, else from its file, else of a new adapter by
+    `lora`. Raises LookupError if the shapes of the model are not known."""
     if source is not None and source in ranks:
         return ranks[source]
     if source is not None:
@@ -299,8 +299,8 @@ class _Model:
             with torch.no_grad(), self.backbone.adapter(source.adapter):
                 self.backbone.velocity(x, 0.5, cond, guidance=source.guidance)
 
-        found = self.measured(forward, "forward", batch, source)
-        return found if self.here else found._replace(peak=0)
+        cost = self.measured(forward, "forward", batch, source)
+        return cost if self.here else cost._replace(peak=0)
 
     def decoded(self, batch: int, rows: int) -> Pass:
         """The VAE's decoder on a batch, so many rows at once."""
@@ -436,12 +436,12 @@ class _Trained(_Model):
         self.checkpointed(core, recomputes)
 
         def learn() -> None:
-            mine = velocity()
+            learner = velocity()
             target = x
             for other in compared:
                 with torch.no_grad(), self.backbone.adapter(other.adapter):
                     target = velocity()
-            ((mine - target) ** 2).mean().backward()
+            ((learner - target) ** 2).mean().backward()
             if not summed:
                 core.zero_grad()
 
@@ -458,7 +458,7 @@ class _Trained(_Model):
 
 
 def _model_key(config: Stage) -> str:
-    """What the model of a stage and its adapters depend on."""
+    """A key of all settings that the model of a stage and its adapters depend on."""
     model = config.model.model_dump(exclude=FREE)
     fp8 = config.model.quantization == "fp8"
     key = [model, fp8, config.inputs]
@@ -472,8 +472,8 @@ def _model_key(config: Stage) -> str:
 
 
 def _evaluation(config: Stage, model: _Model, processes: int) -> Phase:
-    """Sample held-out prompts of all tasks and benchmarks by Euler steps, and decode them; their
-    prompts are encoded, once an image. The velocities of a student at its fixed states."""
+    """The pass of an evaluation: encode the held-out prompts, once an image; sample all tasks and
+    benchmarks by Euler steps, and decode. Adds a student's velocities at its fixed states."""
     images = sum(evaluated_images(config).values())
     key = "sampling.batch_size"
     least = size_of(*model.encoders) if config.model.offload_text_encoders else 0
@@ -602,7 +602,7 @@ class _Update:
         yield self._update()
 
     def _drift(self, every: int) -> Phase:
-        """The base's images for some of the rollout, at every check; FLOPs are those an update."""
+        """The base's images for some of the rollout, at every check. FLOPs are for one update."""
         config = self.config
         model = self.model
         rollout = self.config.rollout
@@ -625,10 +625,10 @@ class _Update:
         meter = model.updated(batch, config, compared, summed=pairs > batch)
         step = 3 * lora if model.device_type == "cuda" else lora  # gradients, and foreach's copies
         peak = self.stored + max(meter.peak, step)
-        each = [
+        costs = [
             model.forward(batch, Source(c.adapter, config.loss_guidance)).flops for c in compared
         ]
-        flops = meter.flops - sum((1 - c.share) * f for c, f in zip(compared, each, strict=True))
+        flops = meter.flops - sum((1 - c.share) * f for c, f in zip(compared, costs, strict=True))
         sizes = {"optimizer.micro_batch": batch}
         return Phase("update", "learning", peak, flops / batch * self.pairs, sizes)
 
@@ -638,8 +638,8 @@ class _Update:
         peak = 0
         flops = 0.0
         for task in config.tasks:
-            asked = self.model.targets[f"teachers.{config.routing[task.name]}"]
-            each = [base.forward(batch, source) for base, source in asked]
-            peak = max(peak, *(meter.peak for meter in each))
-            flops += task.weight * sum(meter.flops for meter in each)
+            targets = self.model.targets[f"teachers.{config.routing[task.name]}"]
+            passes = [base.forward(batch, source) for base, source in targets]
+            peak = max(peak, *(meter.peak for meter in passes))
+            flops += task.weight * sum(meter.flops for meter in passes)
         return Pass(peak, flops / sum(task.weight for task in config.tasks))

@@ -1,8 +1,8 @@
-"""What a few images show: does a reward work, what does it score and cost; and of a run, its ratio,
-its teachers and its first updates.
+"""Test a reward and a run on a few images: does the reward work, what does it score and cost; the
+run's ratio, its teachers and its first updates.
 
 A reward scores scenes of the tiny world with their own prompts and with other prompts, noise and
-plain grey. What breaks a training run is a fault: scores that depend on the batch, or never differ.
+plain grey. A fault is what breaks a training run: scores that depend on the batch, or never differ.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ PROBES = ("tiny/geneval_test", "tiny/ocr_test", "tiny/preference_test")
 TOLERANCE = 1e-4  # relative, of scores: float32 sums in another order
 
 
-def examine(config: Stage, inputs: Inputs | None = None) -> tuple[list[Problem], Pace | None]:
+def examine_stage(config: Stage, inputs: Inputs | None = None) -> tuple[list[Problem], Pace | None]:
     """Score probe images with each reward. Then run a few small updates, in a temporary folder.
     Findings, and how fast this machine ran them; None = it was not measured. inputs: what was
     opened of the stage."""
@@ -72,15 +72,15 @@ def examine(config: Stage, inputs: Inputs | None = None) -> tuple[list[Problem],
 
 def _reward(task: str, name: str, options: dict[str, Any], findings: list[Problem]) -> float:
     """Add the faults that `flowalign doctor --reward` finds, or one line that says "ok". Returns
-    its seconds for an image, NaN if it was not asked."""
+    its seconds for an image, NaN if it could not score."""
     title = f"reward {name!r} of task {task!r}"
     try:
-        found, cost = diagnose(name, options, count=4)
+        diagnosed, cost = diagnose(name, options, count=4)
     except (ValueError, ImportError, OSError) as error:
         finding = note if isinstance(error, UnsuitedError) else fault
         findings.append(finding(title, str(error)))
         return math.nan
-    faults = [fault(title, str(f)) for f in found if f.level == "fault"]
+    faults = [fault(title, str(f)) for f in diagnosed if f.level == "fault"]
     findings += faults or [ok(title, f"sound; {1000 * cost:.1f} ms an image")]
     return cost
 
@@ -138,7 +138,7 @@ def small_run(config: TrainingStage, folder: str) -> TrainingStage:
         f"rollout.prompts={prompts}", f"rollout.group_size={copies}",
         "optimizer.updates_per_rollout=1",
     ]  # fmt: skip
-    if prompts < rollout.prompts:  # few, and each task shall have some
+    if prompts < rollout.prompts:  # each task needs some
         changes += [f"tasks.{i}.weight=1.0" for i in range(len(config.tasks))]
     if config.patience is not None:  # it counts evaluations, of which there are none
         changes.append("student.patience=null")
@@ -146,7 +146,7 @@ def small_run(config: TrainingStage, folder: str) -> TrainingStage:
 
 
 def _pace(small: TrainingStage, folder: Path, device_type: str, judging: dict[str, float]) -> Pace:
-    """From the seconds that all updates but the first took, in total."""
+    """The pace, from the total seconds of all updates but the first."""
     lines = [json.loads(line) for line in small.folder.log.read_text().splitlines()]
     timed = [line for line in lines if metrics.SECONDS_UPDATE in line][1:]
     rolled, waited, updated = (sum(line[name] for line in timed) for name in metrics.SECONDS)
@@ -216,8 +216,8 @@ def diagnose(
     copies = COPIES if reward.groupwise else 1
 
     def ask(images: Tensor, rows: Sequence[int]) -> Scores:
-        asked = batch.select(rows)
-        return score(reward, images, asked.prompts, asked.metadata)
+        selected = batch.select(rows)
+        return score(reward, images, selected.prompts, selected.metadata)
 
     for batch in batches:  # what is loaded or compiled on first use is not timed
         batch = batch.select([row for row in range(len(batch)) for _ in range(copies)])
@@ -242,9 +242,9 @@ def diagnose(
         ways["one by one"] = [[row] for row in rows]
     if not bool(first.valid.any()):
         ways = {}  # there is no score to compare with
-    for way, asked in ways.items():
-        order = [row for each in asked for row in each]
-        value = torch.cat([ask(scenes[each], each).value for each in asked])
+    for way, parts in ways.items():
+        order = [row for part in parts for row in part]
+        value = torch.cat([ask(scenes[part], part).value for part in parts])
         worst = float((value - first.value[order])[first.valid[order]].abs().max())
         scale = float(first.value[first.valid].abs().max())
         same = worst <= TOLERANCE * max(scale, TOLERANCE)
@@ -256,7 +256,7 @@ def diagnose(
 
 
 def _suited(spec: rewards.RewardSpec, count: int, sources: Sequence[str]) -> list[PromptBatch]:
-    """Those of these prompt sets that the reward says it can score; UnsuitedError for none."""
+    """The prompt sets that the reward says it can score. Raises UnsuitedError if there is none."""
     batches = []
     problem = None
     for source in sources:
@@ -297,10 +297,11 @@ def _answers(answers: Mapping[str, Scores]) -> Iterator[Problem]:
     values = torch.cat(list(valid.values())).tolist()
     if values and max(values) - min(values) <= TOLERANCE * max(map(abs, values)):
         yield fault("constant", f"every image scores {values[0]:.4g}, so nothing can be learned")
-    own, other, *plain = (float(v.mean()) if len(v) else math.nan for v in valid.values())
-    if math.isfinite(own - other):
-        text = f"a scene scores {own - other:+.4g} more with its own prompt than with another one"
-        yield (ok if own > other else note)("", text)
+    paired, other, *plain = (float(v.mean()) if len(v) else math.nan for v in valid.values())
+    gap = paired - other
+    if math.isfinite(gap):
+        text = f"a scene scores {gap:+.4g} more with its own prompt than with another one"
+        yield (ok if gap > 0 else note)("", text)
     medians = {kind: float(values.median()) for kind, values in valid.items() if len(values)}
     for kind in ("noise", "grey"):
         if medians.get(kind, -math.inf) > medians.get("its prompt", math.inf):

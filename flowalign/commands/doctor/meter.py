@@ -33,8 +33,8 @@ class Meter(TorchDispatchMode):
     """Inside its `with`: bytes allocated now, their peak, and floating-point operations.
 
     Tensors from before the `with` do not count. If one is released inside (the 16-bit copy of fp8
-    weights), its bytes are subtracted. Of kernels' own workspaces only that of a GPU's convolution
-    is counted: cuDNN copies its input, to have the channels last (measured on an H100: 1030 MiB for
+    weights), its bytes are subtracted. Workspaces of kernels are not counted, except in a GPU's
+    convolution: cuDNN copies its input to put the channels last (measured on an H100: 1030 MiB for
     an input of 1024).
     """
 
@@ -92,8 +92,9 @@ class DeviceAttention(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is not F.scaled_dot_product_attention:
             return func(*args, **kwargs)
-        given = dict(zip(("query", "key", "value", "attn_mask"), args, strict=False)) | kwargs
-        query, key, value, mask = (given.get(n) for n in ("query", "key", "value", "attn_mask"))
+        names = ("query", "key", "value", "attn_mask")
+        arguments = dict(zip(names, args, strict=False)) | kwargs
+        query, key, value, mask = map(arguments.get, names)
         assert query is not None and key is not None
         if mask is not None:  # added to the scores; a mask of truth values becomes one of numbers
             mask = mask.to(query.dtype).expand(*query.shape[:-1], key.shape[-2])
@@ -108,15 +109,15 @@ class DeviceAttention(TorchFunctionMode):
 
 
 def measure(call: Callable[[], object], device_type: str) -> Pass:
-    """Run `call` on meta tensors; what it would hold and compute on a device of that type."""
+    """Run `call` on meta tensors; returns its peak and FLOPs on a device of that type."""
     with DeviceAttention(device_type), Meter(device_type) as meter:
         call()
     return Pass(meter.peak, meter.flops)
 
 
 def measure_blocks(call: Callable[[], object], device_type: str, *modules: nn.Module) -> Pass:
-    """As `measure`. Of four or more equal blocks of the modules that follow one another two run,
-    and then three: every further one costs what the third did."""
+    """Measure a call like `measure`, but faster. In a run of four or more equal blocks of the
+    modules, two blocks run, and then three; every further block costs as much as the third."""
     every = (part for module in modules for part in module.modules())
     lists = [blocks for blocks in every if isinstance(blocks, nn.ModuleList)]
     groups = (list(group) for blocks in lists for _, group in groupby(blocks, _shapes))

@@ -1,4 +1,4 @@
-"""From operations to hours: how long a stage takes on a GPU of `gpus`, or at measured rates."""
+"""Convert operations to hours: how long a stage takes on a GPU of `gpus`, or at measured rates."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def present_gpu() -> Gpu | None:
 
 @dataclass(frozen=True)
 class Pace:
-    """FLOP/s of a process by kind of phase, and of rewards; and where they are from.
+    """FLOP/s of a process by kind of phase, and of rewards; and the source of these rates.
 
     waiting, judging: measured seconds an image, of waiting for the scores of a rollout, and of the
     reward of each task; None and {} = they are computed from the costs that the rewards state.
@@ -42,12 +42,12 @@ class Pace:
 
     @classmethod
     def constant(cls, rate: float, source: str) -> Pace:
-        """The same rate, in FLOP/s, in all phases."""
+        """A pace with one rate, in FLOP/s, for all phases."""
         return cls(dict.fromkeys([*KINDS, "rewards"], rate), source)
 
     @classmethod
     def of_gpu(cls, gpu: Gpu, estimate: Estimate) -> Pace:
-        """What a GPU of the table sustains in a stage; rewards compute in float32."""
+        """The pace of a GPU of the table in a stage; rewards compute in float32."""
         model = estimate.config.model
         width = estimate.width
         rates = {kind: gpu.rate(model, width, kind) for kind in KINDS}
@@ -56,7 +56,7 @@ class Pace:
         return cls(rates, f"{gpu.title}, {low} to {high} TFLOP/s sustained")
 
     def stored(self, before: str | None, after: str | None) -> Pace:
-        """The pace of a base that is quantized in another way, from one that was measured."""
+        """The measured pace, converted to another quantization of the base."""
         rates = dict(self.rates)
         for kind in KINDS:
             learning = kind == "learning"
@@ -83,7 +83,7 @@ def times(estimate: Estimate, pace: Pace) -> Times:
     config = estimate.config
     seconds = {phase.name: phase.flops / pace.rates[phase.kind] for phase in estimate.phases}
     unknown: dict[str, None] = {}
-    given = {judged.name: judged.rewards.values() for judged in config.judged}
+    rewards = {judged.name: judged.rewards.values() for judged in config.judged}
 
     def waiting(images: Mapping[str, float], sampling: float, batch: int) -> float:
         """Seconds that the rewards of these images of all processes add to those of sampling them.
@@ -97,7 +97,7 @@ def times(estimate: Estimate, pace: Pace) -> Times:
             if name in pace.judging:
                 cpu += pace.judging[name] * count
                 continue
-            for reward in given[name]:
+            for reward in rewards[name]:
                 for part in RewardSpec(reward.name, reward.options, trusted=False).parts():
                     cost = part.cost
                     if cost is None:
@@ -120,5 +120,5 @@ def times(estimate: Estimate, pace: Pace) -> Times:
         sampling = estimate.evaluation.flops / pace.rates["sampling"]
         batch = config.evaluation_sampling.batch_size
         evaluation = sampling + waiting(evaluated_images(config), sampling, batch)
-    total = config.updates * sum(seconds.values()) + config.evaluations * evaluation
+    total = config.updates * sum(seconds.values()) + config.evaluation_count * evaluation
     return Times(seconds, evaluation, total / 3600, tuple(unknown))

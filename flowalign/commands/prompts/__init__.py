@@ -1,1 +1,1 @@
-"""Prompt sets of one's own and of others: reword, fetch and list them (`flowalign data`)."""
+"""Prompt sets, the user's and official ones: reword, fetch and list them (`flowalign data`)."""

@@ -7,18 +7,17 @@ import json
 from pathlib import Path
 
 from flowalign.commands.prompts import reword as rewording
-from flowalign.commands.prompts.fetch import about, write
-from flowalign.commands.prompts.fetch import fetch as fetch_set
+from flowalign.commands.prompts.fetch import describe_set, fetch_set, write_files
 from flowalign.system.exit import refusing
 from flowalign.system.files import expanded
 from flowalign.training.sources import SOURCES
 
 
 def reword(args: argparse.Namespace) -> int:
-    """Say prompts in other words, by a language model that speaks OpenAI's chat completions."""
+    """Rephrase prompts with a language model that speaks OpenAI's chat completions."""
     rows = rewording.reword(args)
     file = expanded(Path(args.out))
-    write({file: "".join(f"{json.dumps(row)}\n" for row in rows).encode()}, args.force)
+    write_files({file: "".join(f"{json.dumps(row)}\n" for row in rows).encode()}, args.force)
     print(f"{file}: {len(rows)} prompts; in other words they are {file}#{args.name}")
     return 0
 
@@ -34,7 +33,7 @@ def fetch(args: argparse.Namespace) -> int:
 def show(args: argparse.Namespace) -> int:
     """List the official sets: size, licence, source, checksums."""
     for name, source in SOURCES.items():
-        print(f"{name}: {about(source)}")
+        print(f"{name}: {describe_set(source)}")
     return 0
 
 

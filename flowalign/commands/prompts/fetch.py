@@ -1,6 +1,6 @@
-"""Official prompt sets, from where they are published to this machine.
+"""Download official prompt sets from their publishers.
 
-Nothing is shipped with the package. A file is written only after all of it came, its checksum holds
+Nothing is shipped with the package. A file is written only after it is complete, its checksum holds
 and it reads as a prompt set. Of the official test sets only digests are shipped.
 """
 
@@ -26,7 +26,7 @@ VALIDATION = 256  # prompts of a training set that are set aside
 MIRRORED = {"left of": "right of", "right of": "left of", "above": "below", "below": "above"}
 
 
-def digest(text: str) -> str:
+def text_digest(text: str) -> str:
     """40 bits of SHA-256 of a text, in hex; case and white space do not count."""
     plain = "".join(text.lower().split())
     # 1e-9: the chance to collide with one of a thousand others, which costs one validation prompt
@@ -45,15 +45,16 @@ class FetchError(OSError):
     """A set that could not be fetched, or that is not what it should be; nothing was written."""
 
 
-def fetch(source: Source, out: str | Path, *, force: bool = False) -> list[Path]:
-    """Fetch the files of a set into `out`; their paths, each validation set after its training set.
+def fetch_set(source: Source, out: str | Path, *, force: bool = False) -> list[Path]:
+    """Download the files of a set into `out`; returns their paths, each validation set after its
+    training set.
 
     A file that is there with the right checksum is left alone, without asking the network, unless
     a validation set is set aside of it.
     force: replace a file that differs. Raises FetchError if an address does not answer, breaks off,
-    leads away from https, sends no prompts or the wrong ones, and as `write`.
+    leads away from https, sends no prompts or the wrong ones, and as `write_files`.
     """
-    print(about(source))
+    print(describe_set(source))
     paths: list[Path] = []
     for file in source.files:
         paths += _fetch(file, expanded(Path(out)), paths, force)
@@ -71,8 +72,8 @@ def missing_sets(stages: Iterable[Stage]) -> dict[str, list[str]]:
     }
 
 
-def about(source: Source) -> str:
-    """What there is to know of a set: size, licence, where it is from, and checksums."""
+def describe_set(source: Source) -> str:
+    """A description of a set: size, licence, page and checksums."""
     lines = [source.prompts, f"source:  {source.page}", f"licence: {source.licence}"]
     lines += [f"NOTE:    {source.note}"] if source.note else []
     for file in source.files:
@@ -104,16 +105,16 @@ def _fetch(file: File, out: Path, others: Sequence[Path], force: bool) -> list[P
     contents = _split(content, file.name, others) if file.validation else [content]
     parts = dict(zip(paths, contents, strict=True))
     counts = {path: len(_prompts(part, path.name)) for path, part in parts.items()}
-    write(parts, force)
+    write_files(parts, force)
     verdict = "its checksum holds" if expected else f"NOT VERIFIED: {checksum}"
     for path, count in counts.items():
         print(f"{count} prompts in {path} ({verdict})")
     return paths
 
 
-def write(contents: Mapping[Path, bytes], force: bool) -> None:
-    """Write files, all or none, the first one last: where it lies, its validation set does. Raises
-    FileExistsError for one that is there and differs, unless by force."""
+def write_files(contents: Mapping[Path, bytes], force: bool) -> None:
+    """Write all files or none. The first is written last, so that its validation set exists when it
+    does. Raises FileExistsError for a file that exists and differs, unless by force."""
     for path, content in contents.items():
         if path.is_file() and path.read_bytes() != content and not force:
             raise FileExistsError(
@@ -159,12 +160,12 @@ def _prompts(content: bytes, name: str) -> PromptBatch:
         try:
             return load_prompts(path, "fetched")
         except PromptError as error:
-            said = str(error).replace(str(path), path.name)
-            raise FetchError(f"what came is no prompt set: {said} Nothing was written.") from None
+            text = str(error).replace(str(path), path.name)
+            raise FetchError(f"what came is no prompt set: {text} Nothing was written.") from None
 
 
 def same_picture(prompt: str) -> list[str]:
-    """A prompt, and what else tells that another prompt shows the same: GenEval's two objects in
+    """A prompt, and texts that other prompts for the same picture share: GenEval's two objects in
     the other order, or the text between quotes."""
     match = re.fullmatch(f"a photo of (.+) (and|{'|'.join(MIRRORED)}) (.+)", prompt)
     if match is None:
@@ -176,11 +177,11 @@ def same_picture(prompt: str) -> list[str]:
 def set_aside(prompts: PromptBatch, avoided: Set[str]) -> tuple[list[int], list[int]]:
     """The rows that are trained on, and VALIDATION different ones that are set aside, in order.
 
-    As many of each metadata `tag`, and at most a quarter of a tag. A prompt that shows the same as
-    one of them (`same_picture`, in any case) is not trained on either. avoided: digests of
-    what must not be set aside. A function of the set.
+    All metadata `tag`s have equal numbers, and give at most a quarter of their rows. A prompt for
+    the same picture (`same_picture`, in any case) is not trained on either. avoided: digests of
+    what must not be set aside. Depends on the set alone.
     """
-    looks = [[digest(same) for same in same_picture(prompt)] for prompt in prompts.prompts]
+    looks = [[text_digest(same) for same in same_picture(prompt)] for prompt in prompts.prompts]
     tags: dict[str, dict[str, int]] = {}  # tag -> {a picture: its first row}
     for row, metadata in enumerate(prompts.metadata):
         if avoided.isdisjoint(looks[row]):
@@ -199,7 +200,7 @@ def _split(content: bytes, name: str, others: Sequence[Path]) -> list[bytes]:
     """The training and the validation lines of a content."""
     avoid = set(GENEVAL | OCR)
     for path in others:
-        avoid |= set(map(digest, load_prompts(path, "other").prompts))
+        avoid |= set(map(text_digest, load_prompts(path, "other").prompts))
     lines = [line for line in content.decode("utf-8-sig").split("\n") if line.strip()]
     return [
         "".join(f"{lines[row].strip()}\n" for row in rows).encode()

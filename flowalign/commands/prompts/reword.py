@@ -1,4 +1,4 @@
-"""Prompts in other words, by a language model: `flowalign data reword`.
+"""`flowalign data reword` rephrases prompts with a language model.
 
 A model may have learnt a task only in the words of its training prompts. The new words are one more
 entry in each row's `wordings`; `prompts: FILE#NAME` evaluates or trains on them. Metadata stay.
@@ -37,8 +37,8 @@ def reworded(text: str, answer: str) -> str:
 
 
 def reword(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """The rows to write. Those that could not be said in other words are left out, and
-    counted. Raises ValueError where none could, or `{prompt}` is missing in --ask."""
+    """The rows to write. Prompts that could not be rephrased are left out, and counted. Raises
+    ValueError if none could, or if `{prompt}` is missing in --ask."""
     ask = args.ask or ASK
     if "{prompt}" not in ask:
         raise ValueError("--ask: it holds no {prompt}.")
@@ -51,13 +51,13 @@ def reword(args: argparse.Namespace) -> list[dict[str, Any]]:
 
     token = read_token(args.token_env) if args.token_env else None
     with Client(timeout=120.0, token=token) as client:
-        said = client.map(say, batch.prompts, args.concurrency)
+        answers = client.map(say, batch.prompts, args.concurrency)
     rows = []
-    for text, row, new in zip(batch.prompts, batch.metadata, said, strict=True):
+    for text, row, new in zip(batch.prompts, batch.metadata, answers, strict=True):
         if isinstance(new, str):
             rows.append({"prompt": text, **row, "wordings": wordings_of(row) | {args.name: new}})
-    if lost := [new for new in said if isinstance(new, Exception)]:
-        print(f"{len(lost)} of {len(said)} left out, as {lost[0]}", file=sys.stderr)
+    if lost := [new for new in answers if isinstance(new, Exception)]:
+        print(f"{len(lost)} of {len(answers)} left out, as {lost[0]}", file=sys.stderr)
     if not rows:
         raise ValueError(f"no prompt could be said in other words: {lost[0]}")
     return rows

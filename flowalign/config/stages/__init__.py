@@ -1,7 +1,5 @@
 """One class a stage: its sections, its checks, and what follows from its keys. Nothing is read from
-disk. `base` has what all stages share. A recipe is made of other stages, so it stands here beside
-the table of all.
-"""
+disk. `base` has what all stages share. RecipeStage is here because it consists of other stages."""
 
 from __future__ import annotations
 
@@ -22,7 +20,7 @@ from flowalign.types import Problem
 
 
 def variant_problems(variant: Any) -> Iterator[Problem]:
-    """What is wrong with {kind of stage: keys laid over all stages of that kind}."""
+    """The problems of a variant, {kind of stage: keys laid over all stages of that kind}."""
     possible = [name for name in stage_names() if name != "recipe"]
     if not isinstance(variant, Mapping):
         variant = {"config": None}
@@ -47,7 +45,7 @@ class RecipeStage(Job):
     this one); `set` lists changes as on the command line. A value `stage:NAME` is the adapter of an
     earlier stage."""
     max_minutes: Positive | None = Field(default=None, examples=[1430.0])
-    """As `train.max_minutes`, in place of its stages' keys."""
+    """Limit like `train.max_minutes`, in place of its stages' keys."""
     variant: dict[str, dict[str, Any]] = Field(
         default={}, examples=[{"grpo": {"rollout": {"batch_size": 4}}}]
     )
@@ -80,7 +78,7 @@ def stage_names() -> list[str]:
 
 
 def stage_class(name: str) -> type[Stage]:
-    """The config class of a stage. A plugin is imported now; ConfigError if it cannot be."""
+    """The config class of a stage. A plugin is imported now. Raises ConfigError if that fails."""
     if name in STAGES:
         return STAGES[name]
     (point, *_) = entry_points(PLUGINS).select(name=name)
@@ -95,7 +93,8 @@ def stage_class(name: str) -> type[Stage]:
 
 
 def most_like(name: str) -> str:
-    """The stage of the library whose settings suit a stage: of a plugin, that of its base class."""
+    """The stage of the library whose settings suit a stage; for a plugin, that is its base
+    class."""
     if name in STAGES or name not in stage_names():
         return name
     bases = {like: STAGES[like].__bases__[0] for like in ("nft", "grpo", "opd")}
@@ -104,5 +103,5 @@ def most_like(name: str) -> str:
 
 
 def variant_keys(variant: Mapping[str, Any], name: str) -> Any:
-    """What a variant lays over a stage."""
+    """The keys that a variant lays over a stage."""
     return variant.get(name, variant.get(most_like(name), {}))

@@ -1,4 +1,4 @@
-"""What all stages have: their common keys, and what others ask of any of them."""
+"""The base of all stages: their common keys, and the questions that other modules ask of them."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Stage(Section):
         return {}
 
     def guidance_at(self, key: str) -> float | None:
-        """The CFG scale at which the adapter of a key of `inputs` is used; None = at its own."""
+        """The CFG scale at which an adapter is used, by its key in `inputs`; None = at its own."""
         return None
 
     @property
@@ -73,12 +73,12 @@ class Stage(Section):
 
     @property
     def scales(self) -> dict[str, float]:
-        """{config key: guidance scale} of all that are given there."""
+        """{config key: guidance scale} of all scales that are set."""
         return {}
 
     @property
     def credited(self) -> AdvantageConfig | None:
-        """How its rewards become advantages; None where they do not."""
+        """The section that turns its rewards into advantages; None if there is none."""
         return None
 
     @property
@@ -107,8 +107,8 @@ class Stage(Section):
         return 0
 
     @property
-    def evaluations(self) -> int:
-        """How often held-out images are sampled and scored."""
+    def evaluation_count(self) -> int:
+        """The number of times that held-out images are sampled and scored."""
         return 0
 
     @property
@@ -138,7 +138,8 @@ def judged_at(place: str, benchmarks: Sequence[BenchmarkConfig], models: int = 1
 
 
 def same_names(names: Sequence[tuple[str, str]]) -> Iterator[Problem]:
-    """Names in tables, logs and folders that are given twice. names: (key in the config, name)."""
+    """Problems of names in tables, logs and folders that occur twice. names: (key in the config,
+    name)."""
     counts = Counter(name.casefold() for _, name in names)  # a disk may ignore the case
     for key, name in dict.fromkeys(names):
         if counts.pop(name.casefold(), 1) > 1:

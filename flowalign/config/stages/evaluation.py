@@ -1,4 +1,4 @@
-"""An evaluation: its own sections, and its stage."""
+"""The stage of an evaluation, and its sections."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class EvalStage(Stage):
     alarm: AlarmConfig | None = AlarmConfig()
     """Of the images that the report shows; null = none."""
     score_seconds: Seconds | None = 1800.0
-    """A batch of images is invalid if its reward takes longer; null = wait for ever."""
+    """A batch of images is invalid if its reward takes longer; null = no limit."""
     timeout_seconds: Seconds | None = Field(default=None, examples=[7200.0])
     """As train.timeout_seconds of a training run."""
     max_invalid_share: Share = 0.05
@@ -133,14 +133,15 @@ class EvalStage(Stage):
 
     @property
     def evaluation_sampling(self) -> SamplingConfig:
-        """Of a model that costs most: one with an unconditional pass, if there is any."""
+        """The sampling of a model that costs most: one with an unconditional pass, if there is
+        any."""
         return max(map(self.sampling_of, self.models), key=lambda sampling: sampling.guidance != 1)
 
     def settings_of(self, model: str) -> dict[str, Any]:
-        """What its images depend on, as results.json says it; None = not known."""
-        if given := self.given.get(model):
+        """The settings of a model's images for results.json; None = not known."""
+        if images := self.given.get(model):
             size = {"height": self.model.height, "width": self.model.width}
-            return given.model_dump(exclude={"images"}) | size
+            return images.model_dump(exclude={"images"}) | size
         return self.sampling_of(model).model_dump() | self.model.model_dump(mode="json")
 
     @property
@@ -148,13 +149,13 @@ class EvalStage(Stage):
         return judged_at("benchmarks", self.benchmarks, models=len(self.models))
 
     @property
-    def evaluations(self) -> int:
+    def evaluation_count(self) -> int:
         return 1
 
     @property
     def scales(self) -> dict[str, float]:
-        own = {f"guidance.{model}": scale for model, scale in self.guidance.items()}
-        return {"sampling.guidance": self.sampling.guidance, **own}
+        scales = {f"guidance.{model}": scale for model, scale in self.guidance.items()}
+        return {"sampling.guidance": self.sampling.guidance, **scales}
 
     def sampling_of(self, model: str) -> SamplingConfig:
         scale = self.guidance.get(model, self.sampling.guidance)

@@ -49,9 +49,9 @@ class MergeStage(Job):
         return {f"adapters.{index}": source for index, source in enumerate(self.adapters)}
 
     def output_ranks(self, ranks_of: RanksOf) -> Mapping[str, int]:
-        """The exact sum has the sum of the ranks, and svd never more."""
-        each = [Counter(ranks_of(source, LoraConfig())) for source in self.adapters]
-        total, largest = reduce(operator.add, each), reduce(operator.or_, each)
+        """The ranks of the result. The exact sum has the sum of all ranks, and svd never more."""
+        counters = [Counter(ranks_of(source, LoraConfig())) for source in self.adapters]
+        total, largest = reduce(operator.add, counters), reduce(operator.or_, counters)
         if self.method == "concat":
             return dict(total)
         ranks = {layer: self.rank or rank for layer, rank in largest.items()}

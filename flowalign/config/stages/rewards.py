@@ -1,6 +1,7 @@
-"""Learning from rewards: GRPO on trajectories; DiffusionNFT and AWM on clean images with noise.
+"""Stages that learn from rewards: GRPO on trajectories; DiffusionNFT and AWM on clean images with
+noise.
 
-And from pairs of images, of which people, or a reward, chose one: DPO.
+DPO learns from pairs of images, of which people, or a reward, chose one.
 """
 
 from __future__ import annotations
@@ -75,11 +76,11 @@ class PolicyConfig(Section):
     the optimizer steps of the run."""
 
     decay: Decay = 0.0
-    """Largest share that is kept; 0 = they are the trained weights."""
+    """Largest share that is kept; 0 = the trained weights themselves."""
     rise: Positive = 0.001
-    """How much the share grows with each optimizer step."""
+    """Increase of the share per optimizer step."""
     after: Annotated[int, Field(ge=0, le=10_000_000)] = 0
-    """Optimizer steps after which it begins to grow."""
+    """Optimizer steps before the share grows."""
 
 
 class PolicyLearning(Section):
@@ -95,13 +96,13 @@ class ForwardConfig(PolicyLearning, AdvantageConfig):
     """Learning from clean images, to which noise is added: at which noise levels."""
 
     noise_levels: Steps = 4
-    """Noise levels at which each image is trained, its own."""
+    """Noise levels at which each image is trained, drawn for each image."""
     levels: Literal["sampler", "random", "stratified"] = "stratified"
     """sampler: they are steps of the rollout's own schedule, one drawn in each of `noise_levels`
     parts of about equal size. random: any `noise_levels` of these steps. stratified: drawn in as
     many parts of the continuous schedule."""
     within: Annotated[tuple[Share, Share], as_tuple] = (0.0, 0.99)
-    """The part of the way from noise (0) to the image (1) that they are drawn from."""
+    """Fraction of the schedule that they are drawn from; 0 is noise, 1 the image."""
 
     def problems(self) -> Iterator[Problem]:
         low, high = self.within
@@ -114,7 +115,7 @@ class PolicyStage(RewardStage):
 
     @property
     def forward(self) -> Any:
-        """The section of the stage's own name."""
+        """The section that has the name of the stage."""
         return getattr(self, self.stage)
 
     @property
@@ -201,7 +202,7 @@ class AwmConfig(ForwardConfig):
     """Advantages are clipped to +- this, as in Flow-Factory. The authors clip to +- 5 and divide by
     5: the same as 5 here, with kl_weight, ema_kl_weight and optimizer.max_grad_norm times 5."""
     within: Annotated[tuple[Share, Share], as_tuple] = (0.01, 0.9)
-    """The part of the way from noise (0) to the image (1) that noise levels are drawn from."""
+    """Fraction of the schedule that noise levels are drawn from; 0 is noise, 1 the image."""
     weighting: Literal["ghuber", "uniform", "t", "t2", "huber"] = "ghuber"
     """How the matching error becomes a log-likelihood; see
     flowalign.teachers.awm.awm_log_prob."""
@@ -213,7 +214,7 @@ class AwmConfig(ForwardConfig):
     """Weight of |v - v_average|^2, where an average of the weights gives v_average; 0 saves its
     forward pass. Official: 1."""
     average: PolicyConfig = PolicyConfig(decay=0.3)
-    """That average."""
+    """The average of the weights that gives v_average."""
 
 
 class AwmStage(ForwardStage):
@@ -247,7 +248,7 @@ class GradientConfig(PolicyLearning):
     """How fast the floor of that threshold follows the mean quantile of the prompts, upward, per
     rollout."""
     moved: Annotated[tuple[Share, Share], as_tuple] = (0.3, 0.6)
-    """The share of a task's images that are to move: its `tau` falls above it, and rises below."""
+    """Target share of a task's images that move: its `tau` falls above it, and rises below."""
     tau: Positive = 1.0
     """Price of the distance |y - x|^2 / (2 tau), in units of the reward, at the first rollout. Each
     task adapts its own."""
@@ -282,7 +283,7 @@ class GradientStage(PolicyStage):
 
     @property
     def trained_step(self) -> int:
-        """The step of a rollout whose state is trained."""
+        """The index of the rollout's step whose state is trained."""
         return min(self.rollout.steps - 1, round(self.gradient.at * self.rollout.steps))
 
     @property
@@ -299,7 +300,7 @@ class DpoConfig(Section):
     formulas have sums: their beta is this one divided by C h w. The same at all noise levels, which
     Flow-DPO found better than beta (1 - sigma)^2."""
     noise_levels: Steps = 4
-    """Noise levels at which each pair is trained, its own."""
+    """Noise levels at which each pair is trained, drawn for each pair."""
     noise: Literal["fresh", "known"] = "fresh"
     """fresh: drawn, the same for both images of a pair. known: the noise that each image was
     sampled from (PNAPO, 2605.09433), which `flowalign sample` and `vote` record."""
@@ -326,7 +327,7 @@ class DpoStage(TrainingStage):
 
     @property
     def loss_guidance(self) -> float:
-        return 1.0  # the loss is that of one velocity field, also where it is used with CFG
+        return 1.0  # the loss has one velocity field, even if it is used with CFG
 
     def problems(self) -> Iterator[Problem]:
         yield from super().problems()

@@ -1,4 +1,4 @@
-"""Learning from teachers, to which tasks are routed: on-policy distillation and SFT."""
+"""Stages that learn from teachers, to which tasks are routed: on-policy distillation and SFT."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class StudentConfig(Section):
     measures the distance to the target there; on the student's own path the states move with the
     student. 0 = not measured."""
     patience: Many | None = Field(default=None, examples=[3])
-    """The run ends where the mean of these distances on the teachers' paths has not fallen for so
+    """The run ends if the mean of these distances on the teachers' paths has not fallen for so
     many evaluations; null = at train.updates."""
 
     def problems(self) -> Iterator[Problem]:
@@ -186,8 +186,8 @@ class OpdStage(DistillationStage):
             yield Problem("student.noise_levels.count", f"{text}. Use at most {width}.")
 
     def _jump_problems(self) -> Iterator[Problem]:
-        """With substeps a velocity is a mean over a step of the rollout: right for Euler steps of
-        that size alone."""
+        """Problems of substeps. With them a velocity is a mean over a step of the rollout, which is
+        right for Euler steps of that size alone."""
         steps = self.rollout.steps
         jumps = f"the student learns the jumps of {steps} Euler steps (student.substeps)"
         if self.rollout.solver != "euler":

@@ -1,4 +1,4 @@
-"""What all training runs have, whatever they learn from."""
+"""The base of all training stages."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class TrainingStage(Job):
     train: run.TrainConfig = run.TrainConfig()
     evaluation: run.EvaluationConfig | None = run.EvaluationConfig()
     alarm: run.TrainingAlarmConfig | None = run.TrainingAlarmConfig()
-    """null = no alarm at drift."""
+    """An alarm at drift; null = none."""
 
     @property
     def guidance(self) -> float:
@@ -51,7 +51,7 @@ class TrainingStage(Job):
 
     @property
     def needs_noise(self) -> bool:
-        """Whether it learns nothing from rollouts without noise."""
+        """Whether rollouts without noise teach it nothing."""
         return self.needs_actions
 
     @property
@@ -73,7 +73,7 @@ class TrainingStage(Job):
 
     @property
     def patience(self) -> int | None:
-        """Evaluations without progress after which a run ends; None = it does not."""
+        """The number of evaluations without progress after which a run ends; None = it does not."""
         return None
 
     @property
@@ -93,15 +93,15 @@ class TrainingStage(Job):
         return self.evaluation is not None and scored
 
     @property
-    def evaluations(self) -> int:
-        """Before the first update, at intervals, and after the last."""
+    def evaluation_count(self) -> int:
+        """The number of evaluations: before the first update, at intervals, and after the last."""
         if self.evaluation is None or not self.evaluates:
             return 0
         return len(range(0, self.updates, self.evaluation.every)) + 1
 
     @property
     def evaluation_sampling(self) -> run.SamplingConfig:
-        """How evaluations sample: as the rollouts, where `evaluation` says nothing else."""
+        """The sampling of evaluations: like the rollouts, unless `evaluation` says otherwise."""
         evaluation = self.evaluation or run.EvaluationConfig()
         rollout = self.rollout
         return run.SamplingConfig(
@@ -173,9 +173,9 @@ class TrainingStage(Job):
         bases = {}
         for key, teacher in self.labellers.items():
             if teacher.base is not None:
-                own = teacher.model_dump(include={"revision", "quantization"})
-                own |= {"id": teacher.base, "dtype": teacher.dtype or self.model.dtype}
-                bases[key] = self.model.model_copy(update=own)
+                changes = teacher.model_dump(include={"revision", "quantization"})
+                changes |= {"id": teacher.base, "dtype": teacher.dtype or self.model.dtype}
+                bases[key] = self.model.model_copy(update=changes)
         return bases
 
     @property
