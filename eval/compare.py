@@ -144,7 +144,7 @@ def markdown(
     first, second = map(escaped, names)
     rows = []
     for name, row in differences.items():
-        gap = stats.shown(row, 4, signed=True)
+        gap = stats.number_text(row, 4, signed=True)
         interval = stats.between(row, 4, signed=True) if math.isfinite(row.stderr) else ""
         rows.append([name, row.metric, gap, interval or "–", str(row.n)])
     table = Table(["benchmark", "metric", "difference", "95 %", "n"], rows, names=2)

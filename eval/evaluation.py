@@ -21,9 +21,16 @@ from flowalign.eval.fidelity import Reference, load_reference
 from flowalign.eval.report import write_files
 from flowalign.eval.stats import headline_rows, lost
 from flowalign.eval.store import Store, StoreError, open_stores
-from flowalign.eval.suite import EvaluationError, ImageSet, Judged, build_sets, crossed, judge_set
+from flowalign.eval.suite import (
+    EvaluationError,
+    ImageSet,
+    JudgedImages,
+    build_sets,
+    judge_set,
+    matrix_benchmarks,
+)
 from flowalign.eval.table import Results
-from flowalign.report import results
+from flowalign.report import summary
 from flowalign.report.alarm import Alarm
 from flowalign.report.drift.compare import Pair, check_drift
 from flowalign.report.page import Panel
@@ -47,7 +54,7 @@ def run_command(config: EvalStage, file: str) -> int:
     with status:
         evaluate(config)
         if processes.state().is_main_process:
-            print(results.summary(config), flush=True)
+            print(summary.stage_summary(config), flush=True)
     return status.code
 
 
@@ -77,7 +84,9 @@ def _evaluate(config: EvalStage, accelerator: Accelerator, inputs: Inputs) -> No
     digests = {}
     own = [name for benchmark in config.benchmarks for name in benchmark.judges]
     if config.matrix:
-        config = config.model_copy(update={"benchmarks": crossed(config.benchmarks, inputs)})
+        config = config.model_copy(
+            update={"benchmarks": matrix_benchmarks(config.benchmarks, inputs)}
+        )
     model = config.model if config.adapters else None
     device = accelerator.device
     sets = build_sets(config.benchmarks, "benchmarks", device, model, inputs, config.given)
@@ -148,14 +157,14 @@ def score_models(
     reference: Reference | None,
     accelerator: Accelerator,
     stores: Mapping[tuple[str, str], Store],
-) -> dict[str, dict[str, Judged]]:
+) -> dict[str, dict[str, JudgedImages]]:
     """Sample and score the images of all models: {model: {benchmark: its judged images}}.
 
     Shows a progress bar on a terminal, and prints one line per model and benchmark. Raises
     EvaluationError as soon as a judge lost too many images: the rest would be sampled in vain.
     """
     console = Console(stderr=True, quiet=not accelerator.is_main_process)
-    judged: dict[str, dict[str, Judged]] = {name: {} for name in config.models}
+    judged: dict[str, dict[str, JudgedImages]] = {name: {} for name in config.models}
     with Progress(console=console, disable=not console.is_terminal) as bar:
         total = sum(len(images.prompts) * images.copies for images in sets)
         task = bar.add_task("images", total=total * len(config.models))
@@ -199,7 +208,7 @@ def drift_panels(
     config: EvalStage,
     backbone: Backbone | None,
     sets: Sequence[ImageSet],
-    judged: Mapping[str, Mapping[str, Judged]],
+    judged: Mapping[str, Mapping[str, JudgedImages]],
 ) -> list[Panel]:
     """Drift of every model but the base on every image set, as far as pictures were kept; none
     without `alarm`, and without the base model among the models."""
@@ -227,7 +236,7 @@ def warn_of_drift(config: EvalStage, panels: Sequence[Panel]) -> None:
     for panel in panels:
         assert config.alarm  # else there are no panels
         drifts = panel.check.by_size
-        for text in Alarm().drift(drifts, panel.warn, panel.title):
+        for text in Alarm().drift_warnings(drifts, panel.warn, panel.title):
             log.warning(text)
         too_far += [f"{panel.title}: {d}" for d in drifts if d.beyond(config.alarm.stop)]
     if too_far:

@@ -24,7 +24,7 @@ from torch import Tensor
 from flowalign.backbone.tiny.scenes import rendered
 from flowalign.config import ConfigError, EvalStage
 from flowalign.eval.stats import FIDELITY, student_t
-from flowalign.eval.suite import ImageSet, Judged
+from flowalign.eval.suite import ImageSet, JudgedImages
 from flowalign.rewards.clip import image_encoder
 from flowalign.system.images import image_files, read_image, stacked
 from flowalign.types import EvalRow
@@ -122,7 +122,7 @@ class Reference:
     extract: Features
     features: Tensor
 
-    def distance(self, judged: Iterable[Judged]) -> Distance:
+    def distance(self, judged: Iterable[JudgedImages]) -> Distance:
         features = []
         prompts = []
         for images in judged:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from flowalign.config.section import Size
-from flowalign.eval.store import Key
+from flowalign.eval.store import ImageKey
 from flowalign.system.escape import shown
 from flowalign.system.files import expanded
 from flowalign.system.images import image_files, read_image
@@ -68,7 +68,7 @@ def assign(
     limit: int | None,
     copies: int,
     place: str,
-) -> dict[Key, Path]:
+) -> dict[ImageKey, Path]:
     """{image: its file}: of each of the first `limit` prompts, `copies`. A prompt that the set
     lists again takes the next images. place: the config key of the benchmark."""
     first = prompts.prompts[:limit]

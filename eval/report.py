@@ -29,7 +29,7 @@ from flowalign.report.pictures import (
     score_text,
     webp,
 )
-from flowalign.report.results import unlearnt
+from flowalign.report.summary import unlearnt
 from flowalign.rewards import describe
 from flowalign.system import manifest
 from flowalign.system.escape import escaped
@@ -90,7 +90,7 @@ def document(config: EvalStage, results: Results, versions: Mapping[str, str]) -
         return [plain(row) for row in rows.values()]
 
     models = {}
-    crossed = results.crossed
+    matrix = results.matrix
     for model, judged in results.judged.items():
         scores = results.scores(model)
         first = next(iter(results.judged))
@@ -102,7 +102,7 @@ def document(config: EvalStage, results: Results, versions: Mapping[str, str]) -
             "fidelity": plain(scores[FIDELITY]) if FIDELITY in scores else None,
             "average": plain(scores[AVERAGE]) if AVERAGE in scores else None,
             "difference": listed(results.difference(model, first)) if model != first else [],
-            "matrix": {k: plain(r) for k, r in crossed.rows[model].items()} if crossed else None,
+            "matrix": {k: plain(r) for k, r in matrix.rows[model].items()} if matrix else None,
             "images": {name: [*map(to_row, images.scores)] for name, images in judged.items()},
         }
     return {
@@ -194,7 +194,7 @@ def blocks(results: Results, marks: Mapping[str, str]) -> Iterator[Block]:
 # report.html --------------------------------------------------------------------------------------
 
 
-class Cell(NamedTuple):
+class ScoredImage(NamedTuple):
     """An image with its score."""
 
     name: str
@@ -211,7 +211,7 @@ class Line(NamedTuple):
     prompt: str
     tag: str
     disagree: bool  # what the function `disagree` says
-    cells: Mapping[str, Sequence[Cell]]  # by model, one per image
+    cells: Mapping[str, Sequence[ScoredImage]]  # by model, one per image
 
 
 def render(results: Results, tables: Sequence[Numbers], metrics: Table, **about: Any) -> str:
@@ -221,7 +221,7 @@ def render(results: Results, tables: Sequence[Numbers], metrics: Table, **about:
     pictured = {benchmark.name: results.pictured(benchmark) for benchmark in results.benchmarks}
     there = set[str]()
 
-    def source(cell: Cell) -> str:
+    def source(cell: ScoredImage) -> str:
         """The image as a data URI; "" where the page has it already."""
         if cell.name in there:
             return ""
@@ -257,7 +257,7 @@ def lines(results: Results, benchmark: Benchmark) -> list[Line]:
     low, high = min(finite, default=0.0), max(finite, default=0.0)
     pictured = results.pictured(benchmark)
 
-    def cell(model: str, number: int) -> Cell:
+    def cell(model: str, number: int) -> ScoredImage:
         score = judged[model][number]
         value = score.number(part)
         verdict = score.number("correct")
@@ -267,7 +267,7 @@ def lines(results: Results, benchmark: Benchmark) -> list[Line]:
         elif level and verdict == 0:  # all scores are equal: only a verdict says that they are bad
             level = 0.0
         place = divmod(number, copies)  # prompt, copy
-        return Cell(
+        return ScoredImage(
             f"{benchmark.image_set}/{model}/{number}",
             results.picture(model, benchmark, *place) if place[0] in pictured else b"",
             score_text(value),

@@ -29,7 +29,7 @@ from flowalign.types import EvalRow, ImageScore
 Document = Mapping[str, Any]  # a results.json
 
 
-class Cell(NamedTuple):
+class SeedMean(NamedTuple):
     """A mean over seeds and prompts; NaN = it has no error."""
 
     mean: float
@@ -47,8 +47,8 @@ class SeedTable:
     """
 
     seeds: int
-    rows: Mapping[str, Mapping[str, Cell]]
-    gaps: Mapping[str, Mapping[str, Cell]]
+    rows: Mapping[str, Mapping[str, SeedMean]]
+    gaps: Mapping[str, Mapping[str, SeedMean]]
     bold: Mapping[str, str]
 
     @property
@@ -78,7 +78,7 @@ class SeedTable:
 
 def _table(
     head: str,
-    rows: Mapping[str, Mapping[str, Cell]],
+    rows: Mapping[str, Mapping[str, SeedMean]],
     bold: set[tuple[str, str]],
     form: str,
 ) -> Table:
@@ -125,7 +125,9 @@ def seed_table(
     return SeedTable(len(documents), rows, gaps, ahead(documents, rows))
 
 
-def ahead(documents: Sequence[Document], rows: Mapping[str, Mapping[str, Cell]]) -> dict[str, str]:
+def ahead(
+    documents: Sequence[Document], rows: Mapping[str, Mapping[str, SeedMean]]
+) -> dict[str, str]:
     """{column: the model in bold}: the one whose paired difference to every other model is above 0
     by more than its margin. A column without such a model has no bold number."""
     leaders = {}
@@ -140,7 +142,7 @@ def ahead(documents: Sequence[Document], rows: Mapping[str, Mapping[str, Cell]])
     return leaders
 
 
-def crossed(rows: Sequence[EvalRow]) -> Cell:
+def over_seeds(rows: Sequence[EvalRow]) -> SeedMean:
     """Mean, standard error and margin of a number that was measured once a seed, on the same
     prompts.
 
@@ -167,7 +169,7 @@ def crossed(rows: Sequence[EvalRow]) -> Cell:
         of_seeds = means.var(ddof=1) / seeds
         reach = stats.student_t(seeds - 1)
     margin = stats.student_t(prompts - 1) ** 2 * of_prompts + reach**2 * of_seeds
-    return Cell(float(means.mean()), math.sqrt(of_prompts + of_seeds), math.sqrt(margin))
+    return SeedMean(float(means.mean()), math.sqrt(of_prompts + of_seeds), math.sqrt(margin))
 
 
 def images(documents: Sequence[Document], model: str, name: str) -> list[list[ImageScore]]:
@@ -200,7 +202,7 @@ def averages(document: Document) -> dict[str, list[str]]:
     return {head: [name for name in judges if marks.get(name) == head] for head in heads}
 
 
-def cells(documents: Sequence[Document], first: str, second: str = "") -> dict[str, Cell]:
+def cells(documents: Sequence[Document], first: str, second: str = "") -> dict[str, SeedMean]:
     """A model's number of every benchmark and its averages; with a second, first minus second."""
     rows = {}  # of every seed
     for name, judge in documents[0]["benchmarks"].items():
@@ -214,7 +216,7 @@ def cells(documents: Sequence[Document], first: str, second: str = "") -> dict[s
     for head, names in averages(documents[0]).items():
         by_seed = zip(*(rows[name] for name in names), strict=True)
         rows[head] = [stats.average(seed) for seed in by_seed]
-    return {name: crossed(numbers) for name, numbers in rows.items()}
+    return {name: over_seeds(numbers) for name, numbers in rows.items()}
 
 
 # As text -----------------------------------------------------------------------------------------

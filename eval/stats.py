@@ -214,7 +214,7 @@ def between(row: EvalRow | None, decimals: int, signed: bool = False) -> str:
     return f"[{row.low:{form}}, {row.high:{form}}]"
 
 
-def shown(row: EvalRow | None, decimals: int, signed: bool = False) -> str:
+def number_text(row: EvalRow | None, decimals: int, signed: bool = False) -> str:
     """A number with its error, if it has one (`NO_ERROR`); "–" = there is no number."""
     if row is None or math.isnan(row.mean):
         return "–"

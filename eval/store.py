@@ -42,7 +42,7 @@ from flowalign.types import ImageScore
 if TYPE_CHECKING:
     from flowalign.eval.suite import Benchmark, ImageSet
 
-Key = tuple[int, int]  # an image: index of its prompt in the set, number of the copy
+ImageKey = tuple[int, int]  # an image: index of its prompt in the set, number of the copy
 SETTINGS = "settings.json"
 MODEL_KEYS = {  # of `model`, that change an image
     "id", "revision", "dtype", "quantization", "max_sequence_length", "height", "width"
@@ -70,7 +70,7 @@ class Store:
         *,
         saved_prompts: Container[int] | None = None,
         rank: int = 0,
-        files: Mapping[Key, Path] | None = None,
+        files: Mapping[ImageKey, Path] | None = None,
     ) -> None:
         self.folder = folder
         self.settings = dict(settings)
@@ -122,11 +122,11 @@ class Store:
                 part.write_text(json.dumps(content, indent=1, default=str))
 
     def read(
-        self, judges: Sequence[Benchmark], keys: Collection[Key]
-    ) -> dict[str, dict[Key, ImageScore]]:
+        self, judges: Sequence[Benchmark], keys: Collection[ImageKey]
+    ) -> dict[str, dict[ImageKey, ImageScore]]:
         """{judge: {image: its score}} of these images, by all processes; the value is NaN where the
         reward failed. A row of other prompts, or other metadata, is left out."""
-        scores: dict[str, dict[Key, ImageScore]] = {judge.name: {} for judge in judges}
+        scores: dict[str, dict[ImageKey, ImageScore]] = {judge.name: {} for judge in judges}
         for judge in judges:
             known = scores[judge.name]
             wanted = {key: judge.image(key) for key in keys}
@@ -147,26 +147,26 @@ class Store:
         text = "".join(f"\n{line}" for line in lines)
         append(self.score_folder(judge) / f"rows.{self._rank}.jsonl", text)
 
-    def saves(self, key: Key) -> bool:
+    def saves(self, key: ImageKey) -> bool:
         return not self._files and (self.saved_prompts is None or key[0] in self.saved_prompts)
 
-    def save(self, key: Key, image: Tensor) -> None:
+    def save(self, key: ImageKey, image: Tensor) -> None:
         """Write an image [3,H,W] if the store saves it and it is finite."""
         if self.saves(key) and bool(image.isfinite().all()):
             with replacing(self._path(key)) as part:
                 part.write_bytes(png(image))
 
-    def load(self, key: Key) -> Tensor | None:
+    def load(self, key: ImageKey) -> Tensor | None:
         """The image [3,H,W] in [0,1], on the CPU; None if there is no whole one."""
         with suppress(ValueError):
             return stacked(read_image(self._path(key)))[0]
         return None
 
-    def has(self, key: Key) -> bool:
+    def has(self, key: ImageKey) -> bool:
         """Whether there is an image: a file appears whole, or not at all."""
         return bool(self._files) or self._path(key).is_file()
 
-    def _path(self, key: Key) -> Path:
+    def _path(self, key: ImageKey) -> Path:
         return self._files[key] if self._files else self.folder / f"{key[0]:05}_{key[1]}.png"
 
 

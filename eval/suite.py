@@ -28,7 +28,7 @@ from flowalign.config.stages.evaluation import GivenImages
 from flowalign.eval.images import ImagesError, assign, check_images, find_images
 from flowalign.eval.scores import Counts, image_score
 from flowalign.eval.stats import average, headline_row, lost, part_of, rows_of
-from flowalign.eval.store import Key, Store, is_valid
+from flowalign.eval.store import ImageKey, Store, is_valid
 from flowalign.report.pictures import png
 from flowalign.rewards import RewardBase, RewardSpec
 from flowalign.rewards.scoring import AsyncScorer, TaskRewards
@@ -80,7 +80,7 @@ class Benchmark:
     def counts(self) -> Counts:
         return self.reward.counts
 
-    def image(self, key: Key) -> EvalImage:
+    def image(self, key: ImageKey) -> EvalImage:
         """One of the images that it judges."""
         index, copy = key
         return EvalImage(index, copy, self.prompts.prompts[index], self.prompts.metadata[index])
@@ -94,7 +94,9 @@ class ImageSet:
     prompts: PromptBatch
     copies: int = 1  # images per prompt
     judges: tuple[Benchmark, ...] = ()
-    files: Mapping[str, Mapping[Key, Path]] = field(default_factory=dict)  # by model: there already
+    files: Mapping[str, Mapping[ImageKey, Path]] = field(
+        default_factory=dict
+    )  # by model: there already
     size: Size | None = None  # of the images, where a model or their files say it
 
     @staticmethod
@@ -147,7 +149,7 @@ def image_sets(
     return sets, problems
 
 
-def crossed(configs: Sequence[BenchmarkConfig], inputs: Inputs) -> list[BenchmarkConfig]:
+def matrix_benchmarks(configs: Sequence[BenchmarkConfig], inputs: Inputs) -> list[BenchmarkConfig]:
     """The benchmarks, each with the rewards of the others that can score its prompts among its
     `rewards`. GenEval, say, needs metadata, and OCR a text in quotes."""
     others = {name: reward for config in configs for name, reward in config.judges.items()}
@@ -251,7 +253,7 @@ def environment() -> dict[str, str]:
 
 
 @dataclass(frozen=True)
-class Judged:
+class JudgedImages:
     """The images of a benchmark: a score each, in order, and a few of the pictures. The copies of
     a prompt follow one another."""
 
@@ -276,7 +278,7 @@ def judge_set(
     advance: Callable[[int], None] = lambda images: None,
     seconds: float | None = None,
     store: Store | None = None,
-) -> list[Judged]:
+) -> list[JudgedImages]:
     """Sample the images of every prompt and score them: one result per judge, in their order.
 
     The result is the same on every process. A batch is scored while the next one is sampled; one
@@ -290,7 +292,7 @@ def judge_set(
     assert owner, "without a model, the accelerator says the device"
     batches = _share(images, settings.batch_size, world, rank)
     order = [key for keys in batches.values() for key in keys]
-    known: dict[str, dict[Key, ImageScore]] = {judge.name: {} for judge in images.judges}
+    known: dict[str, dict[ImageKey, ImageScore]] = {judge.name: {} for judge in images.judges}
     if store:
         known = store.read(images.judges, order)
     had = [sum(map(is_valid, scores.values())) for scores in known.values()]
@@ -321,10 +323,10 @@ def judge_set(
         pictures, vectors = gather_object(pictures), gather_object(vectors)
         had = [sum(gather_object([count])) for count in had]
     joined = torch.cat(vectors) if vectors else None
-    return [Judged(s, pictures, joined, count) for s, count in zip(scores, had, strict=True)]
+    return [JudgedImages(s, pictures, joined, count) for s, count in zip(scores, had, strict=True)]
 
 
-def _share(images: ImageSet, size: int, world: int, rank: int) -> dict[range, list[Key]]:
+def _share(images: ImageSet, size: int, world: int, rank: int) -> dict[range, list[ImageKey]]:
     """The batches of a process {prompts: all their images}: at most `size` where that is possible.
 
     The batches are the same for any number of processes, and so is their arithmetic.
@@ -337,7 +339,9 @@ def _share(images: ImageSet, size: int, world: int, rank: int) -> dict[range, li
     return {batch: [*product(batch, range(images.copies))] for batch in own}
 
 
-def _unscored(judge: Benchmark, known: Mapping[Key, ImageScore], keys: list[Key]) -> list[Key]:
+def _unscored(
+    judge: Benchmark, known: Mapping[ImageKey, ImageScore], keys: list[ImageKey]
+) -> list[ImageKey]:
     """The images of a batch that are to be scored. A batch that a kill cut off is judged
     completely: a score's last bits depend on what is judged with it. Images that the reward failed
     on are judged alone, as judges may cost money; by a groupwise one with their prompt."""
@@ -354,10 +358,10 @@ def _pixels(
     images: ImageSet,
     settings: SamplingConfig,
     left: Sequence[range],
-    keys: Sequence[Key],
-    needed: set[Key],
+    keys: Sequence[ImageKey],
+    needed: set[ImageKey],
     store: Store | None,
-) -> dict[Key, Tensor]:
+) -> dict[ImageKey, Tensor]:
     """The needed images [3,H,W] of a batch, on the device, each at 8 bits a channel: so scores from
     memory and from a file are the same. What the store saves is written. left: the prompts of this
     batch and of those after it."""
@@ -395,7 +399,7 @@ class _Scoring:
     def __init__(
         self,
         judges: Sequence[Benchmark],
-        known: Mapping[str, dict[Key, ImageScore]],
+        known: Mapping[str, dict[ImageKey, ImageScore]],
         store: Store | None,
         seconds: float | None,
     ) -> None:
@@ -405,9 +409,11 @@ class _Scoring:
         # judges take turns: models are not thread safe, and one at a time fills the memory
         by_name = TaskRewards({judge.name: judge.reward for judge in judges})
         self._scoring = AsyncScorer(by_name, seconds)
-        self._submitted: list[tuple[Benchmark, list[Key]]] = []
+        self._submitted: list[tuple[Benchmark, list[ImageKey]]] = []
 
-    def submit(self, unscored: Mapping[str, list[Key]], pixels: Mapping[Key, Tensor]) -> None:
+    def submit(
+        self, unscored: Mapping[str, list[ImageKey]], pixels: Mapping[ImageKey, Tensor]
+    ) -> None:
         """Start to score a batch when the one before is done."""
         if not any(unscored.values()):
             return
@@ -441,7 +447,7 @@ class _Scoring:
                 self.store.append(judge.name, [*new.values()])
 
 
-def _score(judge: Benchmark, key: Key, scores: Scores, i: int) -> ImageScore:
+def _score(judge: Benchmark, key: ImageKey, scores: Scores, i: int) -> ImageScore:
     """Image i of the scores of a batch."""
     numbers = {"value": float(scores.value[i])}
     for name, part in scores.parts.items():

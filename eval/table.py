@@ -20,11 +20,11 @@ from flowalign.eval.stats import (
     difference,
     headline_row,
     notes,
+    number_text,
     part_of,
     rows_of,
-    shown,
 )
-from flowalign.eval.suite import Benchmark, Judged
+from flowalign.eval.suite import Benchmark, JudgedImages
 from flowalign.report.page import Panel
 from flowalign.rewards import describe
 from flowalign.system.escape import escaped
@@ -40,11 +40,13 @@ class Results:
     """What was measured. All models are compared with the first."""
 
     benchmarks: Sequence[Benchmark]
-    judged: Mapping[str, Mapping[str, Judged]]  # {model: {benchmark: its images}}
+    judged: Mapping[str, Mapping[str, JudgedImages]]  # {model: {benchmark: its images}}
     distances: Mapping[str, Distance]  # by model; empty where fidelity was not measured
     drifts: Sequence[Panel] = ()  # of the other models from the base
     shared: str = "same prompts and noise"  # what all models have in common
-    own: Collection[str] | None = None  # benchmarks that are columns; the others are of `matrix`
+    column_names: Collection[str] | None = (
+        None  # benchmarks that are columns; the others are of `matrix`
+    )
 
     @cached_property
     def rows(self) -> dict[str, list[EvalRow]]:
@@ -57,18 +59,20 @@ class Results:
 
     @property
     def columns(self) -> list[Benchmark]:
-        return [b for b in self.benchmarks if self.own is None or b.name in self.own]
+        return [
+            b for b in self.benchmarks if self.column_names is None or b.name in self.column_names
+        ]
 
     def counts_in(self, benchmark: Benchmark) -> str | None:
         """The average that a benchmark counts in: "average", or with a `matrix` "own" or "others";
         None for a judge that counts in none."""
         if not benchmark.reward.averaged:
             return None
-        own = "own" if self.crossed else "average"
+        own = "own" if self.matrix else "average"
         return own if benchmark in self.columns else "others"
 
     @cached_property
-    def crossed(self) -> Numbers | None:
+    def matrix(self) -> Numbers | None:
         """Every judge on the prompts of every task, by model, and what that comes to: the mean of
         the judges on their own prompts, that on those of other tasks, and the cell that lost most
         to the first model. None where no judge has prompts besides its own. Kept, as the tables and
@@ -185,7 +189,7 @@ class Numbers:
     def text(self, label: str, column: str) -> str:
         """Mean ± standard error, and the count where images have no score; a dash = no number."""
         row = self.rows[label][column]
-        number = shown(row, self.decimals[column], self.signed)
+        number = number_text(row, self.decimals[column], self.signed)
         incomplete = row.total is not None and row.n < row.total
         return f"{number} (n {row.n} of {row.total})" if incomplete else number
 
@@ -244,7 +248,7 @@ def tables(results: Results, compare: Mapping[str, Sequence[str]]) -> list[Numbe
     who = [f"{name}: {_judge(described)}" for name, described in about]
     who = [f"Judges. {'; '.join(who)}.", *without_error(main)]
     result = [Numbers("Mean ± standard error.", main, decimals, notes=who)]
-    result += filter(None, [results.crossed])
+    result += filter(None, [results.matrix])
     for caption, pairs in captions.items():
         rows = {f"{model} − {other}": results.difference(model, other) for model, other in pairs}
         if rows:
@@ -278,7 +282,9 @@ def metric_table(rows: Mapping[str, Sequence[EvalRow]]) -> Table:
             by_metric.setdefault((row.benchmark, row.metric), {})[model] = row
     lines = []
     for names, numbers in by_metric.items():
-        cells = [f"{shown(row, 3)} {between(row, 3)}".strip() for row in map(numbers.get, rows)]
+        cells = [
+            f"{number_text(row, 3)} {between(row, 3)}".strip() for row in map(numbers.get, rows)
+        ]
         lines.append([*names, counts(numbers.values()), *cells])
     return Table(["benchmark", "metric", "n", *rows], lines, names=2)
 

@@ -22,7 +22,7 @@ from flowalign.commands.build import wire
 from flowalign.commands.card import write_card
 from flowalign.config import ConfigError, Job, TrainingStage, to_yaml
 from flowalign.eval.suite import EvaluationError
-from flowalign.report import page, results
+from flowalign.report import page, summary
 from flowalign.report.progress import OnMetrics, quiet
 from flowalign.system import files
 from flowalign.system.signals import Clock
@@ -41,7 +41,7 @@ def main(config: Job, args: argparse.Namespace, began: float) -> int:
         home = Path(args.config).parent
         run_job(config, home, args.resume, began, args.allow_world_change)
         if processes.state().is_main_process:
-            print(results.summary(config), flush=True)
+            print(summary.stage_summary(config), flush=True)
     return status.code
 
 
@@ -154,7 +154,7 @@ def deterministic(on: bool) -> Iterator[None]:
 def finish(config: TrainingStage) -> None:
     """After the last update: a warning if it was in vain, the model card and the run's page."""
     folder = Path(config.output)
-    if warning := results.untrained(config):
+    if warning := summary.untrained(config):
         log.warning("%s", warning)
     write_card(folder, config)
     page.write(folder, config)

@@ -118,7 +118,7 @@ class Alarm(Listener):
                 )
         return fallen
 
-    def drift(
+    def drift_warnings(
         self, drifts: Sequence[Drift], warn: float, where: str, reference: str = "base"
     ) -> list[str]:
         """A sentence for each statistic that has come to lie beyond `warn` sigmas; it is said again

@@ -22,7 +22,7 @@ import jinja2
 
 from flowalign.config import AlarmConfig, TrainingStage, to_yaml
 from flowalign.config.loading import NoRun, run_config
-from flowalign.report import pictures, results, samples
+from flowalign.report import pictures, samples, summary
 from flowalign.report.drift.compare import Check
 from flowalign.report.progress import figures
 from flowalign.system.exit import refusing
@@ -140,8 +140,8 @@ def _facts(
     run: Path, config: Mapping[str, Any], curves: Mapping[str, pictures.Curve]
 ) -> list[tuple[str, str]]:
     facts = []
-    chosen = results.kept(run)
-    rows = results.evaluations(run)
+    chosen = summary.kept_adapter(run)
+    rows = summary.evaluation_rows(run)
     if last := max((points[-1][0] for points in curves.values()), default=0):
         total = (config.get("train") or {}).get("updates", "?")
         facts.append(("updates", f"{last} of {total}"))
@@ -156,9 +156,9 @@ def _pictures(run: Path) -> list[tuple[str, str]]:
     found = {"Curves": RunFolder(run).curves}
     held_out, training = (samples.updates(run, k) for k in (samples.EVALUATION, samples.TRAINING))
     for n in [*held_out[:1], *held_out[-1:]]:  # before and after
-        found[f"Held-out prompts at update {n}"] = samples.place(run, samples.EVALUATION, n)
+        found[f"Held-out prompts at update {n}"] = samples.sample_path(run, samples.EVALUATION, n)
     for n in training[-1:]:
-        found[f"Training samples at update {n}"] = samples.place(run, samples.TRAINING, n)
+        found[f"Training samples at update {n}"] = samples.sample_path(run, samples.TRAINING, n)
     return [
         (title, f"data:image/png;base64,{base64.b64encode(path.read_bytes()).decode()}")
         for title, path in found.items()

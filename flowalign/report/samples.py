@@ -78,7 +78,7 @@ def write_examples(folder: Path, update: int, examples: Sequence[Example]) -> Pa
 def _write_grid(
     folder: Path, kind: str, update: int, images: Sequence[Tensor], captions: Sequence[str]
 ) -> Path:
-    path = place(folder, kind, update)
+    path = sample_path(folder, kind, update)
     grid(path, images, captions, title=path.stem)
     _remove_old(folder, kind)
     return path
@@ -87,7 +87,7 @@ def _write_grid(
 # The files ---------------------------------------------------------------------------------------
 
 
-def place(run: Path, kind: str, update: int) -> Path:
+def sample_path(run: Path, kind: str, update: int) -> Path:
     return RunFolder(run).samples / f"{kind}{update:06d}.{'json' if kind == DRIFT else 'png'}"
 
 
@@ -98,19 +98,19 @@ def updates(run: Path, kind: str) -> list[int]:
 
 
 def write_drift(folder: Path, update: int, content: Any) -> None:
-    with replacing(place(folder, DRIFT, update)) as part:
+    with replacing(sample_path(folder, DRIFT, update)) as part:
         part.write_text(json.dumps(content, allow_nan=False), encoding="utf-8")
     _remove_old(folder, DRIFT)
 
 
 def _remove_old(folder: Path, kind: str) -> None:
     for update in updates(folder, kind)[1:-KEPT]:
-        place(folder, kind, update).unlink(missing_ok=True)
+        sample_path(folder, kind, update).unlink(missing_ok=True)
 
 
 def read_drift(run: Path) -> tuple[int, Any] | None:
     """Update and content of the newest check that can be read; None if there is none."""
     for update in updates(run, DRIFT)[::-1]:
         with suppress(OSError, ValueError):
-            return update, json.loads(place(run, DRIFT, update).read_text("utf-8"))
+            return update, json.loads(sample_path(run, DRIFT, update).read_text("utf-8"))
     return None

@@ -95,15 +95,17 @@ class Noise:
         return torch.Generator().manual_seed(int(entropy[0]))
 
 
-Place = tuple[int, int]  # of an image: its prompt's number in the batch of all processes, its copy
+ImagePlace = tuple[
+    int, int
+]  # of an image: its prompt's number in the batch of all processes, its copy
 
 
-def places(prompts: int, copies: int) -> list[Place]:
+def places(prompts: int, copies: int) -> list[ImagePlace]:
     """The places of all images of a batch; the copies of a prompt follow one another."""
     return [(prompt, copy) for prompt in range(prompts) for copy in range(copies)]
 
 
-def shard(prompts: int, copies: int, shares: int, rank: int, world: int) -> list[Place]:
+def shard(prompts: int, copies: int, shares: int, rank: int, world: int) -> list[ImagePlace]:
     """The images of process `rank` of `world`, ordered by the optimizer step that they are for.
 
     The batch is cut into `shares` of complete prompts, one for each optimizer step. Every process
@@ -125,7 +127,7 @@ def sample(
     *,
     guidance: float,
     noise: Noise,
-    places: Sequence[Place],
+    places: Sequence[ImagePlace],
     batch_size: int = 32,
     decode: bool = True,
     finish: bool | None = None,

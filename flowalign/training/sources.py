@@ -23,7 +23,7 @@ class File:
 
 
 @dataclass(frozen=True)
-class Source:
+class PromptSource:
     prompts: str
     home: str  # "owner/repository/commit"
     licence: str
@@ -40,17 +40,17 @@ class Source:
         return f"https://github.com/{self.home.rsplit('/', 1)[0]}/tree/{self.commit}"
 
 
-def _load() -> dict[str, Source]:
+def _load() -> dict[str, PromptSource]:
     sources = {}
     table = yaml.safe_load(Path(__file__).with_name("sources.yaml").read_text(encoding="utf-8"))
     for name, fields in table.items():
         home = fields["home"]
         files = tuple(File(url=f"{RAW}/{home}/{f.pop('path')}", **f) for f in fields.pop("files"))
-        sources[name] = Source(files=files, **fields)
+        sources[name] = PromptSource(files=files, **fields)
     return sources
 
 
-SOURCES: dict[str, Source] = _load()
+SOURCES: dict[str, PromptSource] = _load()
 
 
 def commands(source: str | Path) -> list[str]:

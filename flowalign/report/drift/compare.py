@@ -116,7 +116,7 @@ class Check:
         return Check([Drift(**row) for row in rows], check["rows"])
 
 
-def drift(name: str, base: Tensor, model: Tensor, prompts: Sequence[int]) -> Drift:
+def statistic_drift(name: str, base: Tensor, model: Tensor, prompts: Sequence[int]) -> Drift:
     """Drift of one statistic, from its values [B] for the same prompts and noise.
 
     prompts: of the B images; images of a prompt are averaged first, as they resemble each other.
@@ -167,7 +167,7 @@ def check_drift(pairs: Sequence[Pair], period: int) -> Check:
         )
         for name in base:
             label = f"{task}/{name}" if len(tasks) > 1 else name
-            drifts.append(drift(label, base[name], model[name], numbers))
+            drifts.append(statistic_drift(label, base[name], model[name], numbers))
             sizes = (model[name] - base[name]).abs() / SIGMAS[name].size(base[name])
             for pair, sigmas in zip(own, sizes.nan_to_num(0.0).tolist(), strict=True):
                 most, first = worst.get((task, pair.number), (0.0, pair))

@@ -63,7 +63,10 @@ class Monitor(Listener):
             return {}
         limits = self.settings
         check = self.check(rollout, update)
-        warn(update, self.alarm.drift(check.drifts, limits.warn, "the rollout", limits.reference))
+        warn(
+            update,
+            self.alarm.drift_warnings(check.drifts, limits.warn, "the rollout", limits.reference),
+        )
         if self.main:
             samples.write_drift(Path(self.config.output), update, to_json(asdict(check)))
         if worst := [drift for drift in check.drifts if drift.beyond(limits.stop)]:

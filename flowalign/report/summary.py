@@ -16,7 +16,7 @@ from flowalign.training import metrics
 
 
 @dataclass(frozen=True)
-class Kept:
+class KeptAdapter:
     """The evaluation that chose the adapter of a run, the last and the first: rows of its log."""
 
     row: Mapping[str, Any]
@@ -33,22 +33,22 @@ class Kept:
         return f"{text})"
 
 
-def evaluations(folder: Path) -> list[dict[str, Any]]:
+def evaluation_rows(folder: Path) -> list[dict[str, Any]]:
     """The rows of a run's log that hold an evaluation, without the numbers that are none."""
     lines = read_lines(RunFolder(folder).log)
     rows = [row for row in lines if row.get(metrics.HEADLINE) is not None]
     return [{name: value for name, value in row.items() if value is not None} for row in rows]
 
 
-def kept(folder: Path) -> Kept | None:
+def kept_adapter(folder: Path) -> KeptAdapter | None:
     """Of the run in a folder, by what the run itself wrote beside its adapter; None if no
     evaluation chose that."""
     try:
         chosen = json.loads(RunFolder(folder).scores.read_text()).get("update")
     except (OSError, ValueError, AttributeError):
         return None
-    rows = evaluations(folder)
-    found = (Kept(row, rows[-1], rows[0]) for row in rows if row[metrics.UPDATE] == chosen)
+    rows = evaluation_rows(folder)
+    found = (KeptAdapter(row, rows[-1], rows[0]) for row in rows if row[metrics.UPDATE] == chosen)
     return next(found, None)
 
 
@@ -56,7 +56,7 @@ def unlearnt(adapter: str | None) -> str:
     """What is to be said of the adapter of a run that was trained and kept the weights it began
     with, and what they are; "" for any other."""
     folder = Path(adapter or "").parent
-    chosen = kept(folder) if adapter else None
+    chosen = kept_adapter(folder) if adapter else None
     if chosen is None or chosen.row[metrics.UPDATE] or chosen.row == chosen.last:
         return ""
     start = (read(RunFolder(folder).config).get("lora") or {}).get("init") or "the base model"
@@ -75,15 +75,15 @@ def untrained(config: TrainingStage) -> str:
     )
 
 
-def summary(config: Stage) -> str:
+def stage_summary(config: Stage) -> str:
     """Which adapter was kept, where the results of a stage are, one line each, and what comes next.
     Only what is there."""
     folder = Path(config.output)
-    adapters = {"kept": kept(folder)}
+    adapters = {"kept": kept_adapter(folder)}
     paths = {"folder": folder} | _paths(folder)
     if isinstance(config, RecipeStage):
         for name in config.stages:
-            adapters[f"{name}: kept"] = kept(folder / name)
+            adapters[f"{name}: kept"] = kept_adapter(folder / name)
             paths |= {f"{name}: {what}": path for what, path in _paths(folder / name).items()}
     lines = [f"\n{what}: {which}" for what, which in adapters.items() if which]
     labellers = config.labellers.values() if isinstance(config, TrainingStage) else ()
@@ -93,7 +93,7 @@ def summary(config: Stage) -> str:
     return "".join([*lines, _text(paths, teachers)])
 
 
-def merged(adapter: str | Path) -> str:
+def merge_summary(adapter: str | Path) -> str:
     """The same for the adapter that `flowalign merge` wrote."""
     return _text({"adapter": Path(adapter)})
 
