@@ -60,10 +60,10 @@ def run_command(config: EvalStage, file: str) -> int:
 
 def evaluate(config: EvalStage, told: bool = False) -> Path:
     """Score every model on every benchmark; returns the folder of the results. told: whether the
-    notes of the checks were logged, as those of a recipe's stages are at its start.
+    notes of the checks were already logged, as a recipe does for all its stages at its start.
 
-    Raises ConfigError before any image is sampled, EvaluationError if more than
-    `max_invalid_share` of a benchmark's images have no score.
+    Raises ConfigError before any image is sampled, EvaluationError if more than `max_invalid_share`
+    of a benchmark's images have no score.
     """
     quiet()
     accelerator = processes.accelerator(config)
@@ -82,7 +82,7 @@ def _evaluate(config: EvalStage, accelerator: Accelerator, inputs: Inputs) -> No
     backbone = None
     weights = ""
     digests = {}
-    own = [name for benchmark in config.benchmarks for name in benchmark.judges]
+    columns = [name for benchmark in config.benchmarks for name in benchmark.judges]
     if config.matrix:
         config = config.model_copy(
             update={"benchmarks": matrix_benchmarks(config.benchmarks, inputs)}
@@ -106,7 +106,7 @@ def _evaluate(config: EvalStage, accelerator: Accelerator, inputs: Inputs) -> No
     for store in stores.values():
         try:
             store.check()
-        except StoreError as error:  # what is equal in several folders is said of the first
+        except StoreError as error:  # a problem that several folders share is reported once
             problems.setdefault(str(error).replace(str(store.folder), ""), f"output: {error}")
     if listed := sorted(set(gather_object([*problems.values()]))):  # whichever process saw it
         raise ConfigError(listed)  # the last check: from here on, it writes
@@ -116,7 +116,7 @@ def _evaluate(config: EvalStage, accelerator: Accelerator, inputs: Inputs) -> No
     accelerator.wait_for_everyone()
     judged = score_models(backbone, config, sets, reference, accelerator, stores)
     if accelerator.is_main_process:
-        # of each image set one judge, so that fidelity counts every image once
+        # one judge per image set, so that fidelity counts every image once
         shared = [images.judges[0].name for images in sets]
         distances = {
             model: reference.distance([scored[name] for name in shared])
@@ -129,7 +129,7 @@ def _evaluate(config: EvalStage, accelerator: Accelerator, inputs: Inputs) -> No
         alike = "same prompts"
         if len(seeds) == 1 and None not in seeds:
             alike += " and noise"
-        print(write_files(config, Results(benchmarks, judged, distances, panels, alike, own)))
+        print(write_files(config, Results(benchmarks, judged, distances, panels, alike, columns)))
         warn_of_drift(config, panels)
 
 
@@ -161,7 +161,7 @@ def score_models(
     """Sample and score the images of all models: {model: {benchmark: its judged images}}.
 
     Shows a progress bar on a terminal, and prints one line per model and benchmark. Raises
-    EvaluationError as soon as a judge lost too many images: the rest would be sampled in vain.
+    EvaluationError as soon as a judge lost too many images, so that no more images are sampled.
     """
     console = Console(stderr=True, quiet=not accelerator.is_main_process)
     judged: dict[str, dict[str, JudgedImages]] = {name: {} for name in config.models}
@@ -188,8 +188,8 @@ def score_models(
                 judged[name][benchmark.name] = result
                 number = headline_rows(benchmark, result.scores)[0].mean
                 old = result.taken_over
-                said = f"{old} scores taken over, {len(result.scores) - old} made"
-                line = f"{name}: {benchmark.name} {number:.3f} ({said})"
+                counts = f"{old} scores taken over, {len(result.scores) - old} made"
+                line = f"{name}: {benchmark.name} {number:.3f} ({counts})"
                 console.print(harmless(line), markup=False)
                 if reason := lost(benchmark, result.scores, config.max_invalid_share):
                     problems.append(f"{name}, {reason}")
@@ -210,8 +210,8 @@ def drift_panels(
     sets: Sequence[ImageSet],
     judged: Mapping[str, Mapping[str, JudgedImages]],
 ) -> list[Panel]:
-    """Drift of every model but the base on every image set, as far as pictures were kept; none
-    without `alarm`, and without the base model among the models."""
+    """The drift of every model from the base on every image set, over the kept pictures. Empty
+    without `alarm`, or if the base is not among the models."""
     base = next((name for name, adapter in config.adapters.items() if adapter is None), None)
     panels: list[Panel] = []
     if config.alarm is None or base is None or backbone is None:
@@ -231,7 +231,8 @@ def drift_panels(
 
 
 def warn_of_drift(config: EvalStage, panels: Sequence[Panel]) -> None:
-    """A warning for each statistic beyond alarm.warn; EvaluationError if one is beyond stop."""
+    """Log a warning for each statistic beyond alarm.warn. Raises EvaluationError if one is beyond
+    alarm.stop."""
     too_far = []
     for panel in panels:
         assert config.alarm  # else there are no panels

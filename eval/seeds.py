@@ -30,7 +30,7 @@ Document = Mapping[str, Any]  # a results.json
 
 
 class SeedMean(NamedTuple):
-    """A mean over seeds and prompts; NaN = it has no error."""
+    """A mean over seeds and prompts; error and margin may be NaN."""
 
     mean: float
     error: float  # standard error
@@ -41,8 +41,7 @@ class SeedMean(NamedTuple):
 class SeedTable:
     """Numbers over seeds.
 
-    rows {model: {column: number}}: benchmarks, then averages. gaps: the same of a model minus
-    another, by "A − B"; bold where it is beyond its margin. bold {column: model}: the model that is
+    rows {model: {column: number}}: benchmarks, then averages. gaps: a model minus another, by "A − B"; bold where it is beyond its margin. bold {column: model}: the model that is
     `ahead` of every other one.
     """
 
@@ -57,7 +56,7 @@ class SeedTable:
 
     @property
     def tables(self) -> list[Table]:
-        """Of the numbers, and of the gaps if there are any."""
+        """The table of the numbers, then the table of the gaps if there are any."""
         seeds = f"{self.seeds} seed{'s' if self.seeds > 1 else ''}"
         best = {(model, column) for column, model in self.bold.items()}
         tables = [_table(seeds, self.rows, best, ".3f")]
@@ -173,7 +172,8 @@ def over_seeds(rows: Sequence[EvalRow]) -> SeedMean:
 
 
 def images(documents: Sequence[Document], model: str, name: str) -> list[list[ImageScore]]:
-    """A model's scores of a benchmark, of every seed. Raises ValueError where a seed lacks one."""
+    """A model's scores of a benchmark, one list per seed. Raises ValueError if an image has no
+    score or the seeds have different prompts."""
     part = stats.part_of(Column(name, documents[0]["benchmarks"][name].get("headline")))
     seeds = [scores_of(document["models"][model], name) for document in documents]
     first = [score.image for score in seeds[0]]
@@ -188,22 +188,22 @@ def images(documents: Sequence[Document], model: str, name: str) -> list[list[Im
 
 
 def averages(document: Document) -> dict[str, list[str]]:
-    """{average: the benchmarks that count in it}, by their mark `average`. Files without the mark
-    are read by names: NAME_JUDGE is of the matrix if both are benchmarks, and diversity counts in
-    no average."""
+    """{average: the benchmarks that count in it}, by their mark `average`. Older files lack the
+    mark: there NAME_JUDGE belongs to the matrix if both names are benchmarks, and diversity counts
+    in no average."""
     judges = document["benchmarks"]
     marks = {name: judge.get("average") for name, judge in judges.items()}
     if not any("average" in judge for judge in judges.values()):
         others = [n for n in judges if any(n == f"{a}_{b}" for a in judges for b in judges)]
-        own = [n for n in judges if n not in others and judges[n].get("reward") != "diversity"]
+        diagonal = [n for n in judges if n not in others and judges[n].get("reward") != "diversity"]
         head = "own" if others else "average"
-        marks = dict.fromkeys(own, head) | dict.fromkeys(others, "others")
+        marks = dict.fromkeys(diagonal, head) | dict.fromkeys(others, "others")
     heads = [head for head in ("average", "own", "others") if head in marks.values()]
     return {head: [name for name in judges if marks.get(name) == head] for head in heads}
 
 
 def cells(documents: Sequence[Document], first: str, second: str = "") -> dict[str, SeedMean]:
-    """A model's number of every benchmark and its averages; with a second, first minus second."""
+    """A model's number for every benchmark and average; with `second`, first minus second."""
     rows = {}  # of every seed
     for name, judge in documents[0]["benchmarks"].items():
         column = Column(name, judge.get("headline"))
@@ -270,7 +270,7 @@ def main(argv: Sequence[str]) -> int:
 def _pair(text: str, models: Mapping[str, Any]) -> tuple[str, str]:
     """The two models of A-B, whose names may have hyphens."""
     splits = [(text[:i], text[i + 1 :]) for i, sign in enumerate(text) if sign == "-"]
-    found = [pair for pair in splits if pair[0] in models and pair[1] in models]
-    if len(found) != 1:
+    matches = [pair for pair in splits if pair[0] in models and pair[1] in models]
+    if len(matches) != 1:
         raise ValueError(f"--pairs: {text!r} is no A-B of two models; have {', '.join(models)}.")
-    return found[0]
+    return matches[0]

@@ -80,7 +80,7 @@ class Store:
         self._files = files
 
     def score_folder(self, judge: str) -> Path:
-        """Where its rows are: another one for each way of scoring."""
+        """The folder of a judge's rows; each way of scoring has a folder of its own."""
         return self.folder / f"scores_{json_sha256(self._scores[judge])[:12]}"
 
     def check(self) -> dict[str, Any]:
@@ -112,7 +112,7 @@ class Store:
         return recorded
 
     def prepare(self) -> None:
-        """Make the folders and record in them what they hold. For one process."""
+        """Create the folders and write their settings. One process calls it."""
         # the larger `limit` describes the folder
         records = {self.score_folder(judge): content for judge, content in self._scores.items()}
         if len(self.check().get("prompts", ())) <= len(self.settings.get("prompts", ())):
@@ -124,8 +124,8 @@ class Store:
     def read(
         self, judges: Sequence[Benchmark], keys: Collection[ImageKey]
     ) -> dict[str, dict[ImageKey, ImageScore]]:
-        """{judge: {image: its score}} of these images, by all processes; the value is NaN where the
-        reward failed. A row of other prompts, or other metadata, is left out."""
+        """{judge: {image: its score}} from the rows of all processes; the value is NaN where the
+        reward failed. Rows whose prompt or metadata differ are left out."""
         scores: dict[str, dict[ImageKey, ImageScore]] = {judge.name: {} for judge in judges}
         for judge in judges:
             known = scores[judge.name]
@@ -157,13 +157,13 @@ class Store:
                 part.write_bytes(png(image))
 
     def load(self, key: ImageKey) -> Tensor | None:
-        """The image [3,H,W] in [0,1], on the CPU; None if there is no whole one."""
+        """The image [3,H,W] in [0,1], on the CPU; None if there is no complete file."""
         with suppress(ValueError):
             return stacked(read_image(self._path(key)))[0]
         return None
 
     def has(self, key: ImageKey) -> bool:
-        """Whether there is an image: a file appears whole, or not at all."""
+        """Whether the image's file exists. Files are written atomically, so it is complete."""
         return bool(self._files) or self._path(key).is_file()
 
     def _path(self, key: ImageKey) -> Path:

@@ -112,11 +112,11 @@ def image_sets(
     given: Mapping[str, GivenImages],
     inputs: Inputs,
 ) -> tuple[list[ImageSet], list[Problem]]:
-    """The image sets of benchmark configs, with their prompts, and without judges; and what is
-    wrong: images that are missing, too many, broken or of several sizes.
+    """The image sets of benchmark configs, with prompts and without judges; and the problems:
+    images that are missing, too many, broken or of several sizes.
 
-    config_key: of the list. model: whose size the images have; None = that of `given`, {model:
-    images that another program made}. inputs: that read the prompts.
+    config_key: the key of the list. model: gives the image size; None = the size of the images in
+    `given`, {model: images that another program made}. inputs: reads the prompts.
     """
     problems = list[Problem]()
     sets = []
@@ -150,10 +150,10 @@ def image_sets(
 
 
 def matrix_benchmarks(configs: Sequence[BenchmarkConfig], inputs: Inputs) -> list[BenchmarkConfig]:
-    """The benchmarks, each with the rewards of the others that can score its prompts among its
-    `rewards`. GenEval, say, needs metadata, and OCR a text in quotes."""
+    """The benchmarks with further `rewards`: those of other benchmarks that can score their
+    prompts. (GenEval needs metadata, OCR a text in quotes.)"""
     others = {name: reward for config in configs for name, reward in config.judges.items()}
-    found = []
+    extended = []
     for config in configs:
         batch = inputs.prompts(config.prompts, config.name)
         more = dict[str, RewardConfig]()
@@ -163,8 +163,8 @@ def matrix_benchmarks(configs: Sequence[BenchmarkConfig], inputs: Inputs) -> lis
                 spec.check_prompts(batch.prompts, batch.metadata)
                 if name not in config.judges:
                     more[name] = reward
-        found.append(config.model_copy(update={"rewards": config.rewards | more}))
-    return found
+        extended.append(config.model_copy(update={"rewards": config.rewards | more}))
+    return extended
 
 
 def build_sets(
@@ -175,8 +175,8 @@ def build_sets(
     inputs: Inputs,
     given: Mapping[str, GivenImages] | None = None,
 ) -> list[ImageSet]:
-    """`image_sets`, with their rewards on a device. Raises ConfigError for what is wrong with them
-    and for rewards that cannot be built."""
+    """The `image_sets` with their rewards on a device. Raises ConfigError for their problems and
+    for rewards that cannot be built."""
     sets, problems = image_sets(configs, config_key, model, given or {}, inputs)
     if problems:
         raise ConfigError(problems)
@@ -187,10 +187,10 @@ def build_sets(
         judges = []
         for name, (key, options) in zip(config.judges, config.reward_keys.items(), strict=True):
             try:
-                said = options.model_dump_json()
-                if said not in built:
-                    built[said] = RewardSpec(options.name, options.options).build(device)
-                judges.append(Benchmark(name, images.prompts, built[said], images.copies, source))
+                text = options.model_dump_json()
+                if text not in built:
+                    built[text] = RewardSpec(options.name, options.options).build(device)
+                judges.append(Benchmark(name, images.prompts, built[text], images.copies, source))
             except (ImportError, ValueError, OSError) as error:
                 problems.append(Problem(f"{config_key}.{index}.{key}", str(error)))
         sets[index] = replace(images, judges=tuple(judges))
@@ -212,7 +212,7 @@ def run(
     """Score every benchmark; with an accelerator each process takes a share of the prompts.
 
     seconds: as in `judge_set`. max_invalid_share: a benchmark that loses more images is `lost`.
-    shown: of so many prompts of a set, evenly spaced, the first image is part of the report.
+    shown: the number of prompts per set, evenly spaced, whose first image is in the report.
     """
     rows = list[EvalRow]()
     reasons = dict[str, str]()
@@ -254,7 +254,7 @@ def environment() -> dict[str, str]:
 
 @dataclass(frozen=True)
 class JudgedImages:
-    """The images of a benchmark: a score each, in order, and a few of the pictures. The copies of
+    """The images of a benchmark: one score each, in order, and some of the pictures. The copies of
     a prompt follow one another."""
 
     scores: list[ImageScore]
@@ -335,16 +335,16 @@ def _share(images: ImageSet, size: int, world: int, rank: int) -> dict[range, li
     step = max(1, size // images.copies)  # more copies than `size` still are one batch
     batches = [range(start, min(start + step, total)) for start in range(0, total, step)]
     # of more processes than batches, some have none
-    own = batches[rank * len(batches) // world : (rank + 1) * len(batches) // world]
-    return {batch: [*product(batch, range(images.copies))] for batch in own}
+    share = batches[rank * len(batches) // world : (rank + 1) * len(batches) // world]
+    return {batch: [*product(batch, range(images.copies))] for batch in share}
 
 
 def _unscored(
     judge: Benchmark, known: Mapping[ImageKey, ImageScore], keys: list[ImageKey]
 ) -> list[ImageKey]:
-    """The images of a batch that are to be scored. A batch that a kill cut off is judged
-    completely: a score's last bits depend on what is judged with it. Images that the reward failed
-    on are judged alone, as judges may cost money; by a groupwise one with their prompt."""
+    """The images of a batch that need scores. A batch that was interrupted is judged completely,
+    because a score's last bits depend on the batch. Images whose reward failed are judged alone,
+    because judges may cost money; a groupwise judge gets all images of their prompt."""
     missing = [key for key in keys if not is_valid(known.get(key))]
     if judge.reward.groupwise:
         prompts = {prompt for prompt, _ in missing}
@@ -362,12 +362,12 @@ def _pixels(
     needed: set[ImageKey],
     store: Store | None,
 ) -> dict[ImageKey, Tensor]:
-    """The needed images [3,H,W] of a batch, on the device, each at 8 bits a channel: so scores from
-    memory and from a file are the same. What the store saves is written. left: the prompts of this
-    batch and of those after it."""
-    found = {key: store.load(key) for key in needed} if store else {}
+    """The needed images [3,H,W] of a batch, on the device, at 8 bits a channel, so that scores from
+    memory and from a file are equal. Images that the store saves are written. left: the prompts of
+    this batch and of the later ones."""
+    stored = {key: store.load(key) for key in needed} if store else {}
     # a GPU may round k / 255 differently from the CPU that read the file
-    pixels = {k: eight_bits(image.to(device)) for k, image in found.items() if image is not None}
+    pixels = {k: eight_bits(image.to(device)) for k, image in stored.items() if image is not None}
     absent = needed - pixels.keys()
     absent |= {key for key in keys if store and store.saves(key) and not store.has(key)}
     if absent:
@@ -386,15 +386,16 @@ def _pixels(
 
 
 def _vectors(images: Tensor, features: Callable[[Tensor], Tensor]) -> Tensor:
-    """Features [B,D] on the CPU; NaN for an image that is not finite, which no encoder is given."""
+    """Features [B,D] on the CPU; NaN for images that are not finite, which the encoder never
+    sees."""
     finite = images.isfinite().flatten(1).all(1)
     vectors = features(images.where(finite[:, None, None, None], 0)).float().cpu()
     return vectors.where(finite.cpu()[:, None], torch.nan)
 
 
 class _Scoring:
-    """Scores batches during the sampling of the next ones. known {judge: {image: its score}}: of
-    the store; the new ones are added, here and there."""
+    """Scores batches while the next ones are sampled. known {judge: {image: its score}}: the scores
+    in the store; new scores are added here and in the store."""
 
     def __init__(
         self,

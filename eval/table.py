@@ -41,12 +41,11 @@ class Results:
 
     benchmarks: Sequence[Benchmark]
     judged: Mapping[str, Mapping[str, JudgedImages]]  # {model: {benchmark: its images}}
-    distances: Mapping[str, Distance]  # by model; empty where fidelity was not measured
+    distances: Mapping[str, Distance]  # by model; empty if fidelity was not measured
     drifts: Sequence[Panel] = ()  # of the other models from the base
     shared: str = "same prompts and noise"  # what all models have in common
-    column_names: Collection[str] | None = (
-        None  # benchmarks that are columns; the others are of `matrix`
-    )
+    # the benchmarks that are columns, None = all; the others are in `matrix`
+    column_names: Collection[str] | None = None
 
     @cached_property
     def rows(self) -> dict[str, list[EvalRow]]:
@@ -68,29 +67,29 @@ class Results:
         None for a judge that counts in none."""
         if not benchmark.reward.averaged:
             return None
-        own = "own" if self.matrix else "average"
-        return own if benchmark in self.columns else "others"
+        mean = "own" if self.matrix else "average"
+        return mean if benchmark in self.columns else "others"
 
     @cached_property
     def matrix(self) -> Numbers | None:
-        """Every judge on the prompts of every task, by model, and what that comes to: the mean of
-        the judges on their own prompts, that on those of other tasks, and the cell that lost most
-        to the first model. None where no judge has prompts besides its own. Kept, as the tables and
-        results.json have it."""
+        """Numbers of every judge on the prompts of every task, by model; None if no judge has
+        prompts of other tasks. own, others: means over the judges on their own prompts, and on
+        those of other tasks. worst: the cell with the largest loss to the first model. Cached,
+        because the tables and results.json both read it."""
         cells = [b for b in self.benchmarks if b.reward.averaged]
-        own = [b for b in cells if b in self.columns]
-        if len(own) == len(cells):
+        diagonal = [b for b in cells if b in self.columns]
+        if len(diagonal) == len(cells):
             return None
         rows = {}
         changes = {}
         first = next(iter(self.judged.values()))
         for model, judged in self.judged.items():
             row = {b.name: headline_row(b, self.rows[model]) for b in cells}
-            others = [row[b.name] for b in cells if b not in own]
+            others = [row[b.name] for b in cells if b not in diagonal]
             change = {}
             for b in cells:
                 change[b.name] = difference(b, first[b.name].scores, judged[b.name].scores)
-            means = {"own": average([row[b.name] for b in own]), "others": average(others)}
+            means = {"own": average([row[b.name] for b in diagonal]), "others": average(others)}
             worst = min(change.values(), key=lambda gap: (math.isnan(gap.mean), gap.mean))
             rows[model] = row | means | {"worst": worst}
             changes[model] = change
@@ -102,7 +101,7 @@ class Results:
         return Numbers("Every judge on every task's prompts", rows, decimals, False, below, changes)
 
     def pictured(self, benchmark: Benchmark) -> list[int]:
-        """The prompts of the report, whose images are at hand: those of all models alike."""
+        """The indices of the prompts that the report shows; equal for all models."""
         return next(iter(self.judged.values()))[benchmark.name].pictured(benchmark.copies)
 
     def picture(self, model: str, benchmark: Benchmark, index: int, copy: int) -> bytes:
@@ -111,7 +110,7 @@ class Results:
         return self.judged[model][benchmark.name].pictures[place]
 
     def means(self, benchmark: Benchmark, model: str) -> list[float]:
-        """Of each prompt the mean score of its images; NaN = none of them has a score."""
+        """The mean score of each prompt's images; NaN if none of them has a score."""
         copies = benchmark.copies
         scores = self.judged[model][benchmark.name].scores
         means = []
@@ -123,13 +122,13 @@ class Results:
         return means
 
     def scores(self, model: str) -> dict[str, EvalRow]:
-        """{column: number}: the benchmarks with what else their judges show, fidelity if it was
-        measured, the average."""
+        """{column: number}: the benchmarks, the further parts that their judges show, fidelity if
+        it was measured, and the average."""
         fidelity = self.distances[model].row if self.distances else None
         return self._columns(lambda b, part: headline_row(b, self.rows[model], part), fidelity)
 
     def difference(self, model: str, other: str) -> dict[str, EvalRow]:
-        """The same columns of model minus other, on the same prompts and noise."""
+        """{column: number} of model minus other, paired on the same prompts and noise."""
         first, second = self.judged[other], self.judged[model]  # gains are second - first
         gap = self.distances[model].minus(self.distances[other]) if self.distances else None
         return self._columns(
@@ -153,7 +152,7 @@ class Results:
 
 @dataclass(frozen=True)
 class Numbers:
-    """Numbers by row and column, and how many decimals are printed."""
+    """Numbers by row and column, and the decimals that are printed."""
 
     caption: str
     rows: Mapping[str, Mapping[str, EvalRow]]  # {label: {column: number}}
@@ -164,7 +163,8 @@ class Numbers:
 
     @property
     def table(self) -> Table:
-        """As texts. Below each column, how many images (for differences: pairs) it comes from."""
+        """The numbers as texts. The foot says how many images (for differences: pairs) are in a
+        column."""
         heads = [""]
         foot = ["n"]
         lines = [[label] for label in self.rows]
@@ -194,7 +194,7 @@ class Numbers:
         return f"{number} (n {row.n} of {row.total})" if incomplete else number
 
     def plain(self) -> dict[str, Any]:
-        """For results.json: caption, rows of texts with the heads first, and notes."""
+        """The table for results.json: caption, rows of texts with the heads first, and notes."""
         return {"caption": self.caption, "rows": self.table.texts, "notes": list(self.notes)}
 
     def best(self, column: str) -> set[str]:
@@ -211,8 +211,8 @@ class Numbers:
         return {label for label, value in rounded.items() if value == max(rounded.values())}
 
     def shade(self, label: str, column: str) -> float:
-        """Of a cell of `matrix`: its change to the first model, in percent of the column's largest;
-        0 elsewhere."""
+        """The shade of a cell of `matrix`: its change to the first model, in percent of the largest
+        change in its column. 0 in other tables."""
         if not self.changes or column not in self.changes[label]:
             return 0.0
         gaps = {name: change[column].mean for name, change in self.changes.items()}
@@ -258,7 +258,7 @@ def tables(results: Results, compare: Mapping[str, Sequence[str]]) -> list[Numbe
 
 
 def _judge(described: Mapping[str, Any]) -> str:
-    """A judge in words, with those that it is made of."""
+    """A judge in words, followed by the judges that it is made of."""
     text = ", ".join(str(described[key]) for key in JUDGE if described.get(key))
     made_of = described.get("rewards", described).values()
     parts = [_judge(part) for part in made_of if isinstance(part, Mapping) and "name" in part]
@@ -275,7 +275,7 @@ def _decimals(rows: Iterable[Mapping[str, EvalRow]], column: str) -> int:
 
 
 def metric_table(rows: Mapping[str, Sequence[EvalRow]]) -> Table:
-    """{model: rows} as texts: one line per benchmark and metric, one column per model."""
+    """A table of {model: rows}: one line per benchmark and metric, one column per model."""
     by_metric: dict[tuple[str, str], dict[str, EvalRow]] = {}
     for model, numbers in rows.items():
         for row in numbers:

@@ -54,16 +54,16 @@ class Alarm(Listener):
             distance = values.get(metrics.LOSS, math.nan) if reward is None else math.nan
         if self.first_distance is None and math.isfinite(distance):
             self.first_distance = distance
-        said = []
+        sentences = []
         remedy = "Look at the samples; lower optimizer.lr, or updates_per_rollout"
         if self._lasts("clipped", (clipped := values.get(metrics.CLIP_FRACTION, 0.0)) > CLIPPED):
-            said.append(
+            sentences.append(
                 f"clip_fraction is {clipped:.2f}, and was above {CLIPPED:g} in {LASTING} updates: "
                 f"most of the gradient is cut off. {remedy}"
             )
         times = distance / self.first_distance if self.first_distance else math.nan
         if self._lasts("farther", times > FARTHER):
-            said.append(
+            sentences.append(
                 f"the distance to the teachers is {times:.3g} times that of the first update, and "
                 f"was above {FARTHER:g} in {LASTING} updates: the student diverges. {remedy}"
             )
@@ -73,12 +73,12 @@ class Alarm(Listener):
             if differs is None or self.lasting.get(key := f"constant/{task}", 0) >= LASTING:
                 continue
             if self._lasts(key, differs == 0):
-                said.append(
+                sentences.append(
                     f"reward {name} of task {task} gave the images of every prompt the same score "
                     f"in {LASTING} updates: nothing is learnt from it. Look at the samples, and at "
                     "the reward with `flowalign doctor --reward`"
                 )
-        return said
+        return sentences
 
     def _lasts(self, sign: str, wrong: bool) -> bool:
         """Whether this is the last of LASTING updates in a row that look wrong."""

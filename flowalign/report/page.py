@@ -120,18 +120,19 @@ def write(run: Path, config: TrainingStage | None = None) -> Path:
 
 def _stage(folder: RunFolder, config: Mapping[str, Any]) -> dict[str, Any]:
     """A stage of a recipe. tables: of an evaluation."""
-    found: dict[str, Any] = {}
+    document: dict[str, Any] = {}
     with suppress(OSError, ValueError):
-        found = json.loads(folder.results.read_text(encoding="utf-8"))
+        document = json.loads(folder.results.read_text(encoding="utf-8"))
     return {
         "name": folder.path.name,
         "kind": config.get("stage"),
         "begun": folder.path.is_dir(),
         "facts": _facts(folder.path, config, pictures.read_metrics(folder.log)),
         "page": f"{quote(folder.path.name)}/{folder.page.name}" if folder.page.is_file() else "",
-        "remarks": found.get("remarks", []),
+        "remarks": document.get("remarks", []),
         "tables": [
-            {**table, "html": Table.of(table["rows"]).html()} for table in found.get("tables", [])
+            {**table, "html": Table.of(table["rows"]).html()}
+            for table in document.get("tables", [])
         ],
     }
 
@@ -145,23 +146,26 @@ def _facts(
     if last := max((points[-1][0] for points in curves.values()), default=0):
         total = (config.get("train") or {}).get("updates", "?")
         facts.append(("updates", f"{last} of {total}"))
-    found = {"kept adapter": chosen and chosen.row, "newest evaluation": rows and rows[-1]}
-    for which, row in found.items():
+    best_and_newest = {
+        "kept adapter": chosen and chosen.row,
+        "newest evaluation": rows and rows[-1],
+    }
+    for which, row in best_and_newest.items():
         if row:
             facts.append((which, f"{metrics.headline(row)} at update {row[metrics.UPDATE]}"))
     return facts + figures({name: points[-1][1] for name, points in curves.items()})
 
 
 def _pictures(run: Path) -> list[tuple[str, str]]:
-    found = {"Curves": RunFolder(run).curves}
+    paths = {"Curves": RunFolder(run).curves}
     held_out, training = (samples.updates(run, k) for k in (samples.EVALUATION, samples.TRAINING))
     for n in [*held_out[:1], *held_out[-1:]]:  # before and after
-        found[f"Held-out prompts at update {n}"] = samples.sample_path(run, samples.EVALUATION, n)
+        paths[f"Held-out prompts at update {n}"] = samples.sample_path(run, samples.EVALUATION, n)
     for n in training[-1:]:
-        found[f"Training samples at update {n}"] = samples.sample_path(run, samples.TRAINING, n)
+        paths[f"Training samples at update {n}"] = samples.sample_path(run, samples.TRAINING, n)
     return [
         (title, f"data:image/png;base64,{base64.b64encode(path.read_bytes()).decode()}")
-        for title, path in found.items()
+        for title, path in paths.items()
         if path.is_file()
     ]
 

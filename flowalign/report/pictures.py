@@ -269,7 +269,7 @@ class Chart(NamedTuple):
 
 def charts(curves: Mapping[str, Curve]) -> list[Chart]:
     """One for each of KINDS that was logged. The loss only where there is nothing else (sft)."""
-    found = []
+    drawn = []
     for title, axis, names, style in KINDS:
         if isinstance(names, str):
             steps = metrics.STEP in names
@@ -278,11 +278,11 @@ def charts(curves: Mapping[str, Curve]) -> list[Chart]:
         logged = [name for name in names if name in curves]
         if logged == [metrics.HEADLINE] and not metrics.is_scored(curves):
             continue  # FIXED_MEAN shows this distance
-        if logged and (names != [metrics.LOSS] or not found):
+        if logged and (names != [metrics.LOSS] or not drawn):
             about = " ".join(dict.fromkeys(map(metrics.meaning, logged)))
             labelled = {name.rsplit("/", 1)[-1]: curves[name] for name in logged}
-            found.append(Chart(title, axis, labelled, about, style))
-    return found
+            drawn.append(Chart(title, axis, labelled, about, style))
+    return drawn
 
 
 def metrics_plot(drawn: Sequence[Chart], path: Path, title: str = "") -> None:

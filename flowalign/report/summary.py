@@ -48,8 +48,8 @@ def kept_adapter(folder: Path) -> KeptAdapter | None:
     except (OSError, ValueError, AttributeError):
         return None
     rows = evaluation_rows(folder)
-    found = (KeptAdapter(row, rows[-1], rows[0]) for row in rows if row[metrics.UPDATE] == chosen)
-    return next(found, None)
+    matches = (KeptAdapter(row, rows[-1], rows[0]) for row in rows if row[metrics.UPDATE] == chosen)
+    return next(matches, None)
 
 
 def unlearnt(adapter: str | None) -> str:
@@ -65,11 +65,11 @@ def unlearnt(adapter: str | None) -> str:
 
 def untrained(config: TrainingStage) -> str:
     """A warning of such an adapter, with what to do; "" for any other."""
-    if not (said := unlearnt(str(config.folder.adapter))):
+    if not (remark := unlearnt(str(config.folder.adapter))):
         return ""
     assert config.evaluation
     return (
-        f"{said}. No later evaluation was better. Train longer, lower optimizer.lr, or score "
+        f"{remark}. No later evaluation was better. Train longer, lower optimizer.lr, or score "
         f"more than evaluation.prompts = {config.evaluation.prompts} a task, if noise decides. To "
         "keep the last adapter instead, give the command again with --resume evaluation=null."
     )

@@ -60,14 +60,15 @@ def advantage_function(name: str) -> Callable[..., Tensor]:
         result = torch.zeros_like(value)
         for number in task[valid].unique():
             rows = valid & (task == number)
-            found = function(value[rows], group[rows])
+            advantage = function(value[rows], group[rows])
             count = int(rows.sum())
-            seen = f"shape {list(found.shape)}" if isinstance(found, Tensor) else repr(found)[:80]
-            if not isinstance(found, Tensor) or found.shape != (count,):
+            is_tensor = isinstance(advantage, Tensor)
+            seen = f"shape {list(advantage.shape)}" if is_tensor else repr(advantage)[:80]
+            if not is_tensor or advantage.shape != (count,):
                 raise TrainingError(f"advantage {name!r} returned {seen}; want a tensor [{count}].")
-            if not found.isfinite().all():
+            if not advantage.isfinite().all():
                 raise TrainingError(f"advantage {name!r} returned NaN or infinity.")
-            result[rows] = found.to(value)
+            result[rows] = advantage.to(value)
         return result
 
     return advantages

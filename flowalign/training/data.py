@@ -66,19 +66,21 @@ def reworded(prompts: PromptBatch, wordings: str, where: str) -> PromptBatch:
     texts = []
     for wording in wordings.split("|"):
         for text, row in zip(prompts.prompts, prompts.metadata, strict=True):
-            found = wordings_of(row)
-            if not isinstance(found.get(wording), str) and "{prompt}" not in wording:
-                have = f"has the wordings {', '.join(found)}" if found else "has no `wordings`"
+            prompt_of = wordings_of(row)
+            if not isinstance(prompt_of.get(wording), str) and "{prompt}" not in wording:
+                have = (
+                    f"has the wordings {', '.join(prompt_of)}" if prompt_of else "has no `wordings`"
+                )
                 raise PromptError(f"{where}: {text[:80]!r} {have}. Or give a template: {{prompt}}.")
-            texts.append(found.get(wording) or wording.replace("{prompt}", text))
+            texts.append(prompt_of.get(wording) or wording.replace("{prompt}", text))
     batch = prompts.select([*range(len(prompts))] * len(wordings.split("|")))
     return replace(batch, prompts=texts)
 
 
 def wordings_of(row: Mapping[str, Any]) -> dict[str, Any]:
     """{name: prompt} of a row's metadata; {} where there is none."""
-    found = row.get("wordings")
-    return dict(found) if isinstance(found, Mapping) else {}
+    wordings = row.get("wordings")
+    return dict(wordings) if isinstance(wordings, Mapping) else {}
 
 
 def subset(prompts: PromptBatch, count: int) -> PromptBatch:
@@ -203,7 +205,7 @@ def _read_csv(path: Path, text: str) -> list[Row]:
     their QUESTIONs."""
     reader = csv.DictReader(io.StringIO(text, newline=""), strict=True)
     items: dict[object, Row] = {}
-    asked: dict[object, dict[str, list[str]]] = {}  # DPG-Bench's questions, by their number
+    questions: dict[object, dict[str, list[str]]] = {}  # of DPG-Bench, by their number
     try:
         header = list(reader.fieldnames or ())
         column = next((name for name in ("prompt", "text") if name in header), "")
@@ -216,7 +218,7 @@ def _read_csv(path: Path, text: str) -> list[Row]:
             item = row.get("item_id", reader.line_num)
             if set(QUESTION) <= row.keys():
                 cells = [row.pop(name) for name in QUESTION]
-                asked.setdefault(item, {})[cells[0]] = cells
+                questions.setdefault(item, {})[cells[0]] = cells
             first, shared = items.setdefault(item, (prompt, row))
             if first != prompt:
                 raise csv.Error(f"the item {item!r} had another prompt before")
@@ -224,11 +226,11 @@ def _read_csv(path: Path, text: str) -> list[Row]:
             items[item] = prompt, shared
     except csv.Error as error:
         raise PromptError(f"{path}, line {reader.line_num}: {str(error)[:300]}.") from None
-    for item, rows in asked.items():
+    for item, rows in questions.items():
         skills = [cells[2].split("(")[0].strip() for cells in rows.values()]
         items[item][1].update(questions=[*rows.values()], skills=skills)
-    if asked:  # which the official script skips
-        items[next(iter(asked))][1]["first_row"] = True
+    if questions:  # which the official script skips
+        items[next(iter(questions))][1]["first_row"] = True
     return list(items.values())
 
 

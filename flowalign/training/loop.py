@@ -299,8 +299,8 @@ class Loop:
     def save(self) -> Path:
         """A complete checkpoint of this moment. Raises OSError on all processes if it cannot be
         written; the older ones are then as they were."""
-        heard = {each.key: to_json(each.state()) for each in self.listeners if each.key}
-        progress = {"steps": self.step.count, **self.evaluations.state(), **heard}
+        states = {one.key: to_json(one.state()) for one in self.listeners if one.key}
+        progress = {"steps": self.step.count, **self.evaluations.state(), **states}
         return self.checkpoints.save(
             self.update,
             tensors=self.step.tensors(),

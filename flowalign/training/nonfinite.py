@@ -67,7 +67,7 @@ def fault_of_pairs(velocity: Tensor, rollout: Rollout, rows: Tensor, steps: Tens
 
 def first_fault(fault: NotFinite | None) -> NotFinite | None:
     """The first fault that any process has. All must call it."""
-    return next((each for each in gather_object([fault]) if each), None)
+    return next(filter(None, gather_object([fault])), None)
 
 
 def _broken(values: Tensor) -> Tensor:

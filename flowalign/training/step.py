@@ -212,8 +212,8 @@ def strided(numbers: Tensor, images: int, steps: int) -> tuple[Tensor, Tensor]:
     Over all processes about MEASURED pairs: each of the steps equally often, with images from all
     over the batch. So the figure depends neither on the micro-batch nor on the processes.
     """
-    each = min(images, -(-MEASURED // steps))
-    order = torch.arange(steps * each)
+    pairs = min(images, -(-MEASURED // steps))
+    order = torch.arange(steps * pairs)
     rows, places = (numbers[:, None] == order * images // len(order)).nonzero(as_tuple=True)
     return rows, places % steps
 

@@ -159,21 +159,21 @@ def check_drift(pairs: Sequence[Pair], period: int) -> Check:
     worst: dict[tuple[str, int], tuple[float, Pair]] = {}  # of a prompt, with its first images
     tasks = sorted({pair.task for pair in pairs})
     for task in tasks:
-        own = [pair for pair in pairs if pair.task == task]
-        numbers = [pair.number for pair in own]
+        of_task = [pair for pair in pairs if pair.task == task]
+        numbers = [pair.number for pair in of_task]
         base, model = (
             measure(torch.stack(list(map(pixels_of, files))), period, numbers)
-            for files in zip(*(pair[:2] for pair in own), strict=True)
+            for files in zip(*(pair[:2] for pair in of_task), strict=True)
         )
         for name in base:
             label = f"{task}/{name}" if len(tasks) > 1 else name
             drifts.append(statistic_drift(label, base[name], model[name], numbers))
             sizes = (model[name] - base[name]).abs() / SIGMAS[name].size(base[name])
-            for pair, sigmas in zip(own, sizes.nan_to_num(0.0).tolist(), strict=True):
+            for pair, sigmas in zip(of_task, sizes.nan_to_num(0.0).tolist(), strict=True):
                 most, first = worst.get((task, pair.number), (0.0, pair))
                 worst[task, pair.number] = max(most, sigmas), first
     rows = []
-    for sigmas, pair in sorted(worst.values(), key=lambda found: -found[0])[:SHOWN]:
+    for sigmas, pair in sorted(worst.values(), key=lambda entry: -entry[0])[:SHOWN]:
         base, model = (webp(pixels_of(file)) for file in pair[:2])
         about = {"prompt": pair.prompt, "task": pair.task, "sigmas": sigmas}
         rows.append({**about, "base": base, "model": model})

@@ -22,9 +22,9 @@ def measure(images: Tensor, period: int, prompts: Sequence[int]) -> dict[str, Te
     """{statistic: [B] in float64 on the CPU} of images [B,3,H,W] in [0,1], as `compare.SIGMAS`
     names them. period: pixels of a patch. prompts: the group of each image. NaN for an image that
     is not finite."""
-    given = images.detach().float().cpu()
-    finite = given.isfinite().flatten(1).all(1)
-    images = given.nan_to_num(0.0, 0.0, 0.0).clamp(0, 1)
+    pixels = images.detach().float().cpu()
+    finite = pixels.isfinite().flatten(1).all(1)
+    images = pixels.nan_to_num(0.0, 0.0, 0.0).clamp(0, 1)
     light = (images * torch.tensor(LUMA)[:, None, None]).sum(1)  # [B,H,W]
     across, down = ((light.diff(dim=dim).abs() > STEP).float().mean((1, 2)) for dim in (2, 1))
     columns = {
@@ -36,7 +36,7 @@ def measure(images: Tensor, period: int, prompts: Sequence[int]) -> dict[str, Te
         "grid": grid(light, period),
     }
     values = {k: column.double().where(finite, torch.nan) for k, column in columns.items()}
-    return values | {"diversity": diversity(given, prompts)}
+    return values | {"diversity": diversity(pixels, prompts)}
 
 
 def entropy(images: Tensor) -> Tensor:

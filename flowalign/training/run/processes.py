@@ -65,8 +65,8 @@ def state(*configs: Stage) -> PartialState:
     that do not know of each other: each would do all of the work, in one folder.
     """
     values = {key: os.environ.get(key, "NO") for key in UNSUPPORTED}
-    if asked := [f"{key}={value}" for key, value in values.items() if value not in OFF]:
-        text = f"{', '.join(asked)}: not supported. Unset it; DDP and FSDP2 share the work."
+    if strategies := [f"{key}={value}" for key, value in values.items() if value not in OFF]:
+        text = f"{', '.join(strategies)}: not supported. Unset it; DDP and FSDP2 share the work."
         raise ConfigError([text], "accelerate")
     options: dict[str, Any] = {}
     timeouts = [
@@ -99,18 +99,18 @@ def start(config: TrainingStage) -> Accelerator:
     model.dtype sets the precision, whatever accelerate's config file says: the backbone computes in
     that dtype itself, without autocast.
     """
-    asked = os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true"
+    sharded = os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true"
     started = accelerator(
         config,
         # fp16: for accelerate's scaling of the loss, without which small gradients become 0
-        mixed_precision="fp16" if config.model.dtype == "float16" and not asked else "no",
+        mixed_precision="fp16" if config.model.dtype == "float16" and not sharded else "no",
         kwargs_handlers=[AutocastKwargs(enabled=False)],
         log_with=list(config.train.trackers) or None,
         project_config=ProjectConfiguration(
             project_dir=config.output, logging_dir=str(config.folder.tensorboard)
         ),
     )
-    if asked and (problems := list(_fsdp_problems(config, started.state))):
+    if sharded and (problems := list(_fsdp_problems(config, started.state))):
         raise ConfigError(problems, "accelerate")
     return started
 
@@ -207,16 +207,16 @@ def from_main(function: Callable[[], T]) -> T:
     there is raised on all: an OSError, such as of a full disk, as it is, any other elsewhere as a
     RuntimeError."""
     outcome: list[Any] = [None, None]  # result, error
-    own: Exception | None = None
+    raised: Exception | None = None  # on this process
     if PartialState().is_main_process:
         try:
             outcome[0] = function()
         except Exception as error:
-            own = error
-            told = RuntimeError(f"on the main process: {error}")
-            outcome[1] = error if isinstance(error, OSError) else told
+            raised = error
+            elsewhere = RuntimeError(f"on the main process: {error}")
+            outcome[1] = error if isinstance(error, OSError) else elsewhere
     broadcast_object_list(outcome)
-    if error := own or outcome[1]:
+    if error := raised or outcome[1]:
         raise error
     return outcome[0]
 

@@ -45,7 +45,7 @@ def fixed_states(
 ) -> list[Fixed]:
     """The states of each task, of its first prompts: a function of the seed and of the teachers.
     prompts: by task. All processes make the same."""
-    found = []
+    states = []
     for task, batch in prompts.items():
         batch = batch.select(range(min(config.student.fixed_prompts, len(batch))))
         schedule = schedule_of(config, backbone)
@@ -62,13 +62,15 @@ def fixed_states(
             decode=False,
             sources=teachers.sources(batch.tasks),
         )
-        found.append(Fixed(metrics.FIXED_PATH + task, path, teachers(path).velocity))
+        states.append(Fixed(metrics.FIXED_PATH + task, path, teachers(path).velocity))
     with backbone.base():
         size = config.optimizer.micro_batch
-        far = [distance(fixed, backbone, guidance, size) for fixed in found]
+        far = [distance(fixed, backbone, guidance, size) for fixed in states]
     mean = sum(far) / len(far) or 1.0  # in place of 0, where a teacher is the base itself
     units = [base or mean for base in far]
-    return [dataclasses.replace(fixed, unit=unit) for fixed, unit in zip(found, units, strict=True)]
+    return [
+        dataclasses.replace(fixed, unit=unit) for fixed, unit in zip(states, units, strict=True)
+    ]
 
 
 @torch.no_grad()
