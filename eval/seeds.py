@@ -41,8 +41,9 @@ class SeedMean(NamedTuple):
 class SeedTable:
     """Numbers over seeds.
 
-    rows {model: {column: number}}: benchmarks, then averages. gaps: a model minus another, by "A − B"; bold where it is beyond its margin. bold {column: model}: the model that is
-    `ahead` of every other one.
+    rows {model: {column: number}}: benchmarks, then averages. gaps: a model minus another, by "A −
+    B"; bold where it is beyond its margin. bold {column: model}: the model that is `ahead` of every
+    other one.
     """
 
     seeds: int

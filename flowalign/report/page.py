@@ -1,7 +1,7 @@
 """report.html: the page of a run or a recipe, and what it shares with the page of an evaluation.
 
-A page is one file without a network: a template in `templates/` that extends `page.html.j2` (head,
-style, title). Drift is shown by the macro of `drift.html.j2`. A run writes its page at each
+A page is one file that needs no network: a template in `templates/` that extends `page.html.j2`
+(head, style, title). Drift is shown by the macro of `drift.html.j2`. A run writes its page at each
 evaluation and at its end, a recipe after each stage. It is made from the files of the run, so
 `flowalign watch` can write it at any time.
 """
@@ -37,8 +37,8 @@ NEWEST = 20  # warnings that are shown
 
 
 class Panel(NamedTuple):
-    """A check of the drift. title: whose images. warn: sigmas beyond which a statistic stands
-    out. reference: what they are compared with."""
+    """A drift check on a page. title: whose images. warn: sigmas beyond which a statistic is
+    highlighted. reference: what the images are compared with."""
 
     title: str
     warn: float
@@ -47,10 +47,10 @@ class Panel(NamedTuple):
 
 
 def render(template: str, **content: object) -> str:
-    """The page of `templates/<template>`. content: its variables, `title` among them.
+    """The page of `templates/<template>`. content: its variables, including `title`.
 
-    Texts are escaped, since prompts and reasons come from files and models. A variable that the
-    template names and `content` lacks raises jinja2.UndefinedError.
+    Texts are escaped, because prompts and reasons come from files and models. A missing variable
+    raises jinja2.UndefinedError.
     """
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("flowalign.report"),
@@ -84,9 +84,9 @@ class Page(Listener):
 
 
 def write(run: Path, config: TrainingStage | None = None) -> Path:
-    """Write the page of a run or a recipe, and metrics.png, which it shows; returns the page. None
-    of the run's files needs to be complete. config: None = what the run wrote. An evaluation wrote
-    its page itself. Raises NoRun for a folder without a run."""
+    """Write the page of a run or a recipe, and metrics.png, which it shows; returns the page. The
+    run's files may be incomplete. config: None = the one that the run wrote. The page of an
+    evaluation is not rewritten. Raises NoRun for a folder without a run."""
     keys = config.model_dump(mode="json") if config else run_config(run)
     kind = keys["stage"]
     folder = RunFolder(run)
@@ -119,7 +119,7 @@ def write(run: Path, config: TrainingStage | None = None) -> Path:
 
 
 def _stage(folder: RunFolder, config: Mapping[str, Any]) -> dict[str, Any]:
-    """A stage of a recipe. tables: of an evaluation."""
+    """What the page shows of a recipe's stage. tables: those of an evaluation."""
     document: dict[str, Any] = {}
     with suppress(OSError, ValueError):
         document = json.loads(folder.results.read_text(encoding="utf-8"))
@@ -171,7 +171,7 @@ def _pictures(run: Path) -> list[tuple[str, str]]:
 
 
 def _drifts(run: Path, alarm: Mapping[str, Any]) -> list[Panel]:
-    """The newest check of a run. alarm: as in its config."""
+    """The panel of a run's newest drift check; [] if there is none. alarm: the config's section."""
     if (newest := samples.read_drift(run)) is None:
         return []
     update, check = newest

@@ -1,4 +1,4 @@
-"""How a run shows itself: one line per update. What it warns of is kept in warnings.jsonl, too."""
+"""Progress of a run: one line per update. Its warnings are also kept in warnings.jsonl."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def figures(values: Mapping[str, float]) -> list[tuple[str, str]]:
 
 
 class Progress:
-    """Shows each update of a run as a line: time, figures, speed, time left. Tells on_update, if
+    """Shows each update of a run as a line: time, figures, speed, time left. Calls on_update, if
     that is set. Silent on all processes but the main one."""
 
     def __init__(self, config: TrainingStage, main: bool) -> None:
@@ -89,9 +89,9 @@ class Progress:
 def recorded(
     folder: Path, active: bool = True, update: Callable[[], int] = lambda: 0
 ) -> Iterator[None]:
-    """Inside the `with`, what flowalign warns of is added to warnings.jsonl in a folder, with its
-    time (Unix, seconds) and update. A full disk does not end the run. active: whether this process
-    keeps that file."""
+    """Inside the `with`, flowalign's warnings are appended to warnings.jsonl in a folder, with
+    their time (Unix, seconds) and update. A full disk does not end the run. active: whether this
+    process writes the file."""
 
     path = RunFolder(folder).warnings
 
@@ -121,15 +121,15 @@ def duration(seconds: float) -> str:
 
 
 def quiet() -> None:
-    """Silence the loading bars of the libraries; errors and our own log stay. To be called before
-    the libraries are imported, since some warn at their import."""
+    """Silence the progress bars of the libraries; errors and our own log stay. Call it before the
+    libraries are imported, because some warn at import."""
     warnings.filterwarnings("ignore", "IProgress not found")  # tqdm's, in notebooks
     from diffusers.utils import logging as diffusers_log
     from transformers.utils import logging as transformers_log
 
     class Plain(logging.Formatter):
         def format(self, record: logging.LogRecord) -> str:
-            return harmless(super().format(record))  # reasons and prompts are foreign texts
+            return harmless(super().format(record))  # reasons and prompts are untrusted texts
 
     handler = logging.StreamHandler()
     handler.setFormatter(Plain(FORMAT, CLOCK))

@@ -1,9 +1,9 @@
 """How far a model's images have moved from the base's, statistic by statistic. Pure.
 
 The difference of a statistic is taken prompt by prompt, on the same noise, and averaged. Training
-is meant to change images, and with paired differences a change of no consequence is soon certain.
-So the scale is not the error of the mean, but how far honest training moves the statistic: see
-SIGMAS. The error counts too: the alarm asks for the end of the interval that is nearer to 0.
+is meant to change images, and paired differences detect even negligible changes. So the unit is not
+the error of the mean but how far honest training moves the statistic: see SIGMAS. The error counts
+too: the alarm uses the end of the interval that is nearer to 0.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ SHOWN = 8  # prompts of a check, with their images
 
 
 class Sigma(NamedTuple):
-    """The unit of a statistic's drift: `share` of the standard deviation of the base's images, and
-    at least `least`, since what the base never draws has no deviation. meaning: of the statistic,
+    """The unit of a statistic's drift: `share` of the standard deviation of the base's images, but
+    at least `least`, because the deviation is 0 where the base never varies. meaning: the statistic
     in words."""
 
     share: float
@@ -35,7 +35,7 @@ class Sigma(NamedTuple):
     meaning: str
 
     def size(self, base: Tensor) -> float:
-        """Of the values of the base's images, without those that are NaN."""
+        """One sigma, from the values of the base's images; NaN is ignored."""
         finite = base[base.isfinite()]
         deviation = float(finite.std(correction=1)) if len(finite) > 1 else 0.0
         return max(self.share * deviation, self.least)
@@ -58,8 +58,8 @@ SIGMAS: Mapping[str, Sigma] = {
 
 @dataclass(frozen=True)
 class Drift:
-    """Of one statistic: means over n prompts of base and model, their difference in sigmas, and the
-    ends of its interval. NaN and infinity where there are too few prompts."""
+    """The drift of one statistic: its means over n prompts for base and model, their difference in
+    sigmas, and the interval of the difference. NaN and infinity if there are too few prompts."""
 
     name: str
     base: float
@@ -71,7 +71,7 @@ class Drift:
 
     @property
     def unit(self) -> Sigma:
-        """The unit of its statistic; the name may have a task before it."""
+        """The unit of the statistic. A task's name may precede the statistic's."""
         return SIGMAS[self.name.rpartition("/")[2]]
 
     @property
@@ -80,12 +80,12 @@ class Drift:
 
     @property
     def certain(self) -> float:
-        """The size of the drift that is certain: of the interval's end that is nearer to 0; 0 if
-        the interval holds 0."""
+        """The certain size of the drift: the interval's end that is nearer to 0; 0 if the interval
+        contains 0."""
         return max(self.low, -self.high, 0.0) if self.has_interval else 0.0
 
     def beyond(self, limit: float | None) -> bool:
-        """Whether it has certainly moved farther than so many sigmas; None = no limit."""
+        """Whether the drift is certainly larger than `limit` sigmas; None = no limit."""
         return limit is not None and self.certain > limit
 
     def __str__(self) -> str:
@@ -97,8 +97,8 @@ class Drift:
 
 @dataclass(frozen=True)
 class Check:
-    """A result. rows: of the most drifted prompts, the first image of both models: prompt, task,
-    drift in sigmas, base and model (WebP in base64)."""
+    """The result of a check. rows: the first images of base and model for the prompts with the
+    largest drift: prompt, task, drift in sigmas, base and model (WebP in base64)."""
 
     drifts: Sequence[Drift]
     rows: Sequence[Mapping[str, Any]]
@@ -109,7 +109,7 @@ class Check:
 
     @staticmethod
     def from_json(check: Mapping[str, Any]) -> Check:
-        """Of a JSON file, where NaN and infinity are null."""
+        """The check that a JSON file holds; null stands for NaN and infinity."""
         rows: list[dict[str, Any]] = [
             {k: math.nan if v is None else v for k, v in row.items()} for row in check["drifts"]
         ]
@@ -119,8 +119,8 @@ class Check:
 def statistic_drift(name: str, base: Tensor, model: Tensor, prompts: Sequence[int]) -> Drift:
     """Drift of one statistic, from its values [B] for the same prompts and noise.
 
-    prompts: of the B images; images of a prompt are averaged first, as they resemble each other.
-    Values that are NaN are left out. The interval is over prompts, normal with the variance of
+    prompts: the prompt of each image; a prompt's images are averaged first, because they resemble
+    each other. NaN values are left out. The interval is over prompts, normal with the variance of
     Student's t, which is a little wider than Student's own: 3 % for 8 prompts, 21 % for 4.
     """
     rows = (base.isfinite() & model.isfinite()).nonzero().flatten().tolist()
@@ -142,8 +142,8 @@ def statistic_drift(name: str, base: Tensor, model: Tensor, prompts: Sequence[in
 
 
 class Pair(NamedTuple):
-    """Images of base and model for the same prompt and noise, as PNG files. number: of the prompt
-    in its task."""
+    """Images of base and model for the same prompt and noise, as PNG files. number: the prompt's
+    number in its task."""
 
     base: bytes
     model: bytes
@@ -153,10 +153,10 @@ class Pair(NamedTuple):
 
 
 def check_drift(pairs: Sequence[Pair], period: int) -> Check:
-    """The drift of every statistic that has a value, of each task by itself if there are several:
-    then it is called TASK/STATISTIC. period: pixels of a patch."""
+    """The drift of every statistic that has a value, separately for each task. With several tasks a
+    statistic is called TASK/STATISTIC. period: pixels of a patch."""
     drifts: list[Drift] = []
-    worst: dict[tuple[str, int], tuple[float, Pair]] = {}  # of a prompt, with its first images
+    worst: dict[tuple[str, int], tuple[float, Pair]] = {}  # drift and first images of each prompt
     tasks = sorted({pair.task for pair in pairs})
     for task in tasks:
         of_task = [pair for pair in pairs if pair.task == task]
