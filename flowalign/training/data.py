@@ -230,7 +230,7 @@ def _read_csv(path: Path, text: str) -> list[Row]:
     for item, rows in questions.items():
         skills = [cells[2].split("(")[0].strip() for cells in rows.values()]
         items[item][1].update(questions=[*rows.values()], skills=skills)
-    if questions:  # the official script skips the first row
+    if questions:  # the official script skips the file's first row
         items[next(iter(questions))][1]["first_row"] = True
     return list(items.values())
 

@@ -28,7 +28,7 @@ class Evaluation:
     """The result of an evaluation. Listeners may add to its values and alarms.
 
     rows: each number that counts, by BENCHMARK/METRIC. values: the row of the log. counts: whether
-    few enough images were lost. best: whether its adapter is the best so far. alarms:
+    few enough images were lost. best: whether its adapter is the best so far. alarms: its
     warnings. stalled: why the run ends after it, "" = it continues.
     """
 

@@ -21,7 +21,7 @@ class Inputs:
     prompt_sets: dict[tuple[str, str], PromptBatch] = field(default_factory=dict)
 
     def adapter(self, source: str) -> Lora:
-        """The adapter of a source; from the Hub, the newest version. Raises AdapterError and HubError."""
+        """The adapter of a source (the Hub's newest version). Raises AdapterError and HubError."""
         if source not in self.adapters:
             family = partial(read_family, self.model) if self.model else None
             self.adapters[source] = read_lora(source, newest=True, family=family)

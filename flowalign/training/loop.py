@@ -1,7 +1,7 @@
 """The one training loop: rollout -> prepare -> learn -> tell.
 
-An algorithm (`flowalign.training.algorithm`) decides what is learnt, `flowalign.training.step` takes
-the optimizer steps, and listeners (`flowalign.training.events`) show the run.
+An algorithm (`flowalign.training.algorithm`) decides what is learnt. `flowalign.training.step`
+takes the optimizer steps. Listeners (`flowalign.training.events`) show the run.
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ class Loop:
     # The main path -----------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Train to the configured end. A signal or the time limit ends it earlier, with a checkpoint
-        of the last complete update (`flowalign.system.signals`)."""
+        """Train to the configured end. A signal or the time limit ends it earlier, with a
+        checkpoint of the last complete update (`flowalign.system.signals`)."""
         for listener in self.listeners:
             listener.began(self.update)
         self._note_complete()

@@ -38,8 +38,8 @@ def published_loss(
 
     distance [B] is the velocity distance under the weighting "published"; the advantage
     A = clip(advantage - distance, +- advantage_clip) is NOT detached, which is why it learns: at
-    rho = 1 its gradient is that of the distance, plus a score term of expectation zero. Departure: the
-    loss is per element; the published code broadcasts [B,1] with [B] to [B,B].
+    rho = 1 its gradient is that of the distance, plus a score term of expectation zero. Departure:
+    the loss is per element; the published code broadcasts [B,1] with [B] to [B,B].
     """
     total = (advantage - distance).clamp(-advantage_clip, advantage_clip)
     return _clipped(log_prob, old_log_prob, total, clip_range)

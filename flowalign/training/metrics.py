@@ -1,7 +1,7 @@
 """The names of what a run measures: the keys of metrics.jsonl, of the trackers and of the plots.
 
 A line of metrics.jsonl is either an update or an evaluation: UPDATE, and numbers by name. Scripts
-and notebooks read them, so a name stays as it is. A constant that ends in "/" is the beginning of
+and notebooks read them, so names must not change. A constant that ends in "/" is the beginning of
 several names, one for each task, step or benchmark: TEACHER_KL + "ocr" is "kl/ocr".
 """
 
@@ -15,11 +15,11 @@ UPDATE = "update"  # rollouts done when the line was written
 LOSS = "loss"
 LEARNING_RATE = "lr"
 GRADIENT_NORM = "grad_norm"  # before clipping
-SKIPPED = "skipped_steps"  # optimizer steps that were left out, as a number was NaN or infinite
+SKIPPED = "skipped_steps"  # optimizer steps skipped because of NaN or infinity
 SECONDS_ROLLOUT = "seconds/rollout"
 SECONDS_SCORE = "seconds/score"  # rewards or labels, without what ran during the rollout
 SECONDS_UPDATE = "seconds/update"
-SECONDS_HEARD = "seconds/image_drift"  # where a listener, the alarm, looked at the rollout
+SECONDS_HEARD = "seconds/image_drift"  # of the listeners (the alarm) on the rollout
 SECONDS = (SECONDS_ROLLOUT, SECONDS_SCORE, SECONDS_UPDATE)
 IMAGES_PER_SECOND = "images_per_second"  # of all processes
 # Of all processes: forward passes of the transformer for one image (two with CFG), a backward pass
@@ -72,7 +72,7 @@ STEP = "step_"  # begins what a step of the schedule is called after a "/"
 
 
 def step_label(step: int) -> str:
-    """What a step of the schedule is called after a "/"; tasks are called by their names."""
+    """The name of a schedule's step after a "/"; tasks have their own names."""
     return f"{STEP}{step}"
 
 
@@ -87,7 +87,7 @@ def headline_number(values: Mapping[str, float]) -> float:
 
 
 def headline(values: Mapping[str, float]) -> str:
-    """The headline of an evaluation for people."""
+    """The headline of an evaluation as text."""
     number = f"{headline_number(values):.3f}"
     if is_scored(values):
         return f"held-out {number}"

@@ -32,8 +32,8 @@ K = TypeVar("K", bound=Hashable)
 
 
 class Stream(IntEnum):
-    """What a random draw is for: it is seeded by (seed, update, stream), so no two draws share a
-    seed. The noise of a rollout has (seed, update) alone."""
+    """The purpose of a random draw. Draws are seeded by (seed, update, stream), so no two share a
+    seed. Only the noise of a rollout is seeded by (seed, update)."""
 
     STATES = 1  # which states an update trains
     SFT = 2  # noise levels and noise of sft
@@ -43,8 +43,8 @@ class Stream(IntEnum):
 
 
 def schedule_of(config: TrainingStage, backbone: Backbone) -> Schedule:
-    """The schedule of a config's rollouts, with its `trained` steps: where a window moves, all that
-    it comes to; see `window_of`."""
+    """The schedule of a config's rollouts, with its `trained` steps: for a moving window, all steps
+    that it reaches; see `window_of`."""
     r = config.rollout
     return Schedule(
         sigmas=backbone.sigmas(r.steps),
@@ -57,16 +57,16 @@ def schedule_of(config: TrainingStage, backbone: Backbone) -> Schedule:
 
 
 def clean_schedule(backbone: Backbone, steps: int, solver: str = "euler") -> Schedule:
-    """For samples of which only the images matter: no noise, no trained state."""
+    """A schedule for samples of which only the images are used: no noise, no trained state."""
     return Schedule(backbone.sigmas(steps), "ode", 0.0, None, solver=solver)
 
 
 def window_of(rollout: RolloutConfig, update: int) -> tuple[int, int]:
     """[start, stop) of the steps with noise and training in an update.
 
-    A window that moves (MixGRPO, 2507.21802) goes on by one step every `every` updates, from high
-    to low noise. After the last place it starts over, as with the `roll_back` that the authors'
-    scripts set; without it, it would stay there to the end.
+    A moving window (MixGRPO, 2507.21802) advances by one step every `every` updates, from high to
+    low noise. After the last position it starts again, as with `roll_back` in the authors' scripts;
+    without `roll_back` it would stay there.
     """
     window, (start, stop) = rollout.window, rollout.trained
     if not isinstance(window, WindowConfig):
@@ -83,7 +83,7 @@ class Noise:
     shared: bool = False
 
     def draw(self, prompt: int, copy: int, shape: tuple[int, ...], extra: int) -> Tensor:
-        """[1+extra, C,h,w] on the CPU: the initial noise, then one for each noisy step."""
+        """Noise [1+extra,C,h,w] on the CPU: the initial noise, then one for each noisy step."""
         generator = self._generator(prompt, copy)
         start = self._generator(prompt, -1) if self.shared else generator
         first = torch.randn(1, *shape, generator=start)
@@ -95,13 +95,12 @@ class Noise:
         return torch.Generator().manual_seed(int(entropy[0]))
 
 
-ImagePlace = tuple[
-    int, int
-]  # of an image: its prompt's number in the batch of all processes, its copy
+# An image: its prompt's number in the batch of all processes, and its copy
+ImagePlace = tuple[int, int]
 
 
 def places(prompts: int, copies: int) -> list[ImagePlace]:
-    """The places of all images of a batch; the copies of a prompt follow one another."""
+    """(prompt, copy) of all images of a batch; the copies of a prompt follow one another."""
     return [(prompt, copy) for prompt in range(prompts) for copy in range(copies)]
 
 
@@ -109,8 +108,8 @@ def shard(prompts: int, copies: int, shares: int, rank: int, world: int) -> list
     """The images of process `rank` of `world`, ordered by the optimizer step that they are for.
 
     The batch is cut into `shares` of complete prompts, one for each optimizer step. Every process
-    has an equal part of each share, so that a step learns from the same images whatever `world` is;
-    a config and the checks refuse what cannot be shared so.
+    has an equal part of each share, so a step learns from the same images for any `world`. The
+    config and the checks refuse batches that cannot be divided so.
     """
     size, rest = divmod(prompts // shares * copies, world)
     assert not (prompts % shares or rest)
@@ -136,12 +135,12 @@ def sample(
 ) -> Rollout:
     """Sample B images -> Rollout. batch: B rows, the prompt of each image.
 
-    places: of the B images; what their noise is drawn for. batch_size: images per forward pass.
-    decode: the latents to images. finish: sample to the last latents; by default only to decode
-    them, else the rollout stops at the last trained state. sources: who samples each image (None =
-    the active adapter, at `guidance`); images of one source are sampled together. on_images: called
-    with each batch of images as soon as it is decoded, before the next is sampled (with sources,
-    only where all images have the same).
+    places: (prompt, copy) of the B images, which seed their noise. batch_size: images per forward
+    pass. decode: whether latents are decoded. finish: whether to sample to the last latents, by
+    default only to decode them; otherwise the rollout stops at the last trained state. sources: the
+    sampler of each image (None = the active adapter, at `guidance`); images of one source are
+    sampled together. on_images: called with each decoded batch of images before the next is sampled
+    (with sources, only if all images have the same source).
     """
     finish = decode if finish is None else finish
     cond = backbone.encode(batch.prompts)
@@ -191,7 +190,7 @@ def generate(
 ) -> Tensor:
     """Images [P*copies,3,H,W] in [0,1] of P prompts, deterministic (Euler ODE).
 
-    indices: of the prompts in their set; the noise depends on them. None = 0, 1, 2... The copies of
+    indices: the prompts' indices in their set, which seed the noise. None = 0, 1, 2... The copies of
     a prompt follow one another.
     """
     indices = range(len(prompts)) if indices is None else indices
@@ -210,13 +209,14 @@ def generate(
 
 
 def _joined(parts: Sequence[Tensor | None], back: Tensor | EllipsisType) -> Any:
-    """All batches as one tensor, its rows indexed by back; None where a batch has none."""
+    """All batches as one tensor, its rows indexed by `back`; None if a batch has no tensor."""
     tensors = [part for part in parts if part is not None]
     return torch.cat(tensors)[back] if tensors else None
 
 
 def batches(kinds: Sequence[K], size: int) -> Iterator[tuple[K, list[int]]]:
-    """(kind, at most `size` rows of it, in order) for each forward pass; kinds: of all rows."""
+    """(kind, up to `size` of its rows in order) for each forward pass; kinds: the kind of every
+    row."""
     for kind in dict.fromkeys(kinds):
         rows = [row for row, other in enumerate(kinds) if other == kind]
         for start in range(0, len(rows), size):

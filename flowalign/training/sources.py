@@ -28,7 +28,7 @@ class PromptSource:
     home: str  # "owner/repository/commit"
     licence: str
     files: tuple[File, ...]
-    note: str = ""  # to be read before the set is used
+    note: str = ""  # what to know before using the set
 
     @property
     def commit(self) -> str:
@@ -36,7 +36,7 @@ class PromptSource:
 
     @property
     def page(self) -> str:
-        """Where to look at the repository as it was at that commit."""
+        """The web page of the repository at that commit."""
         return f"https://github.com/{self.home.rsplit('/', 1)[0]}/tree/{self.commit}"
 
 

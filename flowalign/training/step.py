@@ -53,11 +53,11 @@ class Step:
         self.fault: NotFinite | None = None
 
     def learn(self, prepared: Prepared) -> dict[str, float]:
-        """The optimizer steps of one rollout, each on an equal share of its images (`shard`).
+        """Take the optimizer steps of one rollout, each on an equal share of its images (`shard`).
 
         The loss of a step is the mean over all pairs of its share; images that are not kept count
-        as 0. A step whose loss or gradient is not finite on one process is left out on all.
-        Returns what was measured, as means over all processes, without what was not finite.
+        as 0. A step whose loss or gradient is not finite on one process is skipped on all. Returns
+        the measurements as means over all processes, without those that are not finite.
         """
         steps = self.settings.updates_per_rollout
         means = Means()
@@ -155,8 +155,8 @@ class Step:
         return norm, taken
 
     def _overflow(self) -> NotFinite | None:
-        """The fault of a gradient that is not finite though the losses are. None under float16,
-        where that is how the loss scale finds its place, until the scale is used up."""
+        """The fault of a gradient that is not finite while the losses are. None under float16 while
+        the loss scale can still be lowered."""
         scaler = self.accelerator.scaler
         if scaler and scaler.get_scale() >= nonfinite.LEAST_SCALE:
             return None
@@ -182,8 +182,8 @@ class Step:
         }
 
     def load_states(self, states: dict[str, Any], count: int) -> None:
-        """Put back what `states` gave after `count` steps. The learning rates are those of this
-        run's schedule, which may be longer or shorter than the one that was saved."""
+        """Restore the result of `states` after `count` steps. The learning rates follow this run's
+        schedule, which may be longer or shorter than the saved one."""
         self.optimizer.load_state_dict(states["optimizer"])
         self.lr.load_state_dict(states["lr"])
         groups = self.lr.optimizer.param_groups
@@ -208,9 +208,10 @@ def filled(parts: Iterable[Pairs], count: int) -> Iterator[tuple[Pairs, float]]:
 def strided(numbers: Tensor, images: int, steps: int) -> tuple[Tensor, Tensor]:
     """The pairs that are compared with the base for the log: rows [n] and columns [n] of a process.
 
-    numbers [B]: of its images among the `images` that all processes have for an optimizer step.
-    Over all processes about MEASURED pairs: each of the steps equally often, with images from all
-    over the batch. So the figure depends neither on the micro-batch nor on the processes.
+    numbers [B]: the indices of its images among the `images` that all processes have for an
+    optimizer step. All processes together have about MEASURED pairs: each step equally often, with
+    images from the entire batch. So the figure depends neither on the micro-batch nor on the
+    processes.
     """
     pairs = min(images, -(-MEASURED // steps))
     order = torch.arange(steps * pairs)
@@ -227,7 +228,7 @@ def build_optimizer(
 
 
 def learning_rate(config: TrainingStage, optimizer: torch.optim.Optimizer) -> LambdaLR:
-    """diffusers' schedule of that name, over the optimizer steps of the run."""
+    """The diffusers schedule named in the config, over the optimizer steps of the run."""
     o, steps = config.optimizer, config.optimizer_steps
     name = "constant_with_warmup" if o.schedule == "constant" else o.schedule
     return get_scheduler(name, optimizer, num_warmup_steps=o.warmup, num_training_steps=steps)
@@ -257,7 +258,7 @@ class MovingAverage:
         self.shadow_params = [p.detach().clone() for p in parameters]
 
     def step(self, parameters: Sequence[Tensor], steps: int) -> None:
-        """After optimizer step number `steps`: update the average, if it is due."""
+        """Update the average after optimizer step number `steps`, if it is due."""
         if steps % self.every == 0:
             _copy(self._mixed(parameters, decay_at(steps, self.decay)), self.shadow_params)
 
@@ -265,9 +266,9 @@ class MovingAverage:
     def of(self, parameters: Sequence[Tensor], steps: int) -> Iterator[None]:
         """Inside the `with`, the parameters are the average as of `steps`.
 
-        Two departures from the published code, which takes the last averaging as it is. Before the
-        first one it is the adapter itself, so that a short run returns what it learnt. Steps since
-        the last one count for their share: k of `every` steps keep decay^(k / every).
+        Two departures from the published code, which uses the result of the last averaging. Before
+        the first averaging the adapter itself is used, so that a short run returns what it learnt.
+        Steps since the last averaging count in proportion: k of `every` steps keep decay^(k / every).
         """
         if steps < self.every:  # before the first averaging
             yield

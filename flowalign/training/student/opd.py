@@ -65,7 +65,8 @@ class Opd(Algorithm[Labels]):
 
     @classmethod
     def trained_steps(cls, config: OpdStage, update: int) -> tuple[int, ...]:
-        """Those of the window, or a draw among them: a function of (seed, update)."""
+        """The trained steps of an update: its window, or a draw from it. A function of (seed,
+        update)."""
         window = list(range(*window_of(config.rollout, update)))
         return chosen(config.student.noise_levels, window, (config.seed, update))
 
@@ -114,7 +115,7 @@ class Opd(Algorithm[Labels]):
         return StepLoss(total, measured, counts)
 
     def held_out(self) -> Mapping[str, float]:
-        """The distance to the targets at states that stay the same, of 0 to 1: the base's."""
+        """The distance to the targets at fixed states; 1 is the base's, 0 the target."""
         if not self.settings.fixed_prompts:
             return {}
         if self.fixed is None:
@@ -179,7 +180,7 @@ class Opd(Algorithm[Labels]):
 
 def weights_of(schedule: Schedule, weighting: str) -> Tensor:
     """`losses.step_weights` of a schedule [T]; 0 for steps outside its window, which are never
-    trained. An ode has no KL: there "kl" is 1, so that errors are shown as they are."""
+    trained. An ode has no KL: there the weight "kl" is 1, so that plain errors are logged."""
     if schedule.kind == "ode" and weighting == "kl":
         weighting = "velocity"
     every = step_weights(
