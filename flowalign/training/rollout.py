@@ -190,8 +190,8 @@ def generate(
 ) -> Tensor:
     """Images [P*copies,3,H,W] in [0,1] of P prompts, deterministic (Euler ODE).
 
-    indices: the prompts' indices in their set, which seed the noise. None = 0, 1, 2... The copies of
-    a prompt follow one another.
+    indices: the prompts' indices in their set, which seed the noise. None = 0, 1, 2... The copies
+    of a prompt follow one another.
     """
     indices = range(len(prompts)) if indices is None else indices
     keys = places(len(prompts), copies)

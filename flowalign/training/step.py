@@ -268,7 +268,7 @@ class MovingAverage:
 
         Two departures from the published code, which uses the result of the last averaging. Before
         the first averaging the adapter itself is used, so that a short run returns what it learnt.
-        Steps since the last averaging count in proportion: k of `every` steps keep decay^(k / every).
+        Steps since the last averaging count in proportion: k of `every` keep decay^(k / every).
         """
         if steps < self.every:  # before the first averaging
             yield
