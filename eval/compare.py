@@ -27,7 +27,7 @@ from flowalign.system.folder import RunFolder
 from flowalign.system.table import Table
 from flowalign.types import EvalRow, ImageScore
 
-VERSION = 1  # of results.json; raised whenever an older reader would misread a newer file
+VERSION = 1  # of results.json; increased if an older reader would misread a newer file
 SAMPLER = ("height", "width", "steps", "guidance", "max_sequence_length", "seed")
 
 
@@ -95,7 +95,7 @@ def differences(
         problems.append(f"no benchmark in common: {listed[0]} and {listed[1]}")
     for name in shared:
         for key, x, y in _unequal(first["benchmarks"][name], second["benchmarks"][name]):
-            if key == "average":  # says how it is shown, and older files lack it
+            if key == "average":  # only for display; older files lack it
                 continue
             problems.append(f"{name}: {key} is {x!r} and {y!r}")
         a, b = ([score.image for score in scores_of(model, name)] for model in models)

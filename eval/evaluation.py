@@ -90,7 +90,7 @@ def _evaluate(config: EvalStage, accelerator: Accelerator, inputs: Inputs) -> No
     model = config.model if config.adapters else None
     device = accelerator.device
     sets = build_sets(config.benchmarks, "benchmarks", device, model, inputs, config.given)
-    if not model and (size := sets[0].size):  # no model says the size of the images
+    if not model and (size := sets[0].size):  # without a model, the files decide the size
         update = {"height": size[0], "width": size[1]}
         config = config.model_copy(update={"model": config.model.model_copy(update=update)})
     reference = load_reference(config, sets, device)
@@ -99,7 +99,7 @@ def _evaluate(config: EvalStage, accelerator: Accelerator, inputs: Inputs) -> No
         base = (backbone.core, backbone.pipe.vae, *backbone.family.encoders)
         weights = placement.fingerprint(base)  # before the adapters
         digests = load_adapters(backbone, config, inputs)
-        update = {"max_sequence_length": backbone.text.max_sequence_length}  # where it is null
+        update = {"max_sequence_length": backbone.text.max_sequence_length}  # if it is null
         config = config.model_copy(update={"model": model.model_copy(update=update)})
     stores = open_stores(config, sets, weights, digests, accelerator)
     problems = dict[str, str]()
@@ -108,8 +108,8 @@ def _evaluate(config: EvalStage, accelerator: Accelerator, inputs: Inputs) -> No
             store.check()
         except StoreError as error:  # a problem that several folders share is reported once
             problems.setdefault(str(error).replace(str(store.folder), ""), f"output: {error}")
-    if listed := sorted(set(gather_object([*problems.values()]))):  # whichever process saw it
-        raise ConfigError(listed)  # the last check: from here on, it writes
+    if listed := sorted(set(gather_object([*problems.values()]))):  # from any process
+        raise ConfigError(listed)  # the last check: files are written from here on
     if accelerator.is_main_process:
         for store in stores.values():
             store.prepare()

@@ -57,7 +57,7 @@ def frechet(features: ArrayLike, reference: ArrayLike) -> float:
 @dataclass(frozen=True)
 class Distance:
     value: float
-    without: Tensor  # [G]: the same when one of G groups of prompts is left out
+    without: Tensor  # [G]: value without each of G groups of prompts
     n: int  # valid images
     total: int | None = None  # images
 

@@ -202,7 +202,7 @@ class ScoredImage(NamedTuple):
     score: str
     level: float | None  # 0 = the benchmark's lowest score, 100 = its highest, None = no score
     hint: str  # every part of the score
-    reason: str  # what the score rests on
+    reason: str  # the evidence for the score
     failed: bool  # judged wrong; without a verdict: in the lower half of the scores, or no score
 
 
@@ -210,7 +210,7 @@ class Line(NamedTuple):
     index: int
     prompt: str
     tag: str
-    disagree: bool  # what the function `disagree` says
+    disagree: bool  # result of `disagree`
     cells: Mapping[str, Sequence[ScoredImage]]  # by model, one per image
 
 

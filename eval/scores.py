@@ -8,8 +8,9 @@ from typing import Any
 
 from flowalign.types import EvalImage, ImageScore
 
-ABOUT = ("index", "copy", "prompt", "metadata", "reason")  # of an image; the rest are its numbers
-WEIGHT = "weight"  # the part of a judge's scores that says how often an image counts
+# keys about the image; all others are numbers
+ABOUT = ("index", "copy", "prompt", "metadata", "reason")
+WEIGHT = "weight"  # the part with how often an image counts
 
 # (metadata, parts) -> how often each part counts: `flowalign.rewards.RewardBase.counts`.
 Counts = Callable[[Mapping[str, Any], Mapping[str, float]], Mapping[str, float]]

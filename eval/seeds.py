@@ -205,7 +205,7 @@ def averages(document: Document) -> dict[str, list[str]]:
 
 def cells(documents: Sequence[Document], first: str, second: str = "") -> dict[str, SeedMean]:
     """A model's number for every benchmark and average; with `second`, first minus second."""
-    rows = {}  # of every seed
+    rows = {}  # {column: a row per seed}
     for name, judge in documents[0]["benchmarks"].items():
         column = Column(name, judge.get("headline"))
         scores = images(documents, first, name)

@@ -99,7 +99,7 @@ class Store:
         there = _flat(recorded)
         here = _flat(self.settings)
         keys = [key for key in here | there if there.get(key) != here.get(key)]
-        # of lists only what both have: a smaller `limit` has the first prompts
+        # in lists only shared items count: a smaller `limit` has the first prompts
         keys = [k for k in keys if not k[-1].isdecimal() or k in there.keys() & here.keys()]
         if keys:
             texts = (
@@ -132,7 +132,7 @@ class Store:
             wanted = {key: judge.image(key) for key in keys}
             for path in sorted(self.score_folder(judge.name).glob("rows.*.jsonl")):
                 for row in read_lines(path):
-                    with suppress(KeyError, TypeError, AttributeError):  # no row of ours
+                    with suppress(KeyError, TypeError, AttributeError):  # not a row of this format
                         score = from_row(row, judge.counts)
                         key = (score.image.index, score.image.copy)
                         # a failed image may have been scored later
@@ -143,7 +143,7 @@ class Store:
     def append(self, judge: str, scores: Sequence[ImageScore]) -> None:
         """Add scores of this process; they are in the file when this returns."""
         lines = (json.dumps(to_json(to_row(score)), allow_nan=False) for score in scores)
-        # the break comes first, so that a line that a kill cut off does not spoil the next one
+        # the line break comes first, so that a truncated line does not damage the next one
         text = "".join(f"\n{line}" for line in lines)
         append(self.score_folder(judge) / f"rows.{self._rank}.jsonl", text)
 

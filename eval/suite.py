@@ -96,8 +96,8 @@ class ImageSet:
     judges: tuple[Benchmark, ...] = ()
     files: Mapping[str, Mapping[ImageKey, Path]] = field(
         default_factory=dict
-    )  # by model: there already
-    size: Size | None = None  # of the images, where a model or their files say it
+    )  # existing images, by model
+    size: Size | None = None  # of the images, if known from a model or from files
 
     @staticmethod
     def of(benchmark: Benchmark) -> ImageSet:
@@ -223,7 +223,7 @@ def run(
             rows += rows_of(benchmark, judged.scores)
             if reason := lost(benchmark, judged.scores, max_invalid_share):
                 reasons[benchmark.name] = reason
-        first = images.judges[0]  # which says what its images are worth
+        first = images.judges[0]  # its scores are shown with the images
         judged = results[0]
         pictured = [judged.scores[i * images.copies] for i in judged.pictured(images.copies)]
         for score, picture in zip(pictured, judged.pictures[:: images.copies], strict=True):
@@ -312,7 +312,7 @@ def judge_set(
         if features:
             vectors.append(_vectors(torch.stack([pixels[key] for key in keys]), features))
         advance(len(keys))
-    # every forward pass of a sharded base is one of all processes: sample once more, and drop it
+    # a sharded base needs all processes in every forward pass: sample once more, and drop it
     for _ in range(extra):
         assert backbone
         generate(backbone, images.prompts.select([0]), settings)
@@ -332,9 +332,9 @@ def _share(images: ImageSet, size: int, world: int, rank: int) -> dict[range, li
     The batches are the same for any number of processes, and so is their arithmetic.
     """
     total = len(images.prompts)
-    step = max(1, size // images.copies)  # more copies than `size` still are one batch
+    step = max(1, size // images.copies)  # more copies than `size` are still one batch
     batches = [range(start, min(start + step, total)) for start in range(0, total, step)]
-    # of more processes than batches, some have none
+    # with more processes than batches, some have none
     share = batches[rank * len(batches) // world : (rank + 1) * len(batches) // world]
     return {batch: [*product(batch, range(images.copies))] for batch in share}
 
@@ -375,7 +375,7 @@ def _pixels(
         batches = [images.prompts.select(prompts) for prompts in left]
         # all batches at once, so that the encoders come to the device a single time
         backbone.text.prepare([batch.prompts for batch in batches])
-        # all of the batch: the same arithmetic as in an uninterrupted run
+        # the complete batch: the same arithmetic as in an uninterrupted run
         sampled = generate(backbone, batches[0], settings, left[0], images.copies)
         made = dict(zip(keys, eight_bits(sampled), strict=True))
         pixels |= {key: made[key] for key in absent}
@@ -418,7 +418,7 @@ class _Scoring:
         """Start to score a batch when the one before is done."""
         if not any(unscored.values()):
             return
-        self._collect()  # first: behind a slow reward images would fill the memory
+        self._collect()  # first: otherwise images would fill the memory behind a slow reward
         for judge in self.judges:
             groups = [unscored[judge.name]]
             if judge.reward.groupwise:  # a set may list a prompt twice

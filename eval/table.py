@@ -43,7 +43,7 @@ class Results:
     judged: Mapping[str, Mapping[str, JudgedImages]]  # {model: {benchmark: its images}}
     distances: Mapping[str, Distance]  # by model; empty if fidelity was not measured
     drifts: Sequence[Panel] = ()  # of the other models from the base
-    shared: str = "same prompts and noise"  # what all models have in common
+    shared: str = "same prompts and noise"  # shared by all models
     # the benchmarks that are columns, None = all; the others are in `matrix`
     column_names: Collection[str] | None = None
 
@@ -159,7 +159,8 @@ class Numbers:
     decimals: Mapping[str, int]  # {column: decimals}
     signed: bool = False  # differences
     notes: Sequence[str] = ()  # below it
-    changes: Mapping[str, Mapping[str, EvalRow]] | None = None  # {label: {column: to the first}}
+    # {label: {column: change to the first model}}
+    changes: Mapping[str, Mapping[str, EvalRow]] | None = None
 
     @property
     def table(self) -> Table:

@@ -15,7 +15,7 @@ from flowalign.training.events import Learned, Listener, warn
 
 SURE = 2.0  # standard errors of a difference that count as a change
 COLLAPSED = 0.25  # a held-out reward below this share of the first one is a collapse
-LASTING = 5  # updates in a row that must look wrong
+LASTING = 5  # consecutive wrong updates before a warning
 CLIPPED = 0.5  # share of clipped policy ratios above which little is learnt
 FARTHER = 10.0  # times the first distance to the teachers, which should only fall
 
@@ -28,8 +28,8 @@ class Alarm(Listener):
 
     def __init__(self, rewards: Mapping[str, str] | None = None) -> None:
         self.rewards = dict(rewards or {})
-        self.trained: list[Measured] = []  # one for each period between evaluations
-        self.watched: list[dict[str, Measured]] = []  # one for each evaluation
+        self.trained: list[Measured] = []  # objective of each period between evaluations
+        self.watched: list[dict[str, Measured]] = []  # held-out numbers of each evaluation
         self.period: list[float] = []  # objectives since the last evaluation
         self.first_distance: float | None = None  # to the teachers, or the loss of a cold start
         self.lasting: dict[str, int] = {}  # {what is wrong: updates in a row}

@@ -20,8 +20,8 @@ LONGEST = 4000  # characters of a warning
 CLOCK = "%Y-%m-%d %H:%M:%S"  # of every line of a log
 OnMetrics = Callable[[dict[str, float]], object]
 FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
-FIGURES = {  # of an update, for people: {metric: (label, format)}
-    metrics.LOSS: ("loss", "{:.3g}"),  # where it is all there is
+FIGURES = {  # shown for an update: {metric: (label, format)}
+    metrics.LOSS: ("loss", "{:.3g}"),  # if there is nothing else
     metrics.REWARD: ("reward", "{:.3f}"),
     metrics.DISTILL: ("distance to the teachers", "{:.4f}"),
     metrics.KL: ("KL to the base", "{:.2e}"),
@@ -36,7 +36,7 @@ def figures(values: Mapping[str, float]) -> list[tuple[str, str]]:
     """(label, number) of each of FIGURES that an update has."""
     names = [name for name in FIGURES if name in values]
     if len({metrics.LOSS, metrics.REWARD, metrics.DISTILL}.intersection(names)) > 1:
-        names.remove(metrics.LOSS)  # a policy's is about 0 whatever it learns
+        names.remove(metrics.LOSS)  # a policy's loss is always about 0
     labelled = ((values[name], *FIGURES[name]) for name in names)
     return [(label, style.format(value)) for value, label, style in labelled]
 
@@ -51,11 +51,11 @@ class Progress:
         self.folder = Path(config.output)
         self.on_update: OnMetrics | None = None
         self.done = 0  # updates
-        self.first: tuple[float, int] | None = None  # when which update was shown first
-        self.seconds: float | None = None  # an update takes, with evaluations and checkpoints
+        self.first: tuple[float, int] | None = None  # time and number of the first shown update
+        self.seconds: float | None = None  # per update, with evaluations and checkpoints
 
     def live(self, update: int) -> AbstractContextManager[None]:
-        """Around the run, which starts after `update` updates."""
+        """Record warnings during the run, which starts after `update` updates."""
         self.done = update
         return recorded(self.folder, self.main, lambda: self.done)
 

@@ -30,7 +30,7 @@ from flowalign.types import Example, Rollout
 KEPT = 200  # newest files of a kind that stay
 COPIES, SHOWN = 4, 32  # images of a prompt, and of a picture, at most
 HELD_OUT = 8  # prompts of a benchmark
-TRAINING, EVALUATION = "update_", "held_out_"  # what the names of the files begin with
+TRAINING, EVALUATION = "update_", "held_out_"  # prefixes of file names
 DRIFT = "drift_rollout_"
 
 

@@ -120,17 +120,17 @@ class Keeps:
     policies: Sequence[str] = ()  # frozen copies of the student's adapter
     compared: Sequence[Compared] = ()
     ascended: int = 0  # images at once whose reward's gradient passes through the decoder
-    candidates: int = 0  # images that are tried along it, for each
+    candidates: int = 0  # images tried along this gradient, per image
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prepared:
     """A rollout that is ready for training; an algorithm adds what its loss needs."""
 
-    rollout: Rollout  # the states to train on, which need not be those that were sampled
+    rollout: Rollout  # the states to train on; they may differ from the sampled ones
     keep: Tensor  # [B] images that carry gradient
     metrics: Mapping[str, float]  # means over all processes
-    notes: list[str]  # B texts that stand below the samples: a reward, a teacher
+    notes: list[str]  # B texts below the samples: a reward, a teacher
 
 
 P = TypeVar("P", bound=Prepared)

@@ -146,7 +146,7 @@ def _locate(source: str) -> Path:
 
 def _text(path: Path) -> str:
     try:
-        # newlines as they are: csv knows itself which of them end a row
+        # newlines unchanged: csv decides which of them end a row
         with path.open(encoding="utf-8-sig", newline="") as file:
             return file.read()
     except (UnicodeDecodeError, OSError) as error:
@@ -155,7 +155,7 @@ def _text(path: Path) -> str:
 
 def _lines(text: str) -> list[tuple[int, str]]:
     """The lines that are not blank, stripped, with their numbers from 1."""
-    # not str.splitlines: it would also cut at U+2028 and its like, inside a prompt
+    # not str.splitlines: it also splits at U+2028 and similar, inside a prompt
     lines = enumerate(re.split(r"\r\n?|\n", text), 1)
     return [(number, line.strip()) for number, line in lines if line.strip()]
 

@@ -70,7 +70,7 @@ class Loop:
         self.parameters = self.step.parameters
         self.update = 0  # rollouts done
         self.skipped = 0  # updates in a row that took no optimizer step
-        self.first_skip: NotFinite | None = None  # why the first of them did not
+        self.first_skip: NotFinite | None = None  # the fault of the first of them
         several = accelerator.num_processes > 1
         clock = clock or Clock(time.monotonic(), config.train.max_minutes)
         self.requests = Requests(gather_object if several else None, clock)
@@ -114,7 +114,7 @@ class Loop:
                 rollout = self.rollout(self.update)
             with self._timed(metrics.SECONDS_SCORE):
                 prepared = self.prepare(rollout)
-            figures = self._tell_rollout(rollout)  # now: no thread asks a reward any more
+            figures = self._tell_rollout(rollout)  # now: no thread calls a reward any more
             with self.requests.uninterrupted():  # an update is learnt completely, or not at all
                 self._complete = False
                 with self._timed(metrics.SECONDS_UPDATE):
@@ -236,8 +236,10 @@ class Loop:
         self.requests.stop_point()  # it may take many minutes
         with self.step.averaged():
             headline, report = self.evaluations.evaluate()
-            measured = self.algorithm.held_out()  # by all, as the base may be sharded
-            more = from_main(lambda: measured)  # whose numbers end the run on all, or on none
+            # on all processes, because the base may be sharded
+            measured = self.algorithm.held_out()
+            # equal on all processes, which must agree on the end of the run
+            more = from_main(lambda: measured)
             with self.requests.uninterrupted():
                 evaluation = self.evaluations.note(self.update, headline, report, more)
                 if evaluation.best:

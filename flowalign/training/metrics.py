@@ -23,7 +23,7 @@ SECONDS_HEARD = "seconds/image_drift"  # of the listeners (the alarm) on the rol
 SECONDS = (SECONDS_ROLLOUT, SECONDS_SCORE, SECONDS_UPDATE)
 IMAGES_PER_SECOND = "images_per_second"  # of all processes
 # Of all processes: forward passes of the transformer for one image (two with CFG), a backward pass
-# counts as two. Not counted: evaluations, the alarm, what gradient checkpointing computes again
+# counts as two. Not counted: evaluations, the alarm, recomputation by gradient checkpointing
 EVALUATIONS = "evaluations"
 
 # Learning from rewards
@@ -39,9 +39,9 @@ CLIPPED_ADVANTAGES = "clipped_advantages"
 MOVED_SHARE = "moved_share/"  # of a task's images, along their reward's gradient
 MOVED_GAIN = "moved_gain/"  # what it gained them, mean
 QUARTILE = "quartile/"  # of a prompt's rewards, from which on its images stay; mean
-PAIR_ACCURACY = "pair_accuracy"  # share of the pairs whose chosen image gained more
+PAIR_ACCURACY = "pair_accuracy"  # share of pairs whose chosen image gained more
 MARGIN = "margin"  # what it gained more, mean: of mean |v - (eps - x0)|^2, below the reference's
-CHOSEN_GAIN = "chosen_gain"  # what the chosen image itself gained
+CHOSEN_GAIN = "chosen_gain"  # gain of the chosen image
 TAU = "tau/"  # the price of the distance that they move is 1 / (2 tau)
 CLIP_FRACTION = "clip_fraction"
 RATIO_ERROR = "ratio_error"  # largest |ratio - 1| of a micro-batch
@@ -60,7 +60,7 @@ FIXED_PATH, FIXED_MEAN = "fixed_path/", "fixed_path"
 
 # Evaluations
 EVAL = "eval/"
-HEADLINE = "eval/headline"  # mean over the tasks' benchmarks; chooses the adapter that is kept
+HEADLINE = "eval/headline"  # mean over the tasks' benchmarks; the kept adapter has the best
 LOST = "eval/lost"  # how many benchmarks lost too many images; such a line has no HEADLINE
 ALARMS = "alarms"
 
@@ -68,7 +68,7 @@ ALARMS = "alarms"
 IMAGE_DRIFT = "image_drift/"
 DRIFT_ALARMS = "image_drift_alarms"  # statistics beyond alarm.warn
 
-STEP = "step_"  # begins what a step of the schedule is called after a "/"
+STEP = "step_"  # start of the name of a schedule's step, after a "/"
 
 
 def step_label(step: int) -> str:

@@ -39,7 +39,7 @@ class Stream(IntEnum):
     SFT = 2  # noise levels and noise of sft
     NOISE = 4  # noise on the images that nft, awm and dpo learn from
     LEVELS = 5  # their noise levels
-    FIXED = 6  # states that stay the same through a run
+    FIXED = 6  # fixed states of a run
 
 
 def schedule_of(config: TrainingStage, backbone: Backbone) -> Schedule:
@@ -79,7 +79,7 @@ def window_of(rollout: RolloutConfig, update: int) -> tuple[int, int]:
 class Noise:
     """The seeded noise of a call. shared: the images of a prompt have one initial noise."""
 
-    key: tuple[int, ...]  # names the call, such as (seed, update)
+    key: tuple[int, ...]  # identifies the call, such as (seed, update)
     shared: bool = False
 
     def draw(self, prompt: int, copy: int, shape: tuple[int, ...], extra: int) -> Tensor:
@@ -147,7 +147,7 @@ def sample(
     shape = backbone.latent_shape
     extra = len(schedule.noisy)
     parts = list(batches(sources or [None] * len(batch), batch_size))
-    if sources:  # without sources all processes have equally many
+    if sources:  # without sources all processes have the same number
         on_base = [s for s, _ in parts if s is not None and s.adapter not in backbone.others]
         repeated = (Source(None, 1.0), parts[-1][1])
         parts += [repeated] * missing_steps(len(on_base), backbone.sharded)

@@ -30,7 +30,7 @@ class Dpm2:
         self.scheduler.num_inference_steps = len(sigmas) - 1
         self.scheduler.sigmas = sigmas
         self.scheduler.timesteps = 1000 * sigmas[:-1]
-        self.scheduler.set_begin_index(0)  # counts its steps, and looks no timestep up
+        self.scheduler.set_begin_index(0)  # it counts steps and does not look up timesteps
 
     def advance(self, x: Tensor, velocity: Tensor) -> Tensor:
         """x [B,C,h,w], float32, at the next noise level. velocity [B,C,h,w], at x."""

@@ -14,11 +14,10 @@ RAW = "https://raw.githubusercontent.com"
 class File:
     name: str  # where it is written, below the data folder
     url: str
-    checksum: str = ""  # "sha256:..." or "md5:..." of what is written, "" if none is known
-    known: str = ""  # how the checksum is known
+    checksum: str = ""  # "sha256:..." or "md5:..." of the written file, "" if unknown
+    known: str = ""  # source of the checksum
     unique: bool = False  # write each line once, sorted?
-    # The file that a part of a training set is set aside in; before it come those that this part
-    # must not overlap with.
+    # The file for the held-out part of a training set. Earlier files must not overlap with it.
     validation: str = ""
 
 

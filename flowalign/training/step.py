@@ -45,7 +45,7 @@ class Step:
         self.parameters = backbone.adapter_parameters(STUDENT)
         optimizer = build_optimizer(config, self.parameters)
         self.parallel = processes.of(accelerator)
-        # before `prepare`: accelerate's scaled steps (float16) put optimizer.step back as it was
+        # before `prepare`: accelerate's scaled steps (float16) restore optimizer.step
         self.lr = learning_rate(config, optimizer)
         self.optimizer = self.parallel.prepare(backbone, optimizer)
         self.ema = MovingAverage(self.parameters, **config.ema.model_dump()) if config.ema else None
@@ -100,13 +100,13 @@ class Step:
                 with self.backbone.uncounted(not weight):
                     velocity = self.algorithm.velocity(pairs)
                     step = self.algorithm.loss(pairs, velocity, prepared)
-                # an infinite velocity may have a clipped, finite loss; asked together: one wait
+                # an infinite velocity may have a clipped, finite loss; one transfer for both
                 sound = torch.isfinite(velocity).all()
                 loss, sound = torch.stack([step.total.detach().float(), sound.float()]).tolist()
                 # its share of the mean over the step's pairs; the backward passes add up
                 part = weight * len(pairs.rows) / count
                 if not (sound and math.isfinite(loss)):
-                    part = math.nan  # a gradient that no process takes, as theirs is the mean
+                    part = math.nan  # NaN in the mean gradient: no process takes the step
                     fault = fault or nonfinite.fault_of_pairs(
                         velocity, rollout, pairs.rows, pairs.steps
                     )
@@ -126,7 +126,7 @@ class Step:
         world = self.accelerator.num_processes
         numbers = rollout.group * self.copies + rollout.copy - start * world
         rows, columns = strided(numbers, share * world, len(rollout.steps))
-        if idle := not len(rows):  # sharded, it takes part in the others' forward passes
+        if idle := not len(rows):  # a sharded base needs all processes in every forward pass
             rows = columns = torch.zeros(1, dtype=torch.int64)
         size = min(self.settings.micro_batch, share * len(rollout.steps))
         batches = math.ceil(len(rows) / size)
@@ -143,7 +143,7 @@ class Step:
         norm = self.accelerator.clip_grad_norm_(self.parameters, self.settings.max_grad_norm)
         norm = math.nan if norm is None else float(norm)
         taken = math.isfinite(norm)
-        if taken or self.accelerator.scaler:  # it leaves such a step out, and lowers its scale
+        if taken or self.accelerator.scaler:  # the scaler skips such a step and lowers its scale
             self.optimizer.step()
             taken = taken and not self.optimizer.step_was_skipped
         self.optimizer.zero_grad(set_to_none=True)

@@ -26,9 +26,9 @@ from flowalign.training.events import Listener, Stop, warn
 from flowalign.training.rollout import Noise, sample
 from flowalign.types import Rollout, Source
 
-COPIES = 2  # images of a prompt: for their distance; more prompts tell more than more copies
+COPIES = 2  # images per prompt, for their distance; more prompts are better than more copies
 START = "alarm_start"  # the frozen adapter that the run starts from
-SHARE = 4  # at most one in so many images of a rollout is sampled by the base
+SHARE = 4  # the base samples at most 1 / SHARE of a rollout's images
 
 
 def checked(config: TrainingStage) -> tuple[int, int]:
@@ -99,7 +99,7 @@ class Monitor(Listener):
         chosen = set(spread(settings.prompts, prompts))
         places = list(zip(rollout.group.tolist(), rollout.copy.tolist(), strict=True))
         rows = [i for i, (group, copy) in enumerate(places) if group in chosen and copy < copies]
-        padded = rows or [0]  # a process without any samples one, with the others, and drops it
+        padded = rows or [0]  # a process without rows samples one with the others and drops it
         base = sample(
             self.backbone,
             rollout.batch.select(padded),
@@ -115,7 +115,7 @@ class Monitor(Listener):
         family = self.backbone.family
         pairs = [
             Pair(png(before), png(after), batch.tasks[row], places[row][0], batch.prompts[row])
-            # without the image of a process that has none
+            # not strict: without the dropped image
             for before, after, row in zip(base, rollout.images[rows], rows, strict=False)
             if before.isfinite().all() and after.isfinite().all()
         ]

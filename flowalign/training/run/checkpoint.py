@@ -76,8 +76,8 @@ class Checkpoints:
                     shutil.copyfile(self.run.log, RunFolder(part).log)
                 if best:
                     shutil.copytree(self.run.adapter, part / COPY)
-                # all bytes pass through Python: a full disk is then an OSError, and no error of
-                # torch's or safetensors' own
+                # all bytes pass through Python: a full disk is then an OSError, not an error of
+                # torch or safetensors
                 for name, values in tensors.items():
                     rows = {str(i): v.detach().cpu().contiguous() for i, v in enumerate(values)}
                     (part / f"{name}.safetensors").write_bytes(save(rows))
@@ -111,7 +111,7 @@ class Checkpoints:
         for old in resume.checkpoints(self.run.path):
             if resume.update_of(old) < oldest:
                 aside = self.run.checkpoints / f".{old.name}"
-                os.replace(old, aside)  # it disappears at once, as it came
+                os.replace(old, aside)  # atomic, like its creation
                 shutil.rmtree(aside)
 
 
@@ -138,7 +138,7 @@ def load(
         for i, value in enumerate(values):
             value.data.copy_(saved[name][str(i)])
     rng = folder / f"rng_{process_index}.json"
-    if rng.exists():  # else there are more processes than before: the new ones keep their own
+    if rng.exists():  # otherwise this is an additional process, which keeps its state
         set_rng((load_file(rng.with_suffix(".safetensors")), json.loads(rng.read_text())))
     return states, progress
 

@@ -70,7 +70,7 @@ def holding(folder: str | Path, active: bool = True) -> Iterator[None]:
     finally:
         with suppress(OSError):
             RunFolder(folder).lock.unlink(missing_ok=True)  # while it is ours; filelock notices
-            for path in made:  # of a run that was refused, and left nothing
+            for path in made:  # empty folders of a refused run
                 path.rmdir()
         lock.release()
 

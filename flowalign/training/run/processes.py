@@ -40,14 +40,14 @@ from flowalign.system.signals import Interrupted
 
 T = TypeVar("T")
 
-TIMEOUT = 7200.0  # seconds that a rank waits for another, unless `timeout_seconds` says it
+TIMEOUT = 7200.0  # seconds that a rank waits for another, if `timeout_seconds` is not set
 
-UNSUPPORTED = (  # variables that ask accelerate for what is not done here
+UNSUPPORTED = (  # variables that request unsupported strategies from accelerate
     "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_MEGATRON_LM", "ACCELERATE_USE_PARALLELISM_CONFIG",
     "ACCELERATE_FP8_BACKEND",
 )  # fmt: skip
-OFF = ("NO", "0", "false", "False")  # values of theirs
-DECIDED = {  # variables of accelerate that change the arithmetic, which the config decides
+OFF = ("NO", "0", "false", "False")  # their values that request nothing
+DECIDED = {  # accelerate's variables for what the config decides
     "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "1",  # optimizer.micro_batch
     "ACCELERATE_MIXED_PRECISION": "no",  # model.dtype
     "ACCELERATE_DYNAMO_BACKEND": "no",  # model.compile

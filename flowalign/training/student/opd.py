@@ -32,8 +32,8 @@ class Labels(Prepared):
     """A rollout with the labels of its states."""
 
     velocity: Tensor  # [B,S,C,h,w] of the teachers
-    weights: Tensor  # [T] of the distances at each step
-    kl_weights: Tensor  # [T] which make them a KL, for the log
+    weights: Tensor  # [T] weights of the distances
+    kl_weights: Tensor  # [T] weights that make them a KL, for the log
     anchor: Tensor | None = None  # [B,S,C,h,w] velocity of the anchor
     advantage: Tensor | None = None  # [B,S] log-ratios of gradient "policy"
 
