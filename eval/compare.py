@@ -4,8 +4,8 @@
 
 These must be equal: the version of the file, the sampler (steps, guidance, seed, size), and for
 each benchmark the reward with its engine and options, the prompts and the images per prompt. If a
-smaller `limit` left one with the first prompts of the other, these are compared. The base model,
-its dtype and the versions of libraries may differ, and a seed that is not known.
+smaller `limit` left one with the first prompts of the other, only the shared prompts are compared.
+The base model, its dtype and the library versions may differ. An unknown seed matches any.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from flowalign.system.folder import RunFolder
 from flowalign.system.table import Table
 from flowalign.types import EvalRow, ImageScore
 
-VERSION = 1  # of results.json; raised whenever an older reader would misread a newer file
+VERSION = 1  # of results.json; increased if an older reader would misread a newer file
 SAMPLER = ("height", "width", "steps", "guidance", "max_sequence_length", "seed")
 
 
@@ -43,8 +43,8 @@ class Column(NamedTuple):
 
 
 def load_results(path: str | Path) -> dict[str, Any]:
-    """A results.json, or that of a folder; Incomparable if it is none, is damaged by the manifest
-    next to it, or is of another version. Its rows are not looked at."""
+    """The document of a results.json, or of the one in a folder. Raises Incomparable if it is
+    unreadable, damaged by its manifest, or of another version. Rows are not checked."""
     path = Path(path)
     path = RunFolder(path).results if path.is_dir() else path
     try:
@@ -95,7 +95,7 @@ def differences(
         problems.append(f"no benchmark in common: {listed[0]} and {listed[1]}")
     for name in shared:
         for key, x, y in _unequal(first["benchmarks"][name], second["benchmarks"][name]):
-            if key == "average":  # says how it is shown, and older files lack it
+            if key == "average":  # only for display; older files lack it
                 continue
             problems.append(f"{name}: {key} is {x!r} and {y!r}")
         a, b = ([score.image for score in scores_of(model, name)] for model in models)
@@ -122,7 +122,8 @@ def scores_of(model: Mapping[str, Any], benchmark: str) -> list[ImageScore]:
 def compare(
     first: Mapping[str, Any], second: Mapping[str, Any], names: tuple[str, str]
 ) -> dict[str, EvalRow]:
-    """{benchmark: second minus first} of those in common; Incomparable with the `differences`."""
+    """{benchmark: second minus first} for the shared benchmarks. Raises Incomparable with the
+    `differences`."""
     if problems := differences(first, second, names):
         listed = "\n  - ".join(["these results do not compare:", *problems])
         raise Incomparable(f"{listed}\nEvaluate both with one config.")
@@ -140,11 +141,12 @@ def compare(
 def markdown(
     differences: Mapping[str, EvalRow], names: tuple[str, str], shared: str = "prompts and noise"
 ) -> str:
-    """A table: benchmark, difference ± standard error, interval, pairs. shared: by both."""
+    """A table: benchmark, difference ± standard error, interval, pairs. shared: what both have in
+    common."""
     first, second = map(escaped, names)
     rows = []
     for name, row in differences.items():
-        gap = stats.shown(row, 4, signed=True)
+        gap = stats.number_text(row, 4, signed=True)
         interval = stats.between(row, 4, signed=True) if math.isfinite(row.stderr) else ""
         rows.append([name, row.metric, gap, interval or "–", str(row.n)])
     table = Table(["benchmark", "metric", "difference", "95 %", "n"], rows, names=2)

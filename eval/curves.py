@@ -44,9 +44,9 @@ def main(argv: Sequence[str]) -> int:
 
 
 def named_logs(texts: Sequence[str]) -> dict[str, list[Path]]:
-    """{name: metrics.jsonl of the runs} of NAME=RUN+RUN, or of folders, whose names are the last
-    parts of the last run if these differ. Raises ValueError for a folder without the log of a
-    run."""
+    """{name: metrics.jsonl of the runs} from NAME=RUN+RUN. Without NAME the last folder's name is
+    used; if it is not unique, the whole text is. Raises ValueError for a folder without a training
+    log."""
     logs = {}
     last = [Path(text).name for text in texts]
     for text in texts:

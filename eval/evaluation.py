@@ -21,9 +21,16 @@ from flowalign.eval.fidelity import Reference, load_reference
 from flowalign.eval.report import write_files
 from flowalign.eval.stats import headline_rows, lost
 from flowalign.eval.store import Store, StoreError, open_stores
-from flowalign.eval.suite import EvaluationError, ImageSet, Judged, build_sets, crossed, judge_set
+from flowalign.eval.suite import (
+    EvaluationError,
+    ImageSet,
+    JudgedImages,
+    build_sets,
+    judge_set,
+    matrix_benchmarks,
+)
 from flowalign.eval.table import Results
-from flowalign.report import results
+from flowalign.report import summary
 from flowalign.report.alarm import Alarm
 from flowalign.report.drift.compare import Pair, check_drift
 from flowalign.report.page import Panel
@@ -47,16 +54,16 @@ def run_command(config: EvalStage, file: str) -> int:
     with status:
         evaluate(config)
         if processes.state().is_main_process:
-            print(results.summary(config), flush=True)
+            print(summary.stage_summary(config), flush=True)
     return status.code
 
 
 def evaluate(config: EvalStage, told: bool = False) -> Path:
     """Score every model on every benchmark; returns the folder of the results. told: whether the
-    notes of the checks were logged, as those of a recipe's stages are at its start.
+    notes of the checks were already logged, as a recipe does for all its stages at its start.
 
-    Raises ConfigError before any image is sampled, EvaluationError if more than
-    `max_invalid_share` of a benchmark's images have no score.
+    Raises ConfigError before any image is sampled, EvaluationError if more than `max_invalid_share`
+    of a benchmark's images have no score.
     """
     quiet()
     accelerator = processes.accelerator(config)
@@ -75,13 +82,15 @@ def _evaluate(config: EvalStage, accelerator: Accelerator, inputs: Inputs) -> No
     backbone = None
     weights = ""
     digests = {}
-    own = [name for benchmark in config.benchmarks for name in benchmark.judges]
+    columns = [name for benchmark in config.benchmarks for name in benchmark.judges]
     if config.matrix:
-        config = config.model_copy(update={"benchmarks": crossed(config.benchmarks, inputs)})
+        config = config.model_copy(
+            update={"benchmarks": matrix_benchmarks(config.benchmarks, inputs)}
+        )
     model = config.model if config.adapters else None
     device = accelerator.device
     sets = build_sets(config.benchmarks, "benchmarks", device, model, inputs, config.given)
-    if not model and (size := sets[0].size):  # no model says the size of the images
+    if not model and (size := sets[0].size):  # without a model, the files decide the size
         update = {"height": size[0], "width": size[1]}
         config = config.model_copy(update={"model": config.model.model_copy(update=update)})
     reference = load_reference(config, sets, device)
@@ -90,24 +99,24 @@ def _evaluate(config: EvalStage, accelerator: Accelerator, inputs: Inputs) -> No
         base = (backbone.core, backbone.pipe.vae, *backbone.family.encoders)
         weights = placement.fingerprint(base)  # before the adapters
         digests = load_adapters(backbone, config, inputs)
-        update = {"max_sequence_length": backbone.text.max_sequence_length}  # where it is null
+        update = {"max_sequence_length": backbone.text.max_sequence_length}  # if it is null
         config = config.model_copy(update={"model": model.model_copy(update=update)})
     stores = open_stores(config, sets, weights, digests, accelerator)
     problems = dict[str, str]()
     for store in stores.values():
         try:
             store.check()
-        except StoreError as error:  # what is equal in several folders is said of the first
+        except StoreError as error:  # a problem that several folders share is reported once
             problems.setdefault(str(error).replace(str(store.folder), ""), f"output: {error}")
-    if listed := sorted(set(gather_object([*problems.values()]))):  # whichever process saw it
-        raise ConfigError(listed)  # the last check: from here on, it writes
+    if listed := sorted(set(gather_object([*problems.values()]))):  # from any process
+        raise ConfigError(listed)  # the last check: files are written from here on
     if accelerator.is_main_process:
         for store in stores.values():
             store.prepare()
     accelerator.wait_for_everyone()
     judged = score_models(backbone, config, sets, reference, accelerator, stores)
     if accelerator.is_main_process:
-        # of each image set one judge, so that fidelity counts every image once
+        # one judge per image set, so that fidelity counts every image once
         shared = [images.judges[0].name for images in sets]
         distances = {
             model: reference.distance([scored[name] for name in shared])
@@ -120,7 +129,7 @@ def _evaluate(config: EvalStage, accelerator: Accelerator, inputs: Inputs) -> No
         alike = "same prompts"
         if len(seeds) == 1 and None not in seeds:
             alike += " and noise"
-        print(write_files(config, Results(benchmarks, judged, distances, panels, alike, own)))
+        print(write_files(config, Results(benchmarks, judged, distances, panels, alike, columns)))
         warn_of_drift(config, panels)
 
 
@@ -148,14 +157,14 @@ def score_models(
     reference: Reference | None,
     accelerator: Accelerator,
     stores: Mapping[tuple[str, str], Store],
-) -> dict[str, dict[str, Judged]]:
+) -> dict[str, dict[str, JudgedImages]]:
     """Sample and score the images of all models: {model: {benchmark: its judged images}}.
 
     Shows a progress bar on a terminal, and prints one line per model and benchmark. Raises
-    EvaluationError as soon as a judge lost too many images: the rest would be sampled in vain.
+    EvaluationError as soon as a judge lost too many images, so that no more images are sampled.
     """
     console = Console(stderr=True, quiet=not accelerator.is_main_process)
-    judged: dict[str, dict[str, Judged]] = {name: {} for name in config.models}
+    judged: dict[str, dict[str, JudgedImages]] = {name: {} for name in config.models}
     with Progress(console=console, disable=not console.is_terminal) as bar:
         total = sum(len(images.prompts) * images.copies for images in sets)
         task = bar.add_task("images", total=total * len(config.models))
@@ -179,8 +188,8 @@ def score_models(
                 judged[name][benchmark.name] = result
                 number = headline_rows(benchmark, result.scores)[0].mean
                 old = result.taken_over
-                said = f"{old} scores taken over, {len(result.scores) - old} made"
-                line = f"{name}: {benchmark.name} {number:.3f} ({said})"
+                counts = f"{old} scores taken over, {len(result.scores) - old} made"
+                line = f"{name}: {benchmark.name} {number:.3f} ({counts})"
                 console.print(harmless(line), markup=False)
                 if reason := lost(benchmark, result.scores, config.max_invalid_share):
                     problems.append(f"{name}, {reason}")
@@ -199,10 +208,10 @@ def drift_panels(
     config: EvalStage,
     backbone: Backbone | None,
     sets: Sequence[ImageSet],
-    judged: Mapping[str, Mapping[str, Judged]],
+    judged: Mapping[str, Mapping[str, JudgedImages]],
 ) -> list[Panel]:
-    """Drift of every model but the base on every image set, as far as pictures were kept; none
-    without `alarm`, and without the base model among the models."""
+    """The drift of every model from the base on every image set, over the kept pictures. Empty
+    without `alarm`, or if the base is not among the models."""
     base = next((name for name, adapter in config.adapters.items() if adapter is None), None)
     panels: list[Panel] = []
     if config.alarm is None or base is None or backbone is None:
@@ -222,12 +231,13 @@ def drift_panels(
 
 
 def warn_of_drift(config: EvalStage, panels: Sequence[Panel]) -> None:
-    """A warning for each statistic beyond alarm.warn; EvaluationError if one is beyond stop."""
+    """Log a warning for each statistic beyond alarm.warn. Raises EvaluationError if one is beyond
+    alarm.stop."""
     too_far = []
     for panel in panels:
         assert config.alarm  # else there are no panels
         drifts = panel.check.by_size
-        for text in Alarm().drift(drifts, panel.warn, panel.title):
+        for text in Alarm().drift_warnings(drifts, panel.warn, panel.title):
             log.warning(text)
         too_far += [f"{panel.title}: {d}" for d in drifts if d.beyond(config.alarm.stop)]
     if too_far:

@@ -24,7 +24,7 @@ from torch import Tensor
 from flowalign.backbone.tiny.scenes import rendered
 from flowalign.config import ConfigError, EvalStage
 from flowalign.eval.stats import FIDELITY, student_t
-from flowalign.eval.suite import ImageSet, Judged
+from flowalign.eval.suite import ImageSet, JudgedImages
 from flowalign.rewards.clip import image_encoder
 from flowalign.system.images import image_files, read_image, stacked
 from flowalign.types import EvalRow
@@ -57,7 +57,7 @@ def frechet(features: ArrayLike, reference: ArrayLike) -> float:
 @dataclass(frozen=True)
 class Distance:
     value: float
-    without: Tensor  # [G]: the same when one of G groups of prompts is left out
+    without: Tensor  # [G]: value without each of G groups of prompts
     n: int  # valid images
     total: int | None = None  # images
 
@@ -83,10 +83,11 @@ def _row(value: float, without: Tensor, n: int, total: int | None) -> EvalRow:
 def distance(
     features: Tensor, prompts: Sequence[str], reference: Tensor, metric: Metric = frechet
 ) -> Distance:
-    """The metric of features [N,D] to a reference [M,D], and without each group of the N prompts.
+    """The metric of features [N,D] to a reference [M,D], over all images and without each group of
+    prompts.
 
-    An image without finite features is left out. NaN if too few remain for a regular covariance;
-    the error alone is NaN if too few remain without a group, or if there is one prompt.
+    Images without finite features are left out. The value is NaN if too few remain for a regular
+    covariance. Only the error is NaN if too few remain without a group, or if there is one prompt.
     """
     group = _groups(prompts)
     valid = features.isfinite().all(1)
@@ -104,8 +105,8 @@ def distance(
 
 
 def _groups(prompts: Sequence[str]) -> Tensor:
-    """[N]: at most GROUPS groups of about as many images, each with all images of its prompts: if a
-    prompt were in two groups, it would never be left out."""
+    """The group [N] of each image: at most GROUPS groups of about equal size. All images of a
+    prompt are in one group; otherwise leaving a group out would not leave its prompts out."""
     counts = Counter(prompts)
     sizes = [0] * min(GROUPS, len(counts))
     group: dict[str, int] = {}
@@ -122,7 +123,7 @@ class Reference:
     extract: Features
     features: Tensor
 
-    def distance(self, judged: Iterable[Judged]) -> Distance:
+    def distance(self, judged: Iterable[JudgedImages]) -> Distance:
         features = []
         prompts = []
         for images in judged:
@@ -133,16 +134,16 @@ class Reference:
 
 
 def enough(width: int) -> int:
-    """The least number of images for `width` features: a regular covariance takes width + 1 of
-    them, also when one of GROUPS is left out."""
+    """The least number of images for `width` features. A regular covariance needs width + 1, even
+    when one of GROUPS is left out."""
     return max(GROUPS, math.ceil((width + 1) * GROUPS / (GROUPS - 1)) + 1)
 
 
 def load_reference(
     config: EvalStage, sets: Sequence[ImageSet], device: torch.device
 ) -> Reference | None:
-    """The config's reference, None without `fidelity`; ConfigError if there are too few images of
-    anything, or if features or reference cannot be loaded."""
+    """The config's reference; None without `fidelity`. Raises ConfigError if there are too few
+    images, or if features or reference cannot be loaded."""
     if config.fidelity is None:
         return None
     source, name = config.fidelity.reference, config.fidelity.features

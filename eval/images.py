@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from flowalign.config.section import Size
-from flowalign.eval.store import Key
+from flowalign.eval.store import ImageKey
 from flowalign.system.escape import shown
 from flowalign.system.files import expanded
 from flowalign.system.images import image_files, read_image
@@ -68,9 +68,9 @@ def assign(
     limit: int | None,
     copies: int,
     place: str,
-) -> dict[Key, Path]:
-    """{image: its file}: of each of the first `limit` prompts, `copies`. A prompt that the set
-    lists again takes the next images. place: the config key of the benchmark."""
+) -> dict[ImageKey, Path]:
+    """{image: its file} for the first `limit` prompts, `copies` each. A prompt that the set lists
+    again takes the next images. place: the config key of the benchmark."""
     first = prompts.prompts[:limit]
     whole = Counter(prompts.prompts)
     wanted = Counter(first)
@@ -103,7 +103,7 @@ def assign(
 
 
 def check_images(files: Iterable[Path], size: Size | None) -> Size:
-    """Decode images: their size, which is `size` if that is given."""
+    """Decode images and return their size; it must be `size` if that is given."""
     places: dict[Size, str] = {size: "the model"} if size else {}
     for path in dict.fromkeys(files):
         if not path.exists():

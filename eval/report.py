@@ -29,7 +29,7 @@ from flowalign.report.pictures import (
     score_text,
     webp,
 )
-from flowalign.report.results import unlearnt
+from flowalign.report.summary import unlearnt
 from flowalign.rewards import describe
 from flowalign.system import manifest
 from flowalign.system.escape import escaped
@@ -49,12 +49,12 @@ def write_files(config: EvalStage, results: Results) -> str:
     on = f"{count} model{'s' if count > 1 else ''} on {config.model.id}"
     title = on if config.adapters else ", ".join(config.given)
     title = config.report.title or f"flowalign eval: {title}"
-    remarks = {name: unlearnt(adapter) for name, adapter in config.adapters.items()}
-    equal = {name: text for name, text in remarks.items() if text}
-    said = [f"{name}: {text}." for name, text in equal.items()]
-    sentences = [*said, *conditions(config, results, versions)]
+    unlearned = {name: unlearnt(adapter) for name, adapter in config.adapters.items()}
+    equal = {name: text for name, text in unlearned.items() if text}
+    remarks = [f"{name}: {text}." for name, text in equal.items()]
+    sentences = [*remarks, *conditions(config, results, versions)]
     scores = tables(results, config.compare)
-    heads = [f"{escaped(text, length=1000)}\n" for text in said]
+    heads = [f"{escaped(text, length=1000)}\n" for text in remarks]
     short = "\n".join([*heads, *(numbers.markdown() for numbers in scores)])
     metrics = metric_table(results.rows)
     measured = escaped(" ".join(sentences), length=10_000)
@@ -65,7 +65,7 @@ def write_files(config: EvalStage, results: Results) -> str:
         listed = blocks(results, dict.fromkeys(equal, "kept: update 0"))
         comparison(folder.grid, [*listed], title=f"{title}. {legend}")
     content = document(config, results, versions)
-    content |= {"remarks": said, "tables": [numbers.plain() for numbers in scores]}
+    content |= {"remarks": remarks, "tables": [numbers.plain() for numbers in scores]}
     texts = {
         folder.table: f"{short}\nEvery metric:\n\n{metrics.markdown()}\n\n{measured}\n",
         folder.page: render(results, scores, metrics, **about),
@@ -81,7 +81,7 @@ def write_files(config: EvalStage, results: Results) -> str:
 
 
 def document(config: EvalStage, results: Results, versions: Mapping[str, str]) -> dict[str, Any]:
-    """results.json: every number, every image's scores, and who scored them."""
+    """The content of results.json: every number, every image's scores, and who scored them."""
 
     def plain(row: EvalRow) -> dict[str, Any]:
         return {key: value for key, value in vars(row).items() if key != "influence"}
@@ -90,7 +90,7 @@ def document(config: EvalStage, results: Results, versions: Mapping[str, str]) -
         return [plain(row) for row in rows.values()]
 
     models = {}
-    crossed = results.crossed
+    matrix = results.matrix
     for model, judged in results.judged.items():
         scores = results.scores(model)
         first = next(iter(results.judged))
@@ -102,7 +102,7 @@ def document(config: EvalStage, results: Results, versions: Mapping[str, str]) -
             "fidelity": plain(scores[FIDELITY]) if FIDELITY in scores else None,
             "average": plain(scores[AVERAGE]) if AVERAGE in scores else None,
             "difference": listed(results.difference(model, first)) if model != first else [],
-            "matrix": {k: plain(r) for k, r in crossed.rows[model].items()} if crossed else None,
+            "matrix": {k: plain(r) for k, r in matrix.rows[model].items()} if matrix else None,
             "images": {name: [*map(to_row, images.scores)] for name, images in judged.items()},
         }
     return {
@@ -127,7 +127,7 @@ def _about(benchmark: Benchmark) -> dict[str, Any]:
 def conditions(config: EvalStage, results: Results, versions: Mapping[str, str]) -> list[str]:
     """How the numbers were measured, one sentence each."""
     s, m, f = config.sampling, config.model, config.fidelity
-    own = [f", {scale:g} for {name}" for name, scale in config.guidance.items()]
+    scales = [f", {scale:g} for {name}" for name, scale in config.guidance.items()]
     # benchmarks that share images also share prompts, which are counted once
     sets = {benchmark.image_set: benchmark for benchmark in results.benchmarks}
     counts = []
@@ -140,12 +140,12 @@ def conditions(config: EvalStage, results: Results, versions: Mapping[str, str])
         counts.append(text + (f" with {copies} images each" if copies > 1 else ""))
     sentences = [
         f"Images of {m.id} ({m.dtype}, {m.height}x{m.width}) for {', '.join(counts)}: {s.steps} "
-        f"Euler steps, guidance {s.guidance:g}{''.join(own)}, seed {s.seed}; "
+        f"Euler steps, guidance {s.guidance:g}{''.join(scales)}, seed {s.seed}; "
         "scored at 8 bits a channel."
     ]
-    for name, given in config.given.items():
-        said = ", ".join(f"{k} {v}" for k, v in config.settings_of(name).items() if v is not None)
-        sentences.append(f"Another program made the images of {name} ({given.images}): {said}.")
+    for name, source in config.given.items():
+        known = ", ".join(f"{k} {v}" for k, v in config.settings_of(name).items() if v is not None)
+        sentences.append(f"Another program made the images of {name} ({source.images}): {known}.")
     if not config.adapters:
         sentences[0] = f"{', '.join(counts)}; scored at 8 bits a channel."
     if len(results.benchmarks) > 1:
@@ -167,8 +167,8 @@ def conditions(config: EvalStage, results: Results, versions: Mapping[str, str])
 
 
 def blocks(results: Results, marks: Mapping[str, str]) -> Iterator[Block]:
-    """grid.png: a block per image set, with the first image of some of the report's prompts.
-    marks: what else is said of a model."""
+    """The blocks of grid.png: one per image set, with the first image of some of the report's
+    prompts. marks: a remark about a model."""
     for name, group in groupby(results.benchmarks, key=lambda benchmark: benchmark.image_set):
         judges = [*group]
         rows = []
@@ -194,7 +194,7 @@ def blocks(results: Results, marks: Mapping[str, str]) -> Iterator[Block]:
 # report.html --------------------------------------------------------------------------------------
 
 
-class Cell(NamedTuple):
+class ScoredImage(NamedTuple):
     """An image with its score."""
 
     name: str
@@ -202,7 +202,7 @@ class Cell(NamedTuple):
     score: str
     level: float | None  # 0 = the benchmark's lowest score, 100 = its highest, None = no score
     hint: str  # every part of the score
-    reason: str  # what the score rests on
+    reason: str  # the evidence for the score
     failed: bool  # judged wrong; without a verdict: in the lower half of the scores, or no score
 
 
@@ -210,8 +210,8 @@ class Line(NamedTuple):
     index: int
     prompt: str
     tag: str
-    disagree: bool  # what the function `disagree` says
-    cells: Mapping[str, Sequence[Cell]]  # by model, one per image
+    disagree: bool  # result of `disagree`
+    cells: Mapping[str, Sequence[ScoredImage]]  # by model, one per image
 
 
 def render(results: Results, tables: Sequence[Numbers], metrics: Table, **about: Any) -> str:
@@ -221,7 +221,7 @@ def render(results: Results, tables: Sequence[Numbers], metrics: Table, **about:
     pictured = {benchmark.name: results.pictured(benchmark) for benchmark in results.benchmarks}
     there = set[str]()
 
-    def source(cell: Cell) -> str:
+    def source(cell: ScoredImage) -> str:
         """The image as a data URI; "" where the page has it already."""
         if cell.name in there:
             return ""
@@ -257,7 +257,7 @@ def lines(results: Results, benchmark: Benchmark) -> list[Line]:
     low, high = min(finite, default=0.0), max(finite, default=0.0)
     pictured = results.pictured(benchmark)
 
-    def cell(model: str, number: int) -> Cell:
+    def cell(model: str, number: int) -> ScoredImage:
         score = judged[model][number]
         value = score.number(part)
         verdict = score.number("correct")
@@ -267,7 +267,7 @@ def lines(results: Results, benchmark: Benchmark) -> list[Line]:
         elif level and verdict == 0:  # all scores are equal: only a verdict says that they are bad
             level = 0.0
         place = divmod(number, copies)  # prompt, copy
-        return Cell(
+        return ScoredImage(
             f"{benchmark.image_set}/{model}/{number}",
             results.picture(model, benchmark, *place) if place[0] in pictured else b"",
             score_text(value),

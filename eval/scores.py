@@ -8,10 +8,11 @@ from typing import Any
 
 from flowalign.types import EvalImage, ImageScore
 
-ABOUT = ("index", "copy", "prompt", "metadata", "reason")  # of an image; the rest are its numbers
-WEIGHT = "weight"  # the part of a judge's scores that says how often an image counts
+# keys about the image; all others are numbers
+ABOUT = ("index", "copy", "prompt", "metadata", "reason")
+WEIGHT = "weight"  # the part with how often an image counts
 
-# What a judge says of (metadata, parts): `flowalign.rewards.RewardBase.counts`.
+# (metadata, parts) -> how often each part counts: `flowalign.rewards.RewardBase.counts`.
 Counts = Callable[[Mapping[str, Any], Mapping[str, float]], Mapping[str, float]]
 
 
@@ -37,7 +38,8 @@ def image_score(
 
 
 def from_row(row: Mapping[str, Any], counts: Counts = no_counts) -> ImageScore:
-    """From JSON, where NaN is null. Raises KeyError or TypeError for what is no such row."""
+    """The score of a row of JSON, where null is NaN. Raises KeyError or TypeError for a row of
+    another form."""
     image = EvalImage(row["index"], row["copy"], row["prompt"], row["metadata"])
     numbers = {}
     for name, number in row.items():
@@ -47,5 +49,5 @@ def from_row(row: Mapping[str, Any], counts: Counts = no_counts) -> ImageScore:
 
 
 def to_row(score: ImageScore) -> dict[str, Any]:
-    """For JSON, with NaN where an image has no number."""
+    """The row of a score for JSON; NaN where an image has no number."""
     return {**vars(score.image), "reason": score.reason, **score.numbers}

@@ -29,8 +29,8 @@ from flowalign.types import EvalRow, ImageScore
 Document = Mapping[str, Any]  # a results.json
 
 
-class Cell(NamedTuple):
-    """A mean over seeds and prompts; NaN = it has no error."""
+class SeedMean(NamedTuple):
+    """A mean over seeds and prompts; error and margin may be NaN."""
 
     mean: float
     error: float  # standard error
@@ -41,14 +41,14 @@ class Cell(NamedTuple):
 class SeedTable:
     """Numbers over seeds.
 
-    rows {model: {column: number}}: benchmarks, then averages. gaps: the same of a model minus
-    another, by "A − B"; bold where it is beyond its margin. bold {column: model}: the model that is
-    `ahead` of every other one.
+    rows {model: {column: number}}: benchmarks, then averages. gaps: a model minus another, by "A −
+    B"; bold where it is beyond its margin. bold {column: model}: the model that is `ahead` of every
+    other one.
     """
 
     seeds: int
-    rows: Mapping[str, Mapping[str, Cell]]
-    gaps: Mapping[str, Mapping[str, Cell]]
+    rows: Mapping[str, Mapping[str, SeedMean]]
+    gaps: Mapping[str, Mapping[str, SeedMean]]
     bold: Mapping[str, str]
 
     @property
@@ -57,7 +57,7 @@ class SeedTable:
 
     @property
     def tables(self) -> list[Table]:
-        """Of the numbers, and of the gaps if there are any."""
+        """The table of the numbers, then the table of the gaps if there are any."""
         seeds = f"{self.seeds} seed{'s' if self.seeds > 1 else ''}"
         best = {(model, column) for column, model in self.bold.items()}
         tables = [_table(seeds, self.rows, best, ".3f")]
@@ -78,7 +78,7 @@ class SeedTable:
 
 def _table(
     head: str,
-    rows: Mapping[str, Mapping[str, Cell]],
+    rows: Mapping[str, Mapping[str, SeedMean]],
     bold: set[tuple[str, str]],
     form: str,
 ) -> Table:
@@ -125,7 +125,9 @@ def seed_table(
     return SeedTable(len(documents), rows, gaps, ahead(documents, rows))
 
 
-def ahead(documents: Sequence[Document], rows: Mapping[str, Mapping[str, Cell]]) -> dict[str, str]:
+def ahead(
+    documents: Sequence[Document], rows: Mapping[str, Mapping[str, SeedMean]]
+) -> dict[str, str]:
     """{column: the model in bold}: the one whose paired difference to every other model is above 0
     by more than its margin. A column without such a model has no bold number."""
     leaders = {}
@@ -140,7 +142,7 @@ def ahead(documents: Sequence[Document], rows: Mapping[str, Mapping[str, Cell]])
     return leaders
 
 
-def crossed(rows: Sequence[EvalRow]) -> Cell:
+def over_seeds(rows: Sequence[EvalRow]) -> SeedMean:
     """Mean, standard error and margin of a number that was measured once a seed, on the same
     prompts.
 
@@ -167,11 +169,12 @@ def crossed(rows: Sequence[EvalRow]) -> Cell:
         of_seeds = means.var(ddof=1) / seeds
         reach = stats.student_t(seeds - 1)
     margin = stats.student_t(prompts - 1) ** 2 * of_prompts + reach**2 * of_seeds
-    return Cell(float(means.mean()), math.sqrt(of_prompts + of_seeds), math.sqrt(margin))
+    return SeedMean(float(means.mean()), math.sqrt(of_prompts + of_seeds), math.sqrt(margin))
 
 
 def images(documents: Sequence[Document], model: str, name: str) -> list[list[ImageScore]]:
-    """A model's scores of a benchmark, of every seed. Raises ValueError where a seed lacks one."""
+    """A model's scores of a benchmark, one list per seed. Raises ValueError if an image has no
+    score or the seeds have different prompts."""
     part = stats.part_of(Column(name, documents[0]["benchmarks"][name].get("headline")))
     seeds = [scores_of(document["models"][model], name) for document in documents]
     first = [score.image for score in seeds[0]]
@@ -186,23 +189,23 @@ def images(documents: Sequence[Document], model: str, name: str) -> list[list[Im
 
 
 def averages(document: Document) -> dict[str, list[str]]:
-    """{average: the benchmarks that count in it}, by their mark `average`. Files without the mark
-    are read by names: NAME_JUDGE is of the matrix if both are benchmarks, and diversity counts in
-    no average."""
+    """{average: the benchmarks that count in it}, by their mark `average`. Older files lack the
+    mark: there NAME_JUDGE belongs to the matrix if both names are benchmarks, and diversity counts
+    in no average."""
     judges = document["benchmarks"]
     marks = {name: judge.get("average") for name, judge in judges.items()}
     if not any("average" in judge for judge in judges.values()):
         others = [n for n in judges if any(n == f"{a}_{b}" for a in judges for b in judges)]
-        own = [n for n in judges if n not in others and judges[n].get("reward") != "diversity"]
+        diagonal = [n for n in judges if n not in others and judges[n].get("reward") != "diversity"]
         head = "own" if others else "average"
-        marks = dict.fromkeys(own, head) | dict.fromkeys(others, "others")
+        marks = dict.fromkeys(diagonal, head) | dict.fromkeys(others, "others")
     heads = [head for head in ("average", "own", "others") if head in marks.values()]
     return {head: [name for name in judges if marks.get(name) == head] for head in heads}
 
 
-def cells(documents: Sequence[Document], first: str, second: str = "") -> dict[str, Cell]:
-    """A model's number of every benchmark and its averages; with a second, first minus second."""
-    rows = {}  # of every seed
+def cells(documents: Sequence[Document], first: str, second: str = "") -> dict[str, SeedMean]:
+    """A model's number for every benchmark and average; with `second`, first minus second."""
+    rows = {}  # {column: a row per seed}
     for name, judge in documents[0]["benchmarks"].items():
         column = Column(name, judge.get("headline"))
         scores = images(documents, first, name)
@@ -214,7 +217,7 @@ def cells(documents: Sequence[Document], first: str, second: str = "") -> dict[s
     for head, names in averages(documents[0]).items():
         by_seed = zip(*(rows[name] for name in names), strict=True)
         rows[head] = [stats.average(seed) for seed in by_seed]
-    return {name: crossed(numbers) for name, numbers in rows.items()}
+    return {name: over_seeds(numbers) for name, numbers in rows.items()}
 
 
 # As text -----------------------------------------------------------------------------------------
@@ -268,7 +271,7 @@ def main(argv: Sequence[str]) -> int:
 def _pair(text: str, models: Mapping[str, Any]) -> tuple[str, str]:
     """The two models of A-B, whose names may have hyphens."""
     splits = [(text[:i], text[i + 1 :]) for i, sign in enumerate(text) if sign == "-"]
-    found = [pair for pair in splits if pair[0] in models and pair[1] in models]
-    if len(found) != 1:
+    matches = [pair for pair in splits if pair[0] in models and pair[1] in models]
+    if len(matches) != 1:
         raise ValueError(f"--pairs: {text!r} is no A-B of two models; have {', '.join(models)}.")
-    return found[0]
+    return matches[0]

@@ -83,8 +83,8 @@ def headline_rows(benchmark: Named, images: Images) -> list[EvalRow]:
 
 
 def headline_row(benchmark: Named, rows: Sequence[EvalRow], part: str | None = None) -> EvalRow:
-    """The benchmark's number, or that of a part, among its `rows_of`; rows of other benchmarks are
-    ignored."""
+    """The benchmark's number, or the number of a part, from its `rows_of`; rows of other benchmarks
+    are ignored."""
     metrics = {row.metric: row for row in rows if row.benchmark == benchmark.name}
     if part:
         return metrics.get(part) or EvalRow(benchmark.name, part, math.nan, math.nan, 0)
@@ -92,11 +92,11 @@ def headline_row(benchmark: Named, rows: Sequence[EvalRow], part: str | None = N
 
 
 def difference(benchmark: Named, first: Images, second: Images, part: str | None = None) -> EvalRow:
-    """The number of the second model, or that of a part, minus the first's, paired: same prompts,
+    """The number of the second model (or of its `part`) minus the first's, paired: same prompts,
     same noise.
 
-    n counts the images that are valid in both. The standard error is over the differences, so it
-    is smaller than the errors of the two models suggest.
+    n counts the images that are valid in both. The standard error is over the differences, so it is
+    smaller than the errors of the two models suggest.
     """
     key = part or part_of(benchmark)
     gains = [
@@ -108,10 +108,11 @@ def difference(benchmark: Named, first: Images, second: Images, part: str | None
 
 
 def average(rows: Sequence[EvalRow], benchmark: str = AVERAGE, metric: str = "mean") -> EvalRow:
-    """The unweighted mean of one row per benchmark: of headlines, or of their differences.
+    """The unweighted mean of one row per benchmark: headlines, or their differences.
 
-    Its error is over prompts, and what one moves in all rows is added first: they may share images.
-    It is NaN if one of them is NaN, as a mean over fewer does not compare with other models'.
+    The error is over prompts. A prompt's influences on all rows are added first, because benchmarks
+    may share images. The mean is NaN if a row is NaN: a mean over fewer rows cannot be compared
+    with other models'.
     """
     influence: dict[str, float] = {}
     for row in rows:  # one without influence is independent of the others
@@ -170,10 +171,11 @@ def _tag(score: ImageScore) -> str:
 
 
 def _prompt_scores(images: Images, part: str, tags: bool) -> tuple[list[str], PromptScores]:
-    """Each prompt and its scores, in the order in which they come. tags: each is a stratum with
-    prompts of its own; otherwise there is one stratum.
+    """The distinct prompts in order of appearance, and their scores. tags: whether each tag is a
+    stratum with its own prompts; otherwise there is one stratum.
 
-    A prompt is its text: a set may list it several times, as the sets of the tiny world do.
+    A prompt is identified by its text, because a set may list it several times (tiny-world sets
+    do).
     """
     keys = [(str(_tag(score)) if tags else "", score.image.prompt) for score in images]
     numbers = {key: number for number, key in enumerate(dict.fromkeys(keys))}
@@ -214,7 +216,7 @@ def between(row: EvalRow | None, decimals: int, signed: bool = False) -> str:
     return f"[{row.low:{form}}, {row.high:{form}}]"
 
 
-def shown(row: EvalRow | None, decimals: int, signed: bool = False) -> str:
+def number_text(row: EvalRow | None, decimals: int, signed: bool = False) -> str:
     """A number with its error, if it has one (`NO_ERROR`); "–" = there is no number."""
     if row is None or math.isnan(row.mean):
         return "–"
@@ -223,8 +225,8 @@ def shown(row: EvalRow | None, decimals: int, signed: bool = False) -> str:
 
 
 def notes(rows: Iterable[Mapping[str, EvalRow]]) -> list[str]:
-    """NO_ERROR with the columns of a table where it holds; [] if there are none. rows: of the
-    table, {column: number}."""
+    """NO_ERROR for the columns without an error; [] if there are none. rows: the table's rows,
+    {column: number}."""
     columns: dict[str, None] = {}  # keeps their order
     for row in rows:
         without = [c for c, n in row.items() if math.isfinite(n.mean) and math.isnan(n.stderr)]

@@ -42,7 +42,7 @@ from flowalign.types import ImageScore
 if TYPE_CHECKING:
     from flowalign.eval.suite import Benchmark, ImageSet
 
-Key = tuple[int, int]  # an image: index of its prompt in the set, number of the copy
+ImageKey = tuple[int, int]  # an image: index of its prompt in the set, number of the copy
 SETTINGS = "settings.json"
 MODEL_KEYS = {  # of `model`, that change an image
     "id", "revision", "dtype", "quantization", "max_sequence_length", "height", "width"
@@ -70,7 +70,7 @@ class Store:
         *,
         saved_prompts: Container[int] | None = None,
         rank: int = 0,
-        files: Mapping[Key, Path] | None = None,
+        files: Mapping[ImageKey, Path] | None = None,
     ) -> None:
         self.folder = folder
         self.settings = dict(settings)
@@ -80,7 +80,7 @@ class Store:
         self._files = files
 
     def score_folder(self, judge: str) -> Path:
-        """Where its rows are: another one for each way of scoring."""
+        """The folder of a judge's rows; each way of scoring has a folder of its own."""
         return self.folder / f"scores_{json_sha256(self._scores[judge])[:12]}"
 
     def check(self) -> dict[str, Any]:
@@ -99,7 +99,7 @@ class Store:
         there = _flat(recorded)
         here = _flat(self.settings)
         keys = [key for key in here | there if there.get(key) != here.get(key)]
-        # of lists only what both have: a smaller `limit` has the first prompts
+        # in lists only shared items count: a smaller `limit` has the first prompts
         keys = [k for k in keys if not k[-1].isdecimal() or k in there.keys() & here.keys()]
         if keys:
             texts = (
@@ -112,7 +112,7 @@ class Store:
         return recorded
 
     def prepare(self) -> None:
-        """Make the folders and record in them what they hold. For one process."""
+        """Create the folders and write their settings. One process calls it."""
         # the larger `limit` describes the folder
         records = {self.score_folder(judge): content for judge, content in self._scores.items()}
         if len(self.check().get("prompts", ())) <= len(self.settings.get("prompts", ())):
@@ -122,17 +122,17 @@ class Store:
                 part.write_text(json.dumps(content, indent=1, default=str))
 
     def read(
-        self, judges: Sequence[Benchmark], keys: Collection[Key]
-    ) -> dict[str, dict[Key, ImageScore]]:
-        """{judge: {image: its score}} of these images, by all processes; the value is NaN where the
-        reward failed. A row of other prompts, or other metadata, is left out."""
-        scores: dict[str, dict[Key, ImageScore]] = {judge.name: {} for judge in judges}
+        self, judges: Sequence[Benchmark], keys: Collection[ImageKey]
+    ) -> dict[str, dict[ImageKey, ImageScore]]:
+        """{judge: {image: its score}} from the rows of all processes; the value is NaN where the
+        reward failed. Rows whose prompt or metadata differ are left out."""
+        scores: dict[str, dict[ImageKey, ImageScore]] = {judge.name: {} for judge in judges}
         for judge in judges:
             known = scores[judge.name]
             wanted = {key: judge.image(key) for key in keys}
             for path in sorted(self.score_folder(judge.name).glob("rows.*.jsonl")):
                 for row in read_lines(path):
-                    with suppress(KeyError, TypeError, AttributeError):  # no row of ours
+                    with suppress(KeyError, TypeError, AttributeError):  # not a row of this format
                         score = from_row(row, judge.counts)
                         key = (score.image.index, score.image.copy)
                         # a failed image may have been scored later
@@ -143,30 +143,30 @@ class Store:
     def append(self, judge: str, scores: Sequence[ImageScore]) -> None:
         """Add scores of this process; they are in the file when this returns."""
         lines = (json.dumps(to_json(to_row(score)), allow_nan=False) for score in scores)
-        # the break comes first, so that a line that a kill cut off does not spoil the next one
+        # the line break comes first, so that a truncated line does not damage the next one
         text = "".join(f"\n{line}" for line in lines)
         append(self.score_folder(judge) / f"rows.{self._rank}.jsonl", text)
 
-    def saves(self, key: Key) -> bool:
+    def saves(self, key: ImageKey) -> bool:
         return not self._files and (self.saved_prompts is None or key[0] in self.saved_prompts)
 
-    def save(self, key: Key, image: Tensor) -> None:
+    def save(self, key: ImageKey, image: Tensor) -> None:
         """Write an image [3,H,W] if the store saves it and it is finite."""
         if self.saves(key) and bool(image.isfinite().all()):
             with replacing(self._path(key)) as part:
                 part.write_bytes(png(image))
 
-    def load(self, key: Key) -> Tensor | None:
-        """The image [3,H,W] in [0,1], on the CPU; None if there is no whole one."""
+    def load(self, key: ImageKey) -> Tensor | None:
+        """The image [3,H,W] in [0,1], on the CPU; None if there is no complete file."""
         with suppress(ValueError):
             return stacked(read_image(self._path(key)))[0]
         return None
 
-    def has(self, key: Key) -> bool:
-        """Whether there is an image: a file appears whole, or not at all."""
+    def has(self, key: ImageKey) -> bool:
+        """Whether the image's file exists. Files are written atomically, so it is complete."""
         return bool(self._files) or self._path(key).is_file()
 
-    def _path(self, key: Key) -> Path:
+    def _path(self, key: ImageKey) -> Path:
         return self._files[key] if self._files else self.folder / f"{key[0]:05}_{key[1]}.png"
 
 

@@ -28,7 +28,7 @@ from flowalign.config.stages.evaluation import GivenImages
 from flowalign.eval.images import ImagesError, assign, check_images, find_images
 from flowalign.eval.scores import Counts, image_score
 from flowalign.eval.stats import average, headline_row, lost, part_of, rows_of
-from flowalign.eval.store import Key, Store, is_valid
+from flowalign.eval.store import ImageKey, Store, is_valid
 from flowalign.report.pictures import png
 from flowalign.rewards import RewardBase, RewardSpec
 from flowalign.rewards.scoring import AsyncScorer, TaskRewards
@@ -80,7 +80,7 @@ class Benchmark:
     def counts(self) -> Counts:
         return self.reward.counts
 
-    def image(self, key: Key) -> EvalImage:
+    def image(self, key: ImageKey) -> EvalImage:
         """One of the images that it judges."""
         index, copy = key
         return EvalImage(index, copy, self.prompts.prompts[index], self.prompts.metadata[index])
@@ -94,8 +94,10 @@ class ImageSet:
     prompts: PromptBatch
     copies: int = 1  # images per prompt
     judges: tuple[Benchmark, ...] = ()
-    files: Mapping[str, Mapping[Key, Path]] = field(default_factory=dict)  # by model: there already
-    size: Size | None = None  # of the images, where a model or their files say it
+    files: Mapping[str, Mapping[ImageKey, Path]] = field(
+        default_factory=dict
+    )  # existing images, by model
+    size: Size | None = None  # of the images, if known from a model or from files
 
     @staticmethod
     def of(benchmark: Benchmark) -> ImageSet:
@@ -110,11 +112,11 @@ def image_sets(
     given: Mapping[str, GivenImages],
     inputs: Inputs,
 ) -> tuple[list[ImageSet], list[Problem]]:
-    """The image sets of benchmark configs, with their prompts, and without judges; and what is
-    wrong: images that are missing, too many, broken or of several sizes.
+    """The image sets of benchmark configs, with prompts and without judges; and the problems:
+    images that are missing, too many, broken or of several sizes.
 
-    config_key: of the list. model: whose size the images have; None = that of `given`, {model:
-    images that another program made}. inputs: that read the prompts.
+    config_key: the key of the list. model: gives the image size; None = the size of the images in
+    `given`, {model: images that another program made}. inputs: reads the prompts.
     """
     problems = list[Problem]()
     sets = []
@@ -147,11 +149,11 @@ def image_sets(
     return sets, problems
 
 
-def crossed(configs: Sequence[BenchmarkConfig], inputs: Inputs) -> list[BenchmarkConfig]:
-    """The benchmarks, each with the rewards of the others that can score its prompts among its
-    `rewards`. GenEval, say, needs metadata, and OCR a text in quotes."""
+def matrix_benchmarks(configs: Sequence[BenchmarkConfig], inputs: Inputs) -> list[BenchmarkConfig]:
+    """The benchmarks with further `rewards`: those of other benchmarks that can score their
+    prompts. (GenEval needs metadata, OCR a text in quotes.)"""
     others = {name: reward for config in configs for name, reward in config.judges.items()}
-    found = []
+    extended = []
     for config in configs:
         batch = inputs.prompts(config.prompts, config.name)
         more = dict[str, RewardConfig]()
@@ -161,8 +163,8 @@ def crossed(configs: Sequence[BenchmarkConfig], inputs: Inputs) -> list[Benchmar
                 spec.check_prompts(batch.prompts, batch.metadata)
                 if name not in config.judges:
                     more[name] = reward
-        found.append(config.model_copy(update={"rewards": config.rewards | more}))
-    return found
+        extended.append(config.model_copy(update={"rewards": config.rewards | more}))
+    return extended
 
 
 def build_sets(
@@ -173,8 +175,8 @@ def build_sets(
     inputs: Inputs,
     given: Mapping[str, GivenImages] | None = None,
 ) -> list[ImageSet]:
-    """`image_sets`, with their rewards on a device. Raises ConfigError for what is wrong with them
-    and for rewards that cannot be built."""
+    """The `image_sets` with their rewards on a device. Raises ConfigError for their problems and
+    for rewards that cannot be built."""
     sets, problems = image_sets(configs, config_key, model, given or {}, inputs)
     if problems:
         raise ConfigError(problems)
@@ -185,10 +187,10 @@ def build_sets(
         judges = []
         for name, (key, options) in zip(config.judges, config.reward_keys.items(), strict=True):
             try:
-                said = options.model_dump_json()
-                if said not in built:
-                    built[said] = RewardSpec(options.name, options.options).build(device)
-                judges.append(Benchmark(name, images.prompts, built[said], images.copies, source))
+                text = options.model_dump_json()
+                if text not in built:
+                    built[text] = RewardSpec(options.name, options.options).build(device)
+                judges.append(Benchmark(name, images.prompts, built[text], images.copies, source))
             except (ImportError, ValueError, OSError) as error:
                 problems.append(Problem(f"{config_key}.{index}.{key}", str(error)))
         sets[index] = replace(images, judges=tuple(judges))
@@ -210,7 +212,7 @@ def run(
     """Score every benchmark; with an accelerator each process takes a share of the prompts.
 
     seconds: as in `judge_set`. max_invalid_share: a benchmark that loses more images is `lost`.
-    shown: of so many prompts of a set, evenly spaced, the first image is part of the report.
+    shown: the number of prompts per set, evenly spaced, whose first image is in the report.
     """
     rows = list[EvalRow]()
     reasons = dict[str, str]()
@@ -221,7 +223,7 @@ def run(
             rows += rows_of(benchmark, judged.scores)
             if reason := lost(benchmark, judged.scores, max_invalid_share):
                 reasons[benchmark.name] = reason
-        first = images.judges[0]  # which says what its images are worth
+        first = images.judges[0]  # its scores are shown with the images
         judged = results[0]
         pictured = [judged.scores[i * images.copies] for i in judged.pictured(images.copies)]
         for score, picture in zip(pictured, judged.pictures[:: images.copies], strict=True):
@@ -251,8 +253,8 @@ def environment() -> dict[str, str]:
 
 
 @dataclass(frozen=True)
-class Judged:
-    """The images of a benchmark: a score each, in order, and a few of the pictures. The copies of
+class JudgedImages:
+    """The images of a benchmark: one score each, in order, and some of the pictures. The copies of
     a prompt follow one another."""
 
     scores: list[ImageScore]
@@ -276,7 +278,7 @@ def judge_set(
     advance: Callable[[int], None] = lambda images: None,
     seconds: float | None = None,
     store: Store | None = None,
-) -> list[Judged]:
+) -> list[JudgedImages]:
     """Sample the images of every prompt and score them: one result per judge, in their order.
 
     The result is the same on every process. A batch is scored while the next one is sampled; one
@@ -290,7 +292,7 @@ def judge_set(
     assert owner, "without a model, the accelerator says the device"
     batches = _share(images, settings.batch_size, world, rank)
     order = [key for keys in batches.values() for key in keys]
-    known: dict[str, dict[Key, ImageScore]] = {judge.name: {} for judge in images.judges}
+    known: dict[str, dict[ImageKey, ImageScore]] = {judge.name: {} for judge in images.judges}
     if store:
         known = store.read(images.judges, order)
     had = [sum(map(is_valid, scores.values())) for scores in known.values()]
@@ -310,7 +312,7 @@ def judge_set(
         if features:
             vectors.append(_vectors(torch.stack([pixels[key] for key in keys]), features))
         advance(len(keys))
-    # every forward pass of a sharded base is one of all processes: sample once more, and drop it
+    # a sharded base needs all processes in every forward pass: sample once more, and drop it
     for _ in range(extra):
         assert backbone
         generate(backbone, images.prompts.select([0]), settings)
@@ -321,26 +323,28 @@ def judge_set(
         pictures, vectors = gather_object(pictures), gather_object(vectors)
         had = [sum(gather_object([count])) for count in had]
     joined = torch.cat(vectors) if vectors else None
-    return [Judged(s, pictures, joined, count) for s, count in zip(scores, had, strict=True)]
+    return [JudgedImages(s, pictures, joined, count) for s, count in zip(scores, had, strict=True)]
 
 
-def _share(images: ImageSet, size: int, world: int, rank: int) -> dict[range, list[Key]]:
+def _share(images: ImageSet, size: int, world: int, rank: int) -> dict[range, list[ImageKey]]:
     """The batches of a process {prompts: all their images}: at most `size` where that is possible.
 
     The batches are the same for any number of processes, and so is their arithmetic.
     """
     total = len(images.prompts)
-    step = max(1, size // images.copies)  # more copies than `size` still are one batch
+    step = max(1, size // images.copies)  # more copies than `size` are still one batch
     batches = [range(start, min(start + step, total)) for start in range(0, total, step)]
-    # of more processes than batches, some have none
-    own = batches[rank * len(batches) // world : (rank + 1) * len(batches) // world]
-    return {batch: [*product(batch, range(images.copies))] for batch in own}
+    # with more processes than batches, some have none
+    share = batches[rank * len(batches) // world : (rank + 1) * len(batches) // world]
+    return {batch: [*product(batch, range(images.copies))] for batch in share}
 
 
-def _unscored(judge: Benchmark, known: Mapping[Key, ImageScore], keys: list[Key]) -> list[Key]:
-    """The images of a batch that are to be scored. A batch that a kill cut off is judged
-    completely: a score's last bits depend on what is judged with it. Images that the reward failed
-    on are judged alone, as judges may cost money; by a groupwise one with their prompt."""
+def _unscored(
+    judge: Benchmark, known: Mapping[ImageKey, ImageScore], keys: list[ImageKey]
+) -> list[ImageKey]:
+    """The images of a batch that need scores. A batch that was interrupted is judged completely,
+    because a score's last bits depend on the batch. Images whose reward failed are judged alone,
+    because judges may cost money; a groupwise judge gets all images of their prompt."""
     missing = [key for key in keys if not is_valid(known.get(key))]
     if judge.reward.groupwise:
         prompts = {prompt for prompt, _ in missing}
@@ -354,16 +358,16 @@ def _pixels(
     images: ImageSet,
     settings: SamplingConfig,
     left: Sequence[range],
-    keys: Sequence[Key],
-    needed: set[Key],
+    keys: Sequence[ImageKey],
+    needed: set[ImageKey],
     store: Store | None,
-) -> dict[Key, Tensor]:
-    """The needed images [3,H,W] of a batch, on the device, each at 8 bits a channel: so scores from
-    memory and from a file are the same. What the store saves is written. left: the prompts of this
-    batch and of those after it."""
-    found = {key: store.load(key) for key in needed} if store else {}
+) -> dict[ImageKey, Tensor]:
+    """The needed images [3,H,W] of a batch, on the device, at 8 bits a channel, so that scores from
+    memory and from a file are equal. Images that the store saves are written. left: the prompts of
+    this batch and of the later ones."""
+    stored = {key: store.load(key) for key in needed} if store else {}
     # a GPU may round k / 255 differently from the CPU that read the file
-    pixels = {k: eight_bits(image.to(device)) for k, image in found.items() if image is not None}
+    pixels = {k: eight_bits(image.to(device)) for k, image in stored.items() if image is not None}
     absent = needed - pixels.keys()
     absent |= {key for key in keys if store and store.saves(key) and not store.has(key)}
     if absent:
@@ -371,7 +375,7 @@ def _pixels(
         batches = [images.prompts.select(prompts) for prompts in left]
         # all batches at once, so that the encoders come to the device a single time
         backbone.text.prepare([batch.prompts for batch in batches])
-        # all of the batch: the same arithmetic as in an uninterrupted run
+        # the complete batch: the same arithmetic as in an uninterrupted run
         sampled = generate(backbone, batches[0], settings, left[0], images.copies)
         made = dict(zip(keys, eight_bits(sampled), strict=True))
         pixels |= {key: made[key] for key in absent}
@@ -382,20 +386,21 @@ def _pixels(
 
 
 def _vectors(images: Tensor, features: Callable[[Tensor], Tensor]) -> Tensor:
-    """Features [B,D] on the CPU; NaN for an image that is not finite, which no encoder is given."""
+    """Features [B,D] on the CPU; NaN for images that are not finite, which the encoder never
+    sees."""
     finite = images.isfinite().flatten(1).all(1)
     vectors = features(images.where(finite[:, None, None, None], 0)).float().cpu()
     return vectors.where(finite.cpu()[:, None], torch.nan)
 
 
 class _Scoring:
-    """Scores batches during the sampling of the next ones. known {judge: {image: its score}}: of
-    the store; the new ones are added, here and there."""
+    """Scores batches while the next ones are sampled. known {judge: {image: its score}}: the scores
+    in the store; new scores are added here and in the store."""
 
     def __init__(
         self,
         judges: Sequence[Benchmark],
-        known: Mapping[str, dict[Key, ImageScore]],
+        known: Mapping[str, dict[ImageKey, ImageScore]],
         store: Store | None,
         seconds: float | None,
     ) -> None:
@@ -405,13 +410,15 @@ class _Scoring:
         # judges take turns: models are not thread safe, and one at a time fills the memory
         by_name = TaskRewards({judge.name: judge.reward for judge in judges})
         self._scoring = AsyncScorer(by_name, seconds)
-        self._submitted: list[tuple[Benchmark, list[Key]]] = []
+        self._submitted: list[tuple[Benchmark, list[ImageKey]]] = []
 
-    def submit(self, unscored: Mapping[str, list[Key]], pixels: Mapping[Key, Tensor]) -> None:
+    def submit(
+        self, unscored: Mapping[str, list[ImageKey]], pixels: Mapping[ImageKey, Tensor]
+    ) -> None:
         """Start to score a batch when the one before is done."""
         if not any(unscored.values()):
             return
-        self._collect()  # first: behind a slow reward images would fill the memory
+        self._collect()  # first: otherwise images would fill the memory behind a slow reward
         for judge in self.judges:
             groups = [unscored[judge.name]]
             if judge.reward.groupwise:  # a set may list a prompt twice
@@ -441,7 +448,7 @@ class _Scoring:
                 self.store.append(judge.name, [*new.values()])
 
 
-def _score(judge: Benchmark, key: Key, scores: Scores, i: int) -> ImageScore:
+def _score(judge: Benchmark, key: ImageKey, scores: Scores, i: int) -> ImageScore:
     """Image i of the scores of a batch."""
     numbers = {"value": float(scores.value[i])}
     for name, part in scores.parts.items():

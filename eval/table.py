@@ -20,11 +20,11 @@ from flowalign.eval.stats import (
     difference,
     headline_row,
     notes,
+    number_text,
     part_of,
     rows_of,
-    shown,
 )
-from flowalign.eval.suite import Benchmark, Judged
+from flowalign.eval.suite import Benchmark, JudgedImages
 from flowalign.report.page import Panel
 from flowalign.rewards import describe
 from flowalign.system.escape import escaped
@@ -40,11 +40,12 @@ class Results:
     """What was measured. All models are compared with the first."""
 
     benchmarks: Sequence[Benchmark]
-    judged: Mapping[str, Mapping[str, Judged]]  # {model: {benchmark: its images}}
-    distances: Mapping[str, Distance]  # by model; empty where fidelity was not measured
+    judged: Mapping[str, Mapping[str, JudgedImages]]  # {model: {benchmark: its images}}
+    distances: Mapping[str, Distance]  # by model; empty if fidelity was not measured
     drifts: Sequence[Panel] = ()  # of the other models from the base
-    shared: str = "same prompts and noise"  # what all models have in common
-    own: Collection[str] | None = None  # benchmarks that are columns; the others are of `matrix`
+    shared: str = "same prompts and noise"  # shared by all models
+    # the benchmarks that are columns, None = all; the others are in `matrix`
+    column_names: Collection[str] | None = None
 
     @cached_property
     def rows(self) -> dict[str, list[EvalRow]]:
@@ -57,36 +58,38 @@ class Results:
 
     @property
     def columns(self) -> list[Benchmark]:
-        return [b for b in self.benchmarks if self.own is None or b.name in self.own]
+        return [
+            b for b in self.benchmarks if self.column_names is None or b.name in self.column_names
+        ]
 
     def counts_in(self, benchmark: Benchmark) -> str | None:
         """The average that a benchmark counts in: "average", or with a `matrix` "own" or "others";
         None for a judge that counts in none."""
         if not benchmark.reward.averaged:
             return None
-        own = "own" if self.crossed else "average"
-        return own if benchmark in self.columns else "others"
+        mean = "own" if self.matrix else "average"
+        return mean if benchmark in self.columns else "others"
 
     @cached_property
-    def crossed(self) -> Numbers | None:
-        """Every judge on the prompts of every task, by model, and what that comes to: the mean of
-        the judges on their own prompts, that on those of other tasks, and the cell that lost most
-        to the first model. None where no judge has prompts besides its own. Kept, as the tables and
-        results.json have it."""
+    def matrix(self) -> Numbers | None:
+        """Numbers of every judge on the prompts of every task, by model; None if no judge has
+        prompts of other tasks. own, others: means over the judges on their own prompts, and on
+        those of other tasks. worst: the cell with the largest loss to the first model. Cached,
+        because the tables and results.json both read it."""
         cells = [b for b in self.benchmarks if b.reward.averaged]
-        own = [b for b in cells if b in self.columns]
-        if len(own) == len(cells):
+        diagonal = [b for b in cells if b in self.columns]
+        if len(diagonal) == len(cells):
             return None
         rows = {}
         changes = {}
         first = next(iter(self.judged.values()))
         for model, judged in self.judged.items():
             row = {b.name: headline_row(b, self.rows[model]) for b in cells}
-            others = [row[b.name] for b in cells if b not in own]
+            others = [row[b.name] for b in cells if b not in diagonal]
             change = {}
             for b in cells:
                 change[b.name] = difference(b, first[b.name].scores, judged[b.name].scores)
-            means = {"own": average([row[b.name] for b in own]), "others": average(others)}
+            means = {"own": average([row[b.name] for b in diagonal]), "others": average(others)}
             worst = min(change.values(), key=lambda gap: (math.isnan(gap.mean), gap.mean))
             rows[model] = row | means | {"worst": worst}
             changes[model] = change
@@ -98,7 +101,7 @@ class Results:
         return Numbers("Every judge on every task's prompts", rows, decimals, False, below, changes)
 
     def pictured(self, benchmark: Benchmark) -> list[int]:
-        """The prompts of the report, whose images are at hand: those of all models alike."""
+        """The indices of the prompts that the report shows; equal for all models."""
         return next(iter(self.judged.values()))[benchmark.name].pictured(benchmark.copies)
 
     def picture(self, model: str, benchmark: Benchmark, index: int, copy: int) -> bytes:
@@ -107,7 +110,7 @@ class Results:
         return self.judged[model][benchmark.name].pictures[place]
 
     def means(self, benchmark: Benchmark, model: str) -> list[float]:
-        """Of each prompt the mean score of its images; NaN = none of them has a score."""
+        """The mean score of each prompt's images; NaN if none of them has a score."""
         copies = benchmark.copies
         scores = self.judged[model][benchmark.name].scores
         means = []
@@ -119,13 +122,13 @@ class Results:
         return means
 
     def scores(self, model: str) -> dict[str, EvalRow]:
-        """{column: number}: the benchmarks with what else their judges show, fidelity if it was
-        measured, the average."""
+        """{column: number}: the benchmarks, the further parts that their judges show, fidelity if
+        it was measured, and the average."""
         fidelity = self.distances[model].row if self.distances else None
         return self._columns(lambda b, part: headline_row(b, self.rows[model], part), fidelity)
 
     def difference(self, model: str, other: str) -> dict[str, EvalRow]:
-        """The same columns of model minus other, on the same prompts and noise."""
+        """{column: number} of model minus other, paired on the same prompts and noise."""
         first, second = self.judged[other], self.judged[model]  # gains are second - first
         gap = self.distances[model].minus(self.distances[other]) if self.distances else None
         return self._columns(
@@ -149,18 +152,20 @@ class Results:
 
 @dataclass(frozen=True)
 class Numbers:
-    """Numbers by row and column, and how many decimals are printed."""
+    """Numbers by row and column, and the decimals that are printed."""
 
     caption: str
     rows: Mapping[str, Mapping[str, EvalRow]]  # {label: {column: number}}
     decimals: Mapping[str, int]  # {column: decimals}
     signed: bool = False  # differences
     notes: Sequence[str] = ()  # below it
-    changes: Mapping[str, Mapping[str, EvalRow]] | None = None  # {label: {column: to the first}}
+    # {label: {column: change to the first model}}
+    changes: Mapping[str, Mapping[str, EvalRow]] | None = None
 
     @property
     def table(self) -> Table:
-        """As texts. Below each column, how many images (for differences: pairs) it comes from."""
+        """The numbers as texts. The foot says how many images (for differences: pairs) are in a
+        column."""
         heads = [""]
         foot = ["n"]
         lines = [[label] for label in self.rows]
@@ -185,12 +190,12 @@ class Numbers:
     def text(self, label: str, column: str) -> str:
         """Mean ± standard error, and the count where images have no score; a dash = no number."""
         row = self.rows[label][column]
-        number = shown(row, self.decimals[column], self.signed)
+        number = number_text(row, self.decimals[column], self.signed)
         incomplete = row.total is not None and row.n < row.total
         return f"{number} (n {row.n} of {row.total})" if incomplete else number
 
     def plain(self) -> dict[str, Any]:
-        """For results.json: caption, rows of texts with the heads first, and notes."""
+        """The table for results.json: caption, rows of texts with the heads first, and notes."""
         return {"caption": self.caption, "rows": self.table.texts, "notes": list(self.notes)}
 
     def best(self, column: str) -> set[str]:
@@ -207,8 +212,8 @@ class Numbers:
         return {label for label, value in rounded.items() if value == max(rounded.values())}
 
     def shade(self, label: str, column: str) -> float:
-        """Of a cell of `matrix`: its change to the first model, in percent of the column's largest;
-        0 elsewhere."""
+        """The shade of a cell of `matrix`: its change to the first model, in percent of the largest
+        change in its column. 0 in other tables."""
         if not self.changes or column not in self.changes[label]:
             return 0.0
         gaps = {name: change[column].mean for name, change in self.changes.items()}
@@ -244,7 +249,7 @@ def tables(results: Results, compare: Mapping[str, Sequence[str]]) -> list[Numbe
     who = [f"{name}: {_judge(described)}" for name, described in about]
     who = [f"Judges. {'; '.join(who)}.", *without_error(main)]
     result = [Numbers("Mean ± standard error.", main, decimals, notes=who)]
-    result += filter(None, [results.crossed])
+    result += filter(None, [results.matrix])
     for caption, pairs in captions.items():
         rows = {f"{model} − {other}": results.difference(model, other) for model, other in pairs}
         if rows:
@@ -254,7 +259,7 @@ def tables(results: Results, compare: Mapping[str, Sequence[str]]) -> list[Numbe
 
 
 def _judge(described: Mapping[str, Any]) -> str:
-    """A judge in words, with those that it is made of."""
+    """A judge in words, followed by the judges that it is made of."""
     text = ", ".join(str(described[key]) for key in JUDGE if described.get(key))
     made_of = described.get("rewards", described).values()
     parts = [_judge(part) for part in made_of if isinstance(part, Mapping) and "name" in part]
@@ -271,14 +276,16 @@ def _decimals(rows: Iterable[Mapping[str, EvalRow]], column: str) -> int:
 
 
 def metric_table(rows: Mapping[str, Sequence[EvalRow]]) -> Table:
-    """{model: rows} as texts: one line per benchmark and metric, one column per model."""
+    """A table of {model: rows}: one line per benchmark and metric, one column per model."""
     by_metric: dict[tuple[str, str], dict[str, EvalRow]] = {}
     for model, numbers in rows.items():
         for row in numbers:
             by_metric.setdefault((row.benchmark, row.metric), {})[model] = row
     lines = []
     for names, numbers in by_metric.items():
-        cells = [f"{shown(row, 3)} {between(row, 3)}".strip() for row in map(numbers.get, rows)]
+        cells = [
+            f"{number_text(row, 3)} {between(row, 3)}".strip() for row in map(numbers.get, rows)
+        ]
         lines.append([*names, counts(numbers.values()), *cells])
     return Table(["benchmark", "metric", "n", *rows], lines, names=2)
 

@@ -23,7 +23,7 @@ from flowalign.backbone.adapters import Lora, describe, read_lora, write_lora
 from flowalign.backbone.shapes import public
 from flowalign.backbone.structure import read_family
 from flowalign.config import ADAPTER, ModelConfig
-from flowalign.report import results
+from flowalign.report import summary
 from flowalign.report.progress import quiet
 from flowalign.system.exit import refusing
 from flowalign.system.files import expanded
@@ -244,5 +244,5 @@ def main(args: argparse.Namespace) -> int:
     quiet()
     report = merge(**vars(args))
     print(report if report.worst > 1e-6 else report.summary)  # layers, where one has an error
-    print(results.merged(args.out))
+    print(summary.merge_summary(args.out))
     return 0

@@ -16,7 +16,7 @@ from flowalign.commands import train
 from flowalign.report import samples
 from flowalign.report.alarm import Alarm
 from flowalign.report.drift import compare, statistics
-from flowalign.report.drift.compare import SIGMAS, Drift, drift
+from flowalign.report.drift.compare import SIGMAS, Drift, statistic_drift
 from flowalign.report.drift.monitor import Monitor
 from flowalign.training.algorithm import TrainingError
 from flowalign.training.loop import Loop
@@ -89,7 +89,7 @@ def test_an_image_that_is_not_finite_has_no_value() -> None:
 def test_the_interval_is_of_the_means_of_prompts() -> None:
     base = torch.tensor([0.0, 2, 0, 2, 0, 2, 0, 2]).double()
     gaps = torch.tensor([1.0, 3, 3, 5, 2, 4, 4, 6]).double()  # of 4 prompts: 2, 4, 3, 5
-    found = drift("edges", base, base + gaps, [0, 0, 1, 1, 2, 2, 3, 3])
+    found = statistic_drift("edges", base, base + gaps, [0, 0, 1, 1, 2, 2, 3, 3])
     sigma = SIGMAS["edges"].share * float(base.std())
     assert found.n == 4 and found.sigmas == pytest.approx(3.5 / sigma)
     error = math.sqrt(5 / 3) / 2 / sigma
@@ -111,21 +111,21 @@ def test_noise_is_no_drift_and_three_prompts_are_too_few() -> None:
     fired = 0
     for _ in range(200):
         base, model = torch.randn(2, 32, generator=generator, dtype=torch.float64)
-        fired += drift("entropy", base, model, prompts).beyond(3.0)
+        fired += statistic_drift("entropy", base, model, prompts).beyond(3.0)
     assert fired == 0
-    assert not drift("entropy", base[:6], base[:6] + 100, prompts[:6]).beyond(3.0)
+    assert not statistic_drift("entropy", base[:6], base[:6] + 100, prompts[:6]).beyond(3.0)
 
 
 def test_a_drift_is_said_once_until_it_is_back() -> None:
     alarm, far, near = Alarm(), Drift("dark", 0, 1, 9, 8, 10, 9), Drift("dark", 0, 0, 0, 0, 0, 9)
     said = []
     for found in (far, far, near, far):
-        said.append(len(alarm.drift([found], 3.0, "rollout")))
+        said.append(len(alarm.drift_warnings([found], 3.0, "rollout")))
         state = json.loads(json.dumps(alarm.state()))
         alarm = Alarm()
         alarm.load(state)
     assert said == [1, 0, 0, 1]
-    assert len(alarm.drift([far], 3.0, "evaluation")) == 1
+    assert len(alarm.drift_warnings([far], 3.0, "evaluation")) == 1
 
 
 # Runs --------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from flowalign.eval import seeds, stats
 from flowalign.eval.scores import from_row
 from flowalign.eval.stats import AVERAGE
-from flowalign.eval.suite import Benchmark, Judged
+from flowalign.eval.suite import Benchmark, JudgedImages
 from flowalign.eval.table import Results
 from flowalign.rewards import RewardBase
 from flowalign.types import PromptBatch
@@ -109,7 +109,7 @@ def evaluated(world: World, models: list[dict[str, list[dict]]]) -> tuple[float,
         for name, (_, tagged) in world.judges.items()
     ]
     judged = {
-        str(i): {name: Judged([*map(from_row, rows)], []) for name, rows in images.items()}
+        str(i): {name: JudgedImages([*map(from_row, rows)], []) for name, rows in images.items()}
         for i, images in enumerate(models)
     }
     results = Results(marks, judged, {})

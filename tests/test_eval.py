@@ -23,7 +23,7 @@ from flowalign.eval.fidelity import distance, enough, frechet
 from flowalign.eval.geneval import summarize
 from flowalign.eval.scores import from_row, to_row
 from flowalign.eval.stats import NO_ERROR, average, difference, lost, rows_of
-from flowalign.eval.suite import Benchmark, ImageSet, Judged
+from flowalign.eval.suite import Benchmark, ImageSet, JudgedImages
 from flowalign.eval.table import metric_table
 from flowalign.rewards import RewardBase
 from flowalign.system.images import pixels_of
@@ -199,7 +199,7 @@ def test_the_error_of_a_distance_is_over_prompts():
         assert (row.mean, row.stderr) == pytest.approx((once.mean, once.stderr), rel=1e-5)
 
 
-def judge(backbone: Backbone, benchmark: Benchmark, *args: Any, **options: Any) -> Judged:
+def judge(backbone: Backbone, benchmark: Benchmark, *args: Any, **options: Any) -> JudgedImages:
     return suite.judge_set(backbone, ImageSet.of(benchmark), *args, **options)[0]
 
 
@@ -214,7 +214,7 @@ def test_an_image_depends_neither_on_the_batch_nor_on_who_samples_it(
     words = ["a", "b", "c", "d", "e"]
     benchmark = Benchmark("x", PromptBatch(words, ["x"] * 5, [{}] * 5), Judge(), 3)
 
-    def run(size: int, world: int = 1, rank: int = 0) -> Judged:
+    def run(size: int, world: int = 1, rank: int = 0) -> JudgedImages:
         processes: Any = SimpleNamespace(num_processes=world, process_index=rank)
         settings = SamplingConfig(steps=2, guidance=1.0, seed=7, batch_size=size)
         return judge(backbone, benchmark, settings, processes, keep=3, features=fakes.mean_colour)

@@ -15,7 +15,7 @@ from flowalign.commands.prompts.fetch import FetchError, fetch_set, text_digest
 from flowalign.rewards.ocr import target_of
 from flowalign.system import http
 from flowalign.training.data import load_prompts
-from flowalign.training.sources import SOURCES, File, Source
+from flowalign.training.sources import SOURCES, File, PromptSource
 from flowalign.types import PromptBatch
 
 TEXT = b"a cat\na dog"
@@ -52,8 +52,10 @@ def sha256(content: bytes) -> str:
     return f"sha256:{hashlib.sha256(content).hexdigest()}"
 
 
-def source(url: str, checksum: str = "", name: str = "set.txt", **options: Any) -> Source:
-    return Source("2", f"a/b/{'0' * 40}", "MIT", (File(name, url, checksum, "told", **options),))
+def source(url: str, checksum: str = "", name: str = "set.txt", **options: Any) -> PromptSource:
+    return PromptSource(
+        "2", f"a/b/{'0' * 40}", "MIT", (File(name, url, checksum, "told", **options),)
+    )
 
 
 def left(folder: Path) -> set[str]:
@@ -128,7 +130,7 @@ def test_a_validation_set_is_split_off_the_training_set(site: Site, tmp_path: Pa
     """Of what was fetched: apart from what is left for training, and from the test set."""
     lines = [f"thing {i}" for i in range(2000)] + [f"Thing  {i}" for i in range(0, 2000, 10)]
     whole, test = "\n".join(lines).encode(), "\n".join(lines[:500]).encode()
-    made = Source("2", f"a/b/{'0' * 40}", "MIT", (
+    made = PromptSource("2", f"a/b/{'0' * 40}", "MIT", (
         File("test.txt", site.serve("/test"), sha256(test), "told"),
         File("train.txt", site.serve("/train", whole), sha256(whole), "told", validation="val.txt"),
     ))  # fmt: skip

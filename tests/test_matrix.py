@@ -7,7 +7,7 @@ import fakes
 import pytest
 
 from flowalign.commands.evaluate import main
-from flowalign.eval.suite import Benchmark, Judged
+from flowalign.eval.suite import Benchmark, JudgedImages
 from flowalign.eval.table import Results, tables
 from flowalign.rewards import RewardBase
 from flowalign.types import EvalImage, ImageScore, PromptBatch
@@ -46,14 +46,14 @@ def test_the_worst_cell_is_the_largest_loss_to_the_first_model() -> None:
     scores = {"base": [0.5, 0.5, 0.5, 0.5], "student": [0.9, 0.7, 0.2, 0.4]}
     judged = {
         model: {
-            name: Judged([ImageScore(EvalImage(i, 0, p, {}), value + 0.1 * i)
+            name: JudgedImages([ImageScore(EvalImage(i, 0, p, {}), value + 0.1 * i)
                           for i, p in enumerate("xy")], [])
             for name, value in zip(names, values, strict=True)
         }
         for model, values in scores.items()
     }  # fmt: skip
-    results = Results(marks, judged, {}, own=["a", "b"])
-    table = results.crossed
+    results = Results(marks, judged, {}, column_names=["a", "b"])
+    table = results.matrix
     assert table
     row = table.rows["student"]
     assert row["own"].mean == pytest.approx(0.85) and row["others"].mean == pytest.approx(0.35)
@@ -61,4 +61,4 @@ def test_the_worst_cell_is_the_largest_loss_to_the_first_model() -> None:
     assert row["worst"].stderr == pytest.approx(0)  # paired
     assert table.shade("student", "a_b") == -100 and table.shade("student", "own") == 0
     assert list(tables(results, {})[0].decimals) == ["a", "b", "average"]
-    assert Results(marks[:2], judged, {}, own=["a", "b"]).crossed is None
+    assert Results(marks[:2], judged, {}, column_names=["a", "b"]).matrix is None

@@ -16,7 +16,7 @@ from browser import Page
 from flowalign.eval import report
 from flowalign.eval.fidelity import Distance
 from flowalign.eval.stats import NO_ERROR
-from flowalign.eval.suite import Benchmark, Judged
+from flowalign.eval.suite import Benchmark, JudgedImages
 from flowalign.eval.table import Numbers, Results, metric_table, tables
 from flowalign.report.pictures import png
 from flowalign.rewards import RewardBase
@@ -44,9 +44,9 @@ def benchmark(name: str, headline: str | None) -> Benchmark:
     return Benchmark(name, batch, Judge(headline))  # it judges no more
 
 
-def judged(mark: Benchmark, scores: list[float], shade: float) -> Judged:
+def judged(mark: Benchmark, scores: list[float], shade: float) -> JudgedImages:
     images = [torch.full((3, 4, 4), shade + i / 100) for i in range(3)]  # one is not shown
-    return Judged(given(mark, scores), [png(image) for image in images])
+    return JudgedImages(given(mark, scores), [png(image) for image in images])
 
 
 def given(mark: Benchmark, scores: list[float]) -> list[ImageScore]:
@@ -237,7 +237,9 @@ def shared() -> Results:
     for model, of in scores.items():
         shade = 0.5 * (model == "new")
         pictures = [png(torch.full((3, 4, 4), shade + i / 10)) for i in range(4)]
-        images[model] = {mark.name: Judged(given(mark, of[mark.name]), pictures) for mark in marks}
+        images[model] = {
+            mark.name: JudgedImages(given(mark, of[mark.name]), pictures) for mark in marks
+        }
     return Results(marks, images, {})
 
 
@@ -258,7 +260,7 @@ def test_the_images_of_a_line_of_cards_begin_at_one_height(tmp_path: Path, width
     prompts = ["two stars", "a red sign " * 9, "nothing", "a photo of two cups and a red sign"]
     batch = PromptBatch(prompts, ["x"] * 4, [{}] * 4)
     mark = Benchmark("ocr", batch, Judge(None))
-    images = Judged(given(mark, [0.5] * 4), [png(torch.zeros(3, 4, 4))] * 4)
+    images = JudgedImages(given(mark, [0.5] * 4), [png(torch.zeros(3, 4, 4))] * 4)
     text = page(Results([mark], {"one": {"ocr": images}}, {}))
     (tmp_path / "page.html").write_text(text)
     (tmp_path / "frame.html").write_text(

@@ -14,7 +14,7 @@ from flowalign.commands import cli
 from flowalign.config import to_yaml
 from flowalign.eval import report
 from flowalign.report.pictures import charts, read_metrics
-from flowalign.report.results import kept, summary
+from flowalign.report.summary import kept_adapter, stage_summary
 from flowalign.system.folder import RunFolder
 
 
@@ -87,12 +87,14 @@ def test_the_distances_of_a_student_without_rewards_are_numbers(
     tmp_path: Path, headlines: list[float], chosen: int, numbers: list[str]
 ) -> None:
     """Kept, last and start, each as a distance, which is positive."""
-    text = str(kept(evaluated(tmp_path, chosen, headlines)))
+    text = str(kept_adapter(evaluated(tmp_path, chosen, headlines)))
     assert re.findall(r"-?\d+(?:\.\d+)?", text) == numbers
 
 
 def test_the_scores_of_a_run_with_rewards_keep_their_sign(tmp_path: Path) -> None:
-    text = str(kept(evaluated(tmp_path, 1, [0.5, -0.25, -0.75], **{"eval/red/reward": 0.5})))
+    text = str(
+        kept_adapter(evaluated(tmp_path, 1, [0.5, -0.25, -0.75], **{"eval/red/reward": 0.5}))
+    )
     assert re.findall(r"-?\d+\.\d+", text) == ["-0.250", "-0.750", "0.500"]
 
 
@@ -121,7 +123,7 @@ def test_a_distance_is_drawn_as_one(tmp_path: Path) -> None:
 def test_a_student_is_looked_at_beside_its_teachers(tmp_path: Path) -> None:
     config: Any = fakes.distillation("tiny", tmp_path)
     (tmp_path / "adapter").mkdir()
-    (line,) = [line for line in summary(config).splitlines() if "sample PROMPT" in line]
+    (line,) = [line for line in stage_summary(config).splitlines() if "sample PROMPT" in line]
     loras = [teacher.adapter for teacher in config.teachers.values()]
     assert line.split()[3:] == [
         w for lora in [f"{tmp_path}/adapter", *loras] for w in ("--lora", lora)

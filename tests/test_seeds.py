@@ -23,16 +23,16 @@ def test_equal_seeds_have_the_error_of_their_prompts() -> None:
     values = np.random.default_rng(1).random(50)
     images = [ImageScore(EvalImage(i, 0, str(i), {}), v) for i, v in enumerate(values)]
     row = headline_rows(Column("x", None), images)[0]
-    cell = seeds.crossed([row] * 3)
+    cell = seeds.over_seeds([row] * 3)
     assert cell.mean == pytest.approx(values.mean())
     assert cell.error == pytest.approx(values.std(ddof=1) / 50**0.5)
     assert cell.margin == pytest.approx(t.ppf(0.975, 49) * cell.error)
-    assert seeds.crossed([row]) == pytest.approx(cell)
+    assert seeds.over_seeds([row]) == pytest.approx(cell)
 
 
 def test_one_prompt_has_no_error_however_many_seeds() -> None:
     rows = [EvalRow("x", "x", mean, math.nan, 1, influence={"p": math.nan}) for mean in (0.1, 0.3)]
-    cell = seeds.crossed(rows)
+    cell = seeds.over_seeds(rows)
     assert cell.mean == 0.2 and math.isnan(cell.error) and math.isnan(cell.margin)
 
 
@@ -46,7 +46,7 @@ SHARES = {
 }  # fmt: skip
 
 
-def gaps(count: int, prompts: int, share: tuple[float, ...], draws: int) -> list[seeds.Cell]:
+def gaps(count: int, prompts: int, share: tuple[float, ...], draws: int) -> list[seeds.SeedMean]:
     """Differences of two equal models, in `count` seeds. The mean over seeds has the variance 1."""
     rng, texts = np.random.default_rng(0), list(map(str, range(prompts)))
     of_seed, of_prompt, of_both = np.sqrt(share)
@@ -56,7 +56,7 @@ def gaps(count: int, prompts: int, share: tuple[float, ...], draws: int) -> list
     means = scores.mean(-1)
     influence = (scores - means[..., None]) / (prompts * (prompts - 1)) ** 0.5
     return [
-        seeds.crossed(
+        seeds.over_seeds(
             [
                 EvalRow("x", "x", mean, 1.0, prompts, influence=dict(zip(texts, row, strict=True)))
                 for mean, row in zip(means[draw], influence[draw], strict=True)

@@ -74,7 +74,7 @@ def store(folder: Path, *, rank: int = 0, saved: set[int] | None = None, **score
     return result
 
 
-def judge(backbone: Backbone, mark: Benchmark, size: int = 2, **options: Any) -> suite.Judged:
+def judge(backbone: Backbone, mark: Benchmark, size: int = 2, **options: Any) -> suite.JudgedImages:
     settings = SamplingConfig(steps=2, guidance=1.0, seed=7, batch_size=size)
     return suite.judge_set(backbone, ImageSet.of(mark), settings, **options)[0]
 

@@ -15,7 +15,7 @@ from flowalign import sde
 from flowalign.commands.run import train
 from flowalign.config import StatesConfig
 from flowalign.report import samples
-from flowalign.report.results import kept
+from flowalign.report.summary import kept_adapter
 from flowalign.training import metrics
 from flowalign.training.algorithm import pairs_of
 from flowalign.training.loop import Loop
@@ -256,7 +256,7 @@ def test_without_rewards_the_nearest_student_is_kept(random_model: str, tmp_path
     assert [row["update"] for row in rows] == [0, 1, 2]
     # for people a distance, which is not negative
     text = f"(held-out distance to the teachers {-best['headline']:.3f} of"
-    assert text in str(kept(Path(config.output)))
+    assert text in str(kept_adapter(Path(config.output)))
     # and images of the held-out prompts, which have no score
     assert samples.updates(Path(config.output), samples.EVALUATION) == [0, 1, 2]
 

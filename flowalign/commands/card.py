@@ -19,7 +19,7 @@ from flowalign import __version__
 from flowalign.backbone.adapters import is_hub_id, read_lora, span
 from flowalign.config import Stage, TrainingStage, to_yaml
 from flowalign.config.learning import ADVANTAGES
-from flowalign.report import results
+from flowalign.report import summary
 from flowalign.rewards import RewardSpec
 from flowalign.system.escape import block, code, escaped
 from flowalign.system.folder import RunFolder
@@ -47,7 +47,7 @@ def write_card(folder: Path, config: Stage) -> None:
     title, scores = "Scores", "(none: a merge takes none)"
     if isinstance(config, TrainingStage):
         title = "Scores on held-out prompts while training"
-        rows, chosen = results.evaluations(folder), results.kept(folder)
+        rows, chosen = summary.evaluation_rows(folder), summary.kept_adapter(folder)
         scores = f"(none were taken{' of this adapter' if rows else ''})"
         scores = score_table(rows, chosen.row) if chosen else scores
     fields: dict[str, Any] = licence(base)

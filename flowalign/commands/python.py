@@ -25,7 +25,7 @@ from flowalign.eval.compare import load_results
 from flowalign.eval.evaluation import evaluate as run_evaluation
 from flowalign.report.pictures import score_text, sheet
 from flowalign.report.progress import OnMetrics, figures
-from flowalign.report.results import kept
+from flowalign.report.summary import kept_adapter
 from flowalign.system.files import expanded, read_lines, replacing
 from flowalign.system.folder import RunFolder
 from flowalign.system.images import image_files, in_order, read_image, stacked
@@ -118,7 +118,7 @@ class Run:
         return require("pandas", "to_pandas needs").DataFrame(rows)
 
     def __repr__(self) -> str:
-        lines = [f"kept: {chosen}" for chosen in [kept(self.folder)] if chosen]
+        lines = [f"kept: {chosen}" for chosen in [kept_adapter(self.folder)] if chosen]
         if RunFolder(self.folder).results.is_file():
             heads, *rows, _ = self.results["tables"][0]["rows"]  # the last has the counts
             pairs = ((name, zip(heads[1:], row, strict=True)) for name, *row in rows)

@@ -22,7 +22,7 @@ from flowalign.commands.build import wire
 from flowalign.commands.card import write_card
 from flowalign.config import ConfigError, Job, TrainingStage, to_yaml
 from flowalign.eval.suite import EvaluationError
-from flowalign.report import page, results
+from flowalign.report import page, summary
 from flowalign.report.progress import OnMetrics, quiet
 from flowalign.system import files
 from flowalign.system.signals import Clock
@@ -42,7 +42,7 @@ def main(config: Job, args: argparse.Namespace, began: float) -> int:
         home = Path(args.config).parent
         run_job(config, home, args.resume, began, args.allow_world_change)
         if processes.state().is_main_process:
-            print(results.summary(config), flush=True)
+            print(summary.stage_summary(config), flush=True)
     return status.code
 
 
@@ -156,7 +156,7 @@ def finish_run(config: TrainingStage) -> None:
     """Finish a run after its last update: warn if nothing was learnt, write the model card and the
     page."""
     folder = Path(config.output)
-    if warning := results.untrained(config):
+    if warning := summary.untrained(config):
         log.warning("%s", warning)
     write_card(folder, config)
     page.write(folder, config)

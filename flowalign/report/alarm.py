@@ -1,5 +1,5 @@
-"""Warnings of a run about itself: a divergence; reward hacking, where what is trained improves and
-what is held out falls; and, before that shows, images that drift from the base model's."""
+"""Warnings about a run: divergence; reward hacking (the trained reward improves while held-out
+scores fall); and, as an earlier sign, images that drift from the base model's."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from flowalign.training.events import Learned, Listener, warn
 
 SURE = 2.0  # standard errors of a difference that count as a change
 COLLAPSED = 0.25  # a held-out reward below this share of the first one is a collapse
-LASTING = 5  # updates in a row that must look wrong
+LASTING = 5  # consecutive wrong updates before a warning
 CLIPPED = 0.5  # share of clipped policy ratios above which little is learnt
 FARTHER = 10.0  # times the first distance to the teachers, which should only fall
 
 
 class Alarm(Listener):
-    """Compares what is trained (reward, or minus distillation loss) with every held-out number.
-    rewards: their names by task."""
+    """Compares the trained objective (reward, or minus distillation loss) with every held-out
+    score. rewards: their names by task."""
 
     key = "alarm"
 
     def __init__(self, rewards: Mapping[str, str] | None = None) -> None:
         self.rewards = dict(rewards or {})
-        self.trained: list[Measured] = []  # one for each period between evaluations
-        self.watched: list[dict[str, Measured]] = []  # one for each evaluation
+        self.trained: list[Measured] = []  # objective of each period between evaluations
+        self.watched: list[dict[str, Measured]] = []  # held-out numbers of each evaluation
         self.period: list[float] = []  # objectives since the last evaluation
         self.first_distance: float | None = None  # to the teachers, or the loss of a cold start
-        self.lasting: dict[str, int] = {}  # updates in a row that look so, by what is wrong
-        self.drifting: dict[str, list[str]] = {}  # {where: statistics that were warned of}
+        self.lasting: dict[str, int] = {}  # {what is wrong: updates in a row}
+        self.drifting: dict[str, list[str]] = {}  # {where: statistics beyond the limit}
 
     def learned(self, update: int, learned: Learned) -> None:
         warn(update, self.update(learned.values))
@@ -45,8 +45,8 @@ class Alarm(Listener):
 
     def update(self, values: Mapping[str, float]) -> list[str]:
         """Note an update. Returns a sentence when LASTING updates in a row had too many clipped
-        ratios, or were FARTHER from the teachers than the first one, and once if they had no prompt
-        of a task whose images differ in their reward."""
+        ratios, or were FARTHER from the teachers than the first update. Returns one, once, for a
+        task whose prompts all had constant rewards for LASTING updates."""
         reward, distance = values.get(metrics.REWARD), values.get(metrics.DISTILL)
         value = -values.get(metrics.DISTILL, math.nan) if reward is None else reward
         self.period += [value] if math.isfinite(value) else []
@@ -54,16 +54,16 @@ class Alarm(Listener):
             distance = values.get(metrics.LOSS, math.nan) if reward is None else math.nan
         if self.first_distance is None and math.isfinite(distance):
             self.first_distance = distance
-        said = []
+        sentences = []
         remedy = "Look at the samples; lower optimizer.lr, or updates_per_rollout"
         if self._lasts("clipped", (clipped := values.get(metrics.CLIP_FRACTION, 0.0)) > CLIPPED):
-            said.append(
+            sentences.append(
                 f"clip_fraction is {clipped:.2f}, and was above {CLIPPED:g} in {LASTING} updates: "
                 f"most of the gradient is cut off. {remedy}"
             )
         times = distance / self.first_distance if self.first_distance else math.nan
         if self._lasts("farther", times > FARTHER):
-            said.append(
+            sentences.append(
                 f"the distance to the teachers is {times:.3g} times that of the first update, and "
                 f"was above {FARTHER:g} in {LASTING} updates: the student diverges. {remedy}"
             )
@@ -73,23 +73,24 @@ class Alarm(Listener):
             if differs is None or self.lasting.get(key := f"constant/{task}", 0) >= LASTING:
                 continue
             if self._lasts(key, differs == 0):
-                said.append(
+                sentences.append(
                     f"reward {name} of task {task} gave the images of every prompt the same score "
                     f"in {LASTING} updates: nothing is learnt from it. Look at the samples, and at "
                     "the reward with `flowalign doctor --reward`"
                 )
-        return said
+        return sentences
 
     def _lasts(self, sign: str, wrong: bool) -> bool:
-        """Whether this is the last of LASTING updates in a row that look wrong."""
+        """Whether this is the last of LASTING wrong updates in a row."""
         self.lasting[sign] = self.lasting.get(sign, 0) + 1 if wrong else 0
         return self.lasting[sign] == LASTING
 
     def look(self, held_out: Mapping[str, Measured]) -> list[str]:
         """A sentence for each reward that collapsed since the first evaluation, and for each number
         that fell from its best while training improved from the first period to this one.
-        Differences within SURE standard errors, or whose error is not known, raise no alarm. The
-        errors are those of independent prompts, which is conservative: evaluations share theirs."""
+        Differences within SURE standard errors, or with an unknown error, raise no alarm. The
+        errors assume independent prompts; that is conservative, because evaluations share their
+        prompts."""
         if len(self.period) > 1:
             error = statistics.stdev(self.period) / math.sqrt(len(self.period))
             self.trained.append((statistics.fmean(self.period), error))
@@ -102,7 +103,7 @@ class Alarm(Listener):
             first = seen[0]
             best = max(seen[:-1], default=now)
             fell = f"{{:.3f}} to {now[0]:.3f} (± {now[1]:.3f})"
-            # of all its prompts: a tag of a few may well fall from one success to none
+            # only the total: a tag with few prompts may fall from one success to none by chance
             is_total = name.rpartition("/")[2] == metrics.REWARD and first[0] > 0
             if is_total and now[0] < COLLAPSED * first[0] and _beyond(now, first):
                 fallen.append(
@@ -118,11 +119,11 @@ class Alarm(Listener):
                 )
         return fallen
 
-    def drift(
+    def drift_warnings(
         self, drifts: Sequence[Drift], warn: float, where: str, reference: str = "base"
     ) -> list[str]:
-        """A sentence for each statistic that has come to lie beyond `warn` sigmas; it is said again
-        when it has been back. where: whose images, such as "the rollout"; reference: from what."""
+        """A sentence for each statistic that is newly beyond `warn` sigmas, or is so again. where:
+        the images, such as "the rollout". reference: what they are compared with."""
         beyond = [drift for drift in drifts if drift.beyond(warn)]
         before = self.drifting.get(where, [])
         self.drifting[where] = [drift.name for drift in beyond]
@@ -134,7 +135,7 @@ class Alarm(Listener):
         ]
 
     def state(self) -> dict[str, Any]:
-        """Everything; an error that is not known is NaN."""
+        """All attributes; an unknown error is NaN."""
         return dict(vars(self))
 
     def load(self, state: Mapping[str, Any], comparable: bool = True) -> None:
@@ -148,7 +149,7 @@ class Alarm(Listener):
 
 
 def _measured(pair: Sequence[float | None]) -> Measured:
-    mean, error = (math.nan if number is None else number for number in pair)  # of JSON
+    mean, error = (math.nan if number is None else number for number in pair)
     return mean, error
 
 

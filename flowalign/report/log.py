@@ -18,7 +18,7 @@ from flowalign.training.events import Learned, Listener, warn
 
 
 class RunLog(Listener):
-    """Writes each row of metrics, and has it shown; the main process does."""
+    """Writes and shows each row of metrics, on the main process."""
 
     def __init__(self, config: TrainingStage, accelerator: Accelerator, progress: Progress) -> None:
         self.config = config

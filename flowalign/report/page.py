@@ -1,7 +1,7 @@
 """report.html: the page of a run or a recipe, and what it shares with the page of an evaluation.
 
-A page is one file without a network: a template in `templates/` that extends `page.html.j2` (head,
-style, title). Drift is shown by the macro of `drift.html.j2`. A run writes its page at each
+A page is one file that needs no network: a template in `templates/` that extends `page.html.j2`
+(head, style, title). Drift is shown by the macro of `drift.html.j2`. A run writes its page at each
 evaluation and at its end, a recipe after each stage. It is made from the files of the run, so
 `flowalign watch` can write it at any time.
 """
@@ -22,7 +22,7 @@ import jinja2
 
 from flowalign.config import AlarmConfig, TrainingStage, to_yaml
 from flowalign.config.loading import NoRun, run_config
-from flowalign.report import pictures, results, samples
+from flowalign.report import pictures, samples, summary
 from flowalign.report.drift.compare import Check
 from flowalign.report.progress import figures
 from flowalign.system.exit import refusing
@@ -37,8 +37,8 @@ NEWEST = 20  # warnings that are shown
 
 
 class Panel(NamedTuple):
-    """A check of the drift. title: whose images. warn: sigmas beyond which a statistic stands
-    out. reference: what they are compared with."""
+    """A drift check on a page. title: whose images. warn: sigmas beyond which a statistic is
+    highlighted. reference: what the images are compared with."""
 
     title: str
     warn: float
@@ -47,10 +47,10 @@ class Panel(NamedTuple):
 
 
 def render(template: str, **content: object) -> str:
-    """The page of `templates/<template>`. content: its variables, `title` among them.
+    """The page of `templates/<template>`. content: its variables, including `title`.
 
-    Texts are escaped, since prompts and reasons come from files and models. A variable that the
-    template names and `content` lacks raises jinja2.UndefinedError.
+    Texts are escaped, because prompts and reasons come from files and models. A missing variable
+    raises jinja2.UndefinedError.
     """
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("flowalign.report"),
@@ -84,9 +84,9 @@ class Page(Listener):
 
 
 def write(run: Path, config: TrainingStage | None = None) -> Path:
-    """Write the page of a run or a recipe, and metrics.png, which it shows; returns the page. None
-    of the run's files needs to be complete. config: None = what the run wrote. An evaluation wrote
-    its page itself. Raises NoRun for a folder without a run."""
+    """Write the page of a run or a recipe, and metrics.png, which it shows; returns the page. The
+    run's files may be incomplete. config: None = the one that the run wrote. The page of an
+    evaluation is not rewritten. Raises NoRun for a folder without a run."""
     keys = config.model_dump(mode="json") if config else run_config(run)
     kind = keys["stage"]
     folder = RunFolder(run)
@@ -119,19 +119,20 @@ def write(run: Path, config: TrainingStage | None = None) -> Path:
 
 
 def _stage(folder: RunFolder, config: Mapping[str, Any]) -> dict[str, Any]:
-    """A stage of a recipe. tables: of an evaluation."""
-    found: dict[str, Any] = {}
+    """What the page shows of a recipe's stage. tables: those of an evaluation."""
+    document: dict[str, Any] = {}
     with suppress(OSError, ValueError):
-        found = json.loads(folder.results.read_text(encoding="utf-8"))
+        document = json.loads(folder.results.read_text(encoding="utf-8"))
     return {
         "name": folder.path.name,
         "kind": config.get("stage"),
         "begun": folder.path.is_dir(),
         "facts": _facts(folder.path, config, pictures.read_metrics(folder.log)),
         "page": f"{quote(folder.path.name)}/{folder.page.name}" if folder.page.is_file() else "",
-        "remarks": found.get("remarks", []),
+        "remarks": document.get("remarks", []),
         "tables": [
-            {**table, "html": Table.of(table["rows"]).html()} for table in found.get("tables", [])
+            {**table, "html": Table.of(table["rows"]).html()}
+            for table in document.get("tables", [])
         ],
     }
 
@@ -140,34 +141,37 @@ def _facts(
     run: Path, config: Mapping[str, Any], curves: Mapping[str, pictures.Curve]
 ) -> list[tuple[str, str]]:
     facts = []
-    chosen = results.kept(run)
-    rows = results.evaluations(run)
+    chosen = summary.kept_adapter(run)
+    rows = summary.evaluation_rows(run)
     if last := max((points[-1][0] for points in curves.values()), default=0):
         total = (config.get("train") or {}).get("updates", "?")
         facts.append(("updates", f"{last} of {total}"))
-    found = {"kept adapter": chosen and chosen.row, "newest evaluation": rows and rows[-1]}
-    for which, row in found.items():
+    best_and_newest = {
+        "kept adapter": chosen and chosen.row,
+        "newest evaluation": rows and rows[-1],
+    }
+    for which, row in best_and_newest.items():
         if row:
             facts.append((which, f"{metrics.headline(row)} at update {row[metrics.UPDATE]}"))
     return facts + figures({name: points[-1][1] for name, points in curves.items()})
 
 
 def _pictures(run: Path) -> list[tuple[str, str]]:
-    found = {"Curves": RunFolder(run).curves}
+    paths = {"Curves": RunFolder(run).curves}
     held_out, training = (samples.updates(run, k) for k in (samples.EVALUATION, samples.TRAINING))
     for n in [*held_out[:1], *held_out[-1:]]:  # before and after
-        found[f"Held-out prompts at update {n}"] = samples.place(run, samples.EVALUATION, n)
+        paths[f"Held-out prompts at update {n}"] = samples.sample_path(run, samples.EVALUATION, n)
     for n in training[-1:]:
-        found[f"Training samples at update {n}"] = samples.place(run, samples.TRAINING, n)
+        paths[f"Training samples at update {n}"] = samples.sample_path(run, samples.TRAINING, n)
     return [
         (title, f"data:image/png;base64,{base64.b64encode(path.read_bytes()).decode()}")
-        for title, path in found.items()
+        for title, path in paths.items()
         if path.is_file()
     ]
 
 
 def _drifts(run: Path, alarm: Mapping[str, Any]) -> list[Panel]:
-    """The newest check of a run. alarm: as in its config."""
+    """The panel of a run's newest drift check; [] if there is none. alarm: the config's section."""
     if (newest := samples.read_drift(run)) is None:
         return []
     update, check = newest

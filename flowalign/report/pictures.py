@@ -58,7 +58,7 @@ def _encoded(picture: Image.Image, **options: Any) -> bytes:
 
 @dataclass(frozen=True)
 class Row:
-    """Images side by side, a caption below each; left of them a name, and a note in grey."""
+    """Images in a row, a caption below each; to the left a name, and a note in grey."""
 
     images: Sequence[Tensor | Image.Image] | Tensor  # tensors [3,H,W] in [0,1]
     captions: Sequence[str]
@@ -68,7 +68,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Block:
-    """Rows below a title, and a head above each of their columns."""
+    """A title, heads of the columns, and rows below them."""
 
     title: str
     heads: Sequence[str]
@@ -88,7 +88,7 @@ def grid(
 
 
 def sheet(images: Tensor | Sequence[Tensor], captions: Sequence[str]) -> Image.Image:
-    """The same for a notebook."""
+    """An image for a notebook: the `grid` of images, without a file."""
     return _image(_grid(images, captions))
 
 
@@ -145,8 +145,8 @@ LINES = 12  # of a caption before it is wrapped
 
 
 def _draw(blocks: Sequence[Block], *, cell: float = 1.6, dpi: int = 120, head: str = "") -> Figure:
-    """Blocks below one another, and `head` above them. cell: inches, the width of an image. An
-    image of 64 pixels is drawn at an integer multiple of its size."""
+    """A figure of blocks, one below another, with the title `head`. cell: width of an image in
+    inches. An image of 64 pixels is drawn at an integer multiple of its size."""
     figure = Figure(dpi=dpi)
     axis = figure.add_axes((0, 0, 1, 1))  # its coordinates are inches from the upper left corner
     rows = [row for block in blocks for row in block.rows]
@@ -194,7 +194,7 @@ def _draw(blocks: Sequence[Block], *, cell: float = 1.6, dpi: int = 120, head: s
 
 
 def score_text(score: float) -> str:
-    """A score as it stands below an image; NaN = it has none."""
+    """A score as printed below an image; NaN = no score."""
     return f"{score:.2f}" if math.isfinite(score) else "failed"
 
 
@@ -268,8 +268,9 @@ class Chart(NamedTuple):
 
 
 def charts(curves: Mapping[str, Curve]) -> list[Chart]:
-    """One for each of KINDS that was logged. The loss only where there is nothing else (sft)."""
-    found = []
+    """The charts of those KINDS that were logged. The loss is drawn only if nothing else was
+    (sft)."""
+    drawn = []
     for title, axis, names, style in KINDS:
         if isinstance(names, str):
             steps = metrics.STEP in names
@@ -278,11 +279,11 @@ def charts(curves: Mapping[str, Curve]) -> list[Chart]:
         logged = [name for name in names if name in curves]
         if logged == [metrics.HEADLINE] and not metrics.is_scored(curves):
             continue  # FIXED_MEAN shows this distance
-        if logged and (names != [metrics.LOSS] or not found):
+        if logged and (names != [metrics.LOSS] or not drawn):
             about = " ".join(dict.fromkeys(map(metrics.meaning, logged)))
             labelled = {name.rsplit("/", 1)[-1]: curves[name] for name in logged}
-            found.append(Chart(title, axis, labelled, about, style))
-    return found
+            drawn.append(Chart(title, axis, labelled, about, style))
+    return drawn
 
 
 def metrics_plot(drawn: Sequence[Chart], path: Path, title: str = "") -> None:
@@ -302,11 +303,12 @@ def metrics_plot(drawn: Sequence[Chart], path: Path, title: str = "") -> None:
 def held_out_plot(
     logs: Mapping[str, Sequence[Path]], path: Path, over: str = metrics.UPDATE
 ) -> None:
-    """Plot the held-out scores of runs {name: metrics.jsonl}: a chart for the mean of the tasks,
-    and one a task, of its `overall` where there is one; of runs without rewards their distance to
-    the teachers. Of several runs of a name the last one's.
-    over: metrics.UPDATE, or EVALUATIONS, the sum of those until then, of all runs of the name.
-    Raises ValueError where a run has no score, or no such metric.
+    """Plot the held-out scores of runs {name: metrics.jsonl}: a chart for the mean of the tasks and
+    one per task (its `overall` if there is one). Runs without rewards show their distance to the
+    teachers. If a name has several runs, the last one is plotted.
+
+    over: metrics.UPDATE, or EVALUATIONS, the cumulative count over all runs of a name. Raises
+    ValueError if a run has no score, or no such metric.
     """
     scores: dict[str, dict[str, Curve]] = {}  # by chart, then by run
     for run, files in logs.items():
@@ -335,7 +337,7 @@ def held_out_plot(
 def _over_evaluations(
     log: Mapping[str, Curve], before: Sequence[Mapping[str, Curve]], run: str
 ) -> dict[str, Curve]:
-    """The curves over the function evaluations before each point; before: logs of earlier runs."""
+    """The curves over the cumulative function evaluations; before: logs of earlier runs."""
     if any(metrics.EVALUATIONS not in part for part in (*before, log)):
         raise ValueError(
             f"{run} has no {metrics.EVALUATIONS!r}: it was trained before they were logged."

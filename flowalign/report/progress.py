@@ -1,4 +1,4 @@
-"""How a run shows itself: one line per update. What it warns of is kept in warnings.jsonl, too."""
+"""Progress of a run: one line per update. Its warnings are also kept in warnings.jsonl."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ LONGEST = 4000  # characters of a warning
 CLOCK = "%Y-%m-%d %H:%M:%S"  # of every line of a log
 OnMetrics = Callable[[dict[str, float]], object]
 FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
-FIGURES = {  # of an update, for people: {metric: (label, format)}
-    metrics.LOSS: ("loss", "{:.3g}"),  # where it is all there is
+FIGURES = {  # shown for an update: {metric: (label, format)}
+    metrics.LOSS: ("loss", "{:.3g}"),  # if there is nothing else
     metrics.REWARD: ("reward", "{:.3f}"),
     metrics.DISTILL: ("distance to the teachers", "{:.4f}"),
     metrics.KL: ("KL to the base", "{:.2e}"),
@@ -36,13 +36,13 @@ def figures(values: Mapping[str, float]) -> list[tuple[str, str]]:
     """(label, number) of each of FIGURES that an update has."""
     names = [name for name in FIGURES if name in values]
     if len({metrics.LOSS, metrics.REWARD, metrics.DISTILL}.intersection(names)) > 1:
-        names.remove(metrics.LOSS)  # a policy's is about 0 whatever it learns
+        names.remove(metrics.LOSS)  # a policy's loss is always about 0
     labelled = ((values[name], *FIGURES[name]) for name in names)
     return [(label, style.format(value)) for value, label, style in labelled]
 
 
 class Progress:
-    """Shows each update of a run as a line: time, figures, speed, time left. Tells on_update, if
+    """Shows each update of a run as a line: time, figures, speed, time left. Calls on_update, if
     that is set. Silent on all processes but the main one."""
 
     def __init__(self, config: TrainingStage, main: bool) -> None:
@@ -51,11 +51,11 @@ class Progress:
         self.folder = Path(config.output)
         self.on_update: OnMetrics | None = None
         self.done = 0  # updates
-        self.first: tuple[float, int] | None = None  # when which update was shown first
-        self.seconds: float | None = None  # an update takes, with evaluations and checkpoints
+        self.first: tuple[float, int] | None = None  # time and number of the first shown update
+        self.seconds: float | None = None  # per update, with evaluations and checkpoints
 
     def live(self, update: int) -> AbstractContextManager[None]:
-        """Around the run, which starts after `update` updates."""
+        """Record warnings during the run, which starts after `update` updates."""
         self.done = update
         return recorded(self.folder, self.main, lambda: self.done)
 
@@ -89,9 +89,9 @@ class Progress:
 def recorded(
     folder: Path, active: bool = True, update: Callable[[], int] = lambda: 0
 ) -> Iterator[None]:
-    """Inside the `with`, what flowalign warns of is added to warnings.jsonl in a folder, with its
-    time (Unix, seconds) and update. A full disk does not end the run. active: whether this process
-    keeps that file."""
+    """Inside the `with`, flowalign's warnings are appended to warnings.jsonl in a folder, with
+    their time (Unix, seconds) and update. A full disk does not end the run. active: whether this
+    process writes the file."""
 
     path = RunFolder(folder).warnings
 
@@ -121,15 +121,15 @@ def duration(seconds: float) -> str:
 
 
 def quiet() -> None:
-    """Silence the loading bars of the libraries; errors and our own log stay. To be called before
-    the libraries are imported, since some warn at their import."""
+    """Silence the progress bars of the libraries; errors and our own log stay. Call it before the
+    libraries are imported, because some warn at import."""
     warnings.filterwarnings("ignore", "IProgress not found")  # tqdm's, in notebooks
     from diffusers.utils import logging as diffusers_log
     from transformers.utils import logging as transformers_log
 
     class Plain(logging.Formatter):
         def format(self, record: logging.LogRecord) -> str:
-            return harmless(super().format(record))  # reasons and prompts are foreign texts
+            return harmless(super().format(record))  # reasons and prompts are untrusted texts
 
     handler = logging.StreamHandler()
     handler.setFormatter(Plain(FORMAT, CLOCK))

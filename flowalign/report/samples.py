@@ -1,8 +1,8 @@
 """The images that a run keeps.
 
 samples/update_000020.png shows images of a rollout, samples/held_out_000020.png of an evaluation.
-drift_*.json are checks of the drift, with small WebP images in base64. Of each kind the newest
-KEPT stay, and the oldest.
+drift_*.json are drift checks, with small WebP images in base64. The oldest file and the
+newest KEPT files of each kind stay.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from flowalign.training.evaluations import Evaluation
 from flowalign.training.events import Learned, Listener
 from flowalign.types import Example, Rollout
 
-KEPT = 200  # newest files of a kind
+KEPT = 200  # newest files of a kind that stay
 COPIES, SHOWN = 4, 32  # images of a prompt, and of a picture, at most
 HELD_OUT = 8  # prompts of a benchmark
-TRAINING, EVALUATION = "update_", "held_out_"  # what the names of the files begin with
+TRAINING, EVALUATION = "update_", "held_out_"  # prefixes of file names
 DRIFT = "drift_rollout_"
 
 
 class Samples(Listener):
-    """Keeps some images of a rollout, where they are due, and of the last; and of each evaluation.
-    The trackers get them, too."""
+    """Writes some images of rollouts (every `sample_every` updates, and of the last one) and of
+    each evaluation. The trackers get them, too."""
 
     def __init__(self, config: TrainingStage, accelerator: Accelerator) -> None:
         self.config = config
@@ -58,7 +58,8 @@ class Samples(Listener):
 
 
 def write_rollout(folder: Path, update: int, rollout: Rollout, notes: Sequence[str]) -> Path:
-    """Keep some images of a rollout that has them; returns the picture. notes: one an image."""
+    """Write some images of a rollout that has decoded images; returns the picture's path. notes:
+    one text per image."""
     assert rollout.images is not None
     copies = int(rollout.copy.max()) + 1
     rows = list(range(0, len(rollout), max(1, copies // COPIES)))[:SHOWN]
@@ -68,7 +69,7 @@ def write_rollout(folder: Path, update: int, rollout: Rollout, notes: Sequence[s
 
 
 def write_examples(folder: Path, update: int, examples: Sequence[Example]) -> Path:
-    """Keep the images that an evaluation shows; returns the picture."""
+    """Write an evaluation's example images; returns the picture's path."""
     images = [pixels_of(example.picture) for example in examples]
     notes = ["" if e.score is None else score_text(e.score) for e in examples]
     captions = [f"{e.prompt}\n{note}".strip() for e, note in zip(examples, notes, strict=True)]
@@ -78,7 +79,7 @@ def write_examples(folder: Path, update: int, examples: Sequence[Example]) -> Pa
 def _write_grid(
     folder: Path, kind: str, update: int, images: Sequence[Tensor], captions: Sequence[str]
 ) -> Path:
-    path = place(folder, kind, update)
+    path = sample_path(folder, kind, update)
     grid(path, images, captions, title=path.stem)
     _remove_old(folder, kind)
     return path
@@ -87,30 +88,30 @@ def _write_grid(
 # The files ---------------------------------------------------------------------------------------
 
 
-def place(run: Path, kind: str, update: int) -> Path:
+def sample_path(run: Path, kind: str, update: int) -> Path:
     return RunFolder(run).samples / f"{kind}{update:06d}.{'json' if kind == DRIFT else 'png'}"
 
 
 def updates(run: Path, kind: str) -> list[int]:
-    """After which updates a run has samples of a kind, in order."""
+    """The updates, in order, after which a run wrote samples of a kind."""
     names = (path.stem for path in RunFolder(run).samples.glob(f"{kind}*.*"))
     return sorted({int(n.removeprefix(kind)) for n in names if re.fullmatch(rf"{kind}\d+", n)})
 
 
 def write_drift(folder: Path, update: int, content: Any) -> None:
-    with replacing(place(folder, DRIFT, update)) as part:
+    with replacing(sample_path(folder, DRIFT, update)) as part:
         part.write_text(json.dumps(content, allow_nan=False), encoding="utf-8")
     _remove_old(folder, DRIFT)
 
 
 def _remove_old(folder: Path, kind: str) -> None:
     for update in updates(folder, kind)[1:-KEPT]:
-        place(folder, kind, update).unlink(missing_ok=True)
+        sample_path(folder, kind, update).unlink(missing_ok=True)
 
 
 def read_drift(run: Path) -> tuple[int, Any] | None:
-    """Update and content of the newest check that can be read; None if there is none."""
+    """Update and content of the newest readable drift check; None if there is none."""
     for update in updates(run, DRIFT)[::-1]:
         with suppress(OSError, ValueError):
-            return update, json.loads(place(run, DRIFT, update).read_text("utf-8"))
+            return update, json.loads(sample_path(run, DRIFT, update).read_text("utf-8"))
     return None

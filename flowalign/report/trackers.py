@@ -1,6 +1,7 @@
-"""What a run logs to accelerate's trackers: TensorBoard, Weights & Biases, or one's own.
+"""Logging to accelerate's trackers: TensorBoard, Weights & Biases, or custom ones.
 
-Each gets the config and the metrics of every update; those that take images get the sample grids.
+Every tracker gets the config and the metrics of every update; those that accept images also get the
+sample grids.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from flowalign.training.run.resume import checkpoints
 
 
 def begin(accelerator: Accelerator, config: TrainingStage) -> None:
-    """Start the trackers of a run, with its config; the run is named as its folder."""
+    """Start the trackers of a run, with its config; the run is named after its folder."""
     folder = Path(config.output)
     if accelerator.is_main_process:
         folder.mkdir(parents=True, exist_ok=True)
@@ -33,7 +34,7 @@ def begin(accelerator: Accelerator, config: TrainingStage) -> None:
 
 
 def _wandb_run(folder: RunFolder) -> dict[str, str]:
-    """W&B's options of the run in a folder: a run that has checkpoints goes on under its id."""
+    """W&B's options for the run in a folder: a run that has checkpoints continues under its id."""
     path = folder.wandb_run
     if path.is_file() and checkpoints(folder.path):
         return {"id": path.read_text().strip(), "resume": "allow"}

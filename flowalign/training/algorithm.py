@@ -60,14 +60,15 @@ def advantage_function(name: str) -> Callable[..., Tensor]:
         result = torch.zeros_like(value)
         for number in task[valid].unique():
             rows = valid & (task == number)
-            found = function(value[rows], group[rows])
+            advantage = function(value[rows], group[rows])
             count = int(rows.sum())
-            seen = f"shape {list(found.shape)}" if isinstance(found, Tensor) else repr(found)[:80]
-            if not isinstance(found, Tensor) or found.shape != (count,):
+            is_tensor = isinstance(advantage, Tensor)
+            seen = f"shape {list(advantage.shape)}" if is_tensor else repr(advantage)[:80]
+            if not is_tensor or advantage.shape != (count,):
                 raise TrainingError(f"advantage {name!r} returned {seen}; want a tensor [{count}].")
-            if not found.isfinite().all():
+            if not advantage.isfinite().all():
                 raise TrainingError(f"advantage {name!r} returned NaN or infinity.")
-            result[rows] = found.to(value)
+            result[rows] = advantage.to(value)
         return result
 
     return advantages
@@ -97,8 +98,8 @@ class Parts:
 
 @dataclass(frozen=True)
 class Compared:
-    """A velocity, besides the student's, that the loss asks for in an update. adapter: None = the
-    base, else as large as the student's. share: of the micro-batches."""
+    """A velocity, besides the student's, that the loss needs in an update. adapter: None = the
+    base, otherwise an adapter of the student's size. share: fraction of the micro-batches."""
 
     adapter: str | None
     share: float
@@ -106,8 +107,8 @@ class Compared:
 
 @dataclass(frozen=True)
 class Keeps:
-    """What an algorithm keeps of a rollout, and what it compares there. The loop samples by it, and
-    the memory and the hours of a run are predicted from it."""
+    """What an algorithm keeps of a rollout, and what it compares there. The loop samples
+    accordingly, and memory and time of a run are predicted from it."""
 
     images: bool = False  # decoded images
     latents: bool = False  # the ends of the trajectories; else they stop after the trained states
@@ -119,17 +120,17 @@ class Keeps:
     policies: Sequence[str] = ()  # frozen copies of the student's adapter
     compared: Sequence[Compared] = ()
     ascended: int = 0  # images at once whose reward's gradient passes through the decoder
-    candidates: int = 0  # images that are tried along it, for each
+    candidates: int = 0  # images tried along this gradient, per image
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prepared:
-    """A rollout that is ready to be learnt from; an algorithm adds what its loss needs."""
+    """A rollout that is ready for training; an algorithm adds what its loss needs."""
 
-    rollout: Rollout  # the states to train on, which need not be those that were sampled
+    rollout: Rollout  # the states to train on; they may differ from the sampled ones
     keep: Tensor  # [B] images that carry gradient
     metrics: Mapping[str, float]  # means over all processes
-    notes: list[str]  # B texts that stand below the samples: a reward, a teacher
+    notes: list[str]  # B texts below the samples: a reward, a teacher
 
 
 P = TypeVar("P", bound=Prepared)
@@ -141,7 +142,7 @@ class Algorithm(ABC, Generic[P]):
     guidance: the CFG scale at which the student is trained. teachers: the stage's, or None.
     on_images: called with each batch of images during the rollout. needs_groups: whether `prepare`
     compares the images of a prompt, which then are never divided between processes. (`Scored`
-    compares them with those of other processes.) needs_gradients: of the rewards.
+    compares images across processes.) needs_gradients: whether the rewards must be differentiable.
     """
 
     on_images: OnImages | None = None
@@ -156,12 +157,12 @@ class Algorithm(ABC, Generic[P]):
     @classmethod
     @abstractmethod
     def keeps(cls, config: Any, updates: Sequence[int] | None = None) -> Keeps:
-        """What a stage keeps. updates: those that shares are averaged over; None = all."""
+        """What a stage keeps. updates: those over which shares are averaged; None = all."""
 
     @classmethod
     def row_problems(cls, config: Any, source: str, prompts: PromptBatch) -> Iterator[str]:
-        """What it cannot learn from in a task's prompt set, which `source` names; by default
-        nothing. Asked before a model is loaded."""
+        """The problems of a task's prompt set, named by `source`, for this algorithm; by default
+        none. Called before a model is loaded."""
         yield from ()
 
     @classmethod
@@ -170,8 +171,8 @@ class Algorithm(ABC, Generic[P]):
         return tuple(range(*window_of(config.rollout, update)))
 
     def plan(self, update: int) -> Schedule:
-        """How the rollout of an update steps, and which of its states are trained; by default to
-        the end, without noise, and none."""
+        """The schedule of an update's rollout and its trained states; by default all steps, without
+        noise or trained states."""
         rollout = self.config.rollout
         return clean_schedule(self.backbone, rollout.steps, rollout.solver)
 
@@ -184,7 +185,7 @@ class Algorithm(ABC, Generic[P]):
         """Mean loss of b pairs, from the student's velocity [b,C,h,w] there."""
 
     def drift(self, pairs: Pairs, prepared: P) -> Mapping[str, float]:
-        """How far the student is from the base at b pairs, for the log, where the loss does not
+        """The student's distance from the base at b pairs, for the log, if the loss does not
         measure it anyway; by default nothing. Called without gradient."""
         return {}
 
@@ -193,21 +194,20 @@ class Algorithm(ABC, Generic[P]):
         return pairs.velocity(self.backbone, self.guidance)
 
     def sources(self, tasks: list[str]) -> list[Source] | None:
-        """Who samples each image, by its task; None = the student."""
+        """The sampler of each image, by its task; None = the student samples all."""
         return None
 
     def learnt(self, steps: int) -> None:  # noqa: B027, by default nothing
-        """After the optimizer steps of a rollout, of which at least one was taken. steps: those of
-        the run so far."""
+        """Called after the optimizer steps of a rollout if at least one was taken. steps: the run's
+        optimizer steps so far."""
 
     def held_out(self) -> Mapping[str, float]:
-        """What an evaluation measures of the averaged adapter besides its scores. All processes
-        call it; the main one's numbers count."""
+        """Measurements of the averaged adapter at an evaluation, besides its scores. All processes
+        call it; the main process's numbers count."""
         return {}
 
     def tensors(self) -> Mapping[str, Sequence[Tensor]]:
-        """Further weights, by name, that a checkpoint holds; they are written to in place when
-        one is read."""
+        """Further weights, by name, that checkpoints hold; restoring writes to them in place."""
         return {}
 
 
@@ -255,8 +255,9 @@ def pairs_of(rollout: Rollout, keep: Tensor, size: int) -> Iterator[Pairs]:
 def pairs_at(rollout: Rollout, rows: Tensor, columns: Tensor, size: int) -> Iterator[Pairs]:
     """The pairs of images rows [n] and trained steps columns [n] in micro-batches of `size`.
 
-    The forward pass of a smaller last micro-batch has `size` rows, too: kernels differ in the last
-    bits between sizes, so that a ratio is exactly 1 where the rollout's batches have `size` images.
+    The forward pass of a smaller last micro-batch is padded to `size` rows: kernels differ in the
+    last bits between sizes, and the ratio must be exactly 1 where the rollout's batches have `size`
+    images.
     """
     size = min(size, len(rollout) * len(rollout.steps))
     device = rollout.states.device

@@ -60,25 +60,27 @@ def load_prompts(source: str | Path, task: str) -> PromptBatch:
 
 
 def reworded(prompts: PromptBatch, wordings: str, where: str) -> PromptBatch:
-    """Prompts in other words; the metadata, by which they are judged, stay. wordings: one or
-    several, with | between them, after each of which all prompts come once. A wording is a name in
-    the metadata's `wordings` {name: prompt}, or a template such as "a photo of {prompt}"."""
+    """Prompts in other words; the metadata, by which they are judged, stay. wordings: one, or
+    several separated by |; all prompts are repeated for each. A wording is a name in the metadata's
+    `wordings` {name: prompt}, or a template such as "a photo of {prompt}"."""
     texts = []
     for wording in wordings.split("|"):
         for text, row in zip(prompts.prompts, prompts.metadata, strict=True):
-            found = wordings_of(row)
-            if not isinstance(found.get(wording), str) and "{prompt}" not in wording:
-                have = f"has the wordings {', '.join(found)}" if found else "has no `wordings`"
+            prompt_of = wordings_of(row)
+            if not isinstance(prompt_of.get(wording), str) and "{prompt}" not in wording:
+                have = (
+                    f"has the wordings {', '.join(prompt_of)}" if prompt_of else "has no `wordings`"
+                )
                 raise PromptError(f"{where}: {text[:80]!r} {have}. Or give a template: {{prompt}}.")
-            texts.append(found.get(wording) or wording.replace("{prompt}", text))
+            texts.append(prompt_of.get(wording) or wording.replace("{prompt}", text))
     batch = prompts.select([*range(len(prompts))] * len(wordings.split("|")))
     return replace(batch, prompts=texts)
 
 
 def wordings_of(row: Mapping[str, Any]) -> dict[str, Any]:
-    """{name: prompt} of a row's metadata; {} where there is none."""
-    found = row.get("wordings")
-    return dict(found) if isinstance(found, Mapping) else {}
+    """The wordings {name: prompt} in a row's metadata; {} if there are none."""
+    wordings = row.get("wordings")
+    return dict(wordings) if isinstance(wordings, Mapping) else {}
 
 
 def subset(prompts: PromptBatch, count: int) -> PromptBatch:
@@ -118,13 +120,14 @@ def spread_text(numbers: Sequence[int], total: int) -> str:
 
 
 def path_of(source: str) -> Path:
-    """Where a set lies, if it is there: tiny/NAME ships with the package."""
+    """The path of a prompt set, which need not exist. tiny/NAME ships with the package."""
     shipped = source.startswith("tiny/") and not Path(source).suffix
     return PROMPTS / f"{source[5:]}.jsonl" if shipped else Path(source).expanduser()
 
 
 def _locate(source: str) -> Path:
-    """The file or folder of a source; an error says what writes it, or what else is there."""
+    """The file or folder of a source. The error names the command that writes it, or similar
+    files."""
     try:
         path = path_of(source)
         tiny = path.is_relative_to(PROMPTS)
@@ -143,7 +146,7 @@ def _locate(source: str) -> Path:
 
 def _text(path: Path) -> str:
     try:
-        # newlines as they are: csv knows itself which of them end a row
+        # newlines unchanged: csv decides which of them end a row
         with path.open(encoding="utf-8-sig", newline="") as file:
             return file.read()
     except (UnicodeDecodeError, OSError) as error:
@@ -152,7 +155,7 @@ def _text(path: Path) -> str:
 
 def _lines(text: str) -> list[tuple[int, str]]:
     """The lines that are not blank, stripped, with their numbers from 1."""
-    # not str.splitlines: it would also cut at U+2028 and its like, inside a prompt
+    # not str.splitlines: it also splits at U+2028 and similar, inside a prompt
     lines = enumerate(re.split(r"\r\n?|\n", text), 1)
     return [(number, line.strip()) for number, line in lines if line.strip()]
 
@@ -180,8 +183,8 @@ def _read_jsonl(path: Path, text: str) -> list[Row]:
 
 
 def _read_json(path: Path, text: str) -> list[Row]:
-    """A list of prompts, or a file of CVTG-2K, REGIONS.json. The texts are what its script takes
-    for them: all between two single quotes, apostrophes included."""
+    """The rows of a list of prompts, or of a CVTG-2K file REGIONS.json. Its texts are those that
+    the official script finds: everything between two single quotes, including apostrophes."""
     try:
         content = json.loads(text)
         listed = content if isinstance(content, list) else content["data_list"]
@@ -199,11 +202,11 @@ def _read_json(path: Path, text: str) -> list[Row]:
 
 
 def _read_csv(path: Path, text: str) -> list[Row]:
-    """A prompt a row; rows of one item_id are folded into one, with the columns that they share and
-    their QUESTIONs."""
+    """One prompt per row. Rows with the same item_id become one prompt, with the columns that they
+    share and their QUESTIONs."""
     reader = csv.DictReader(io.StringIO(text, newline=""), strict=True)
     items: dict[object, Row] = {}
-    asked: dict[object, dict[str, list[str]]] = {}  # DPG-Bench's questions, by their number
+    questions: dict[object, dict[str, list[str]]] = {}  # of DPG-Bench, by their number
     try:
         header = list(reader.fieldnames or ())
         column = next((name for name in ("prompt", "text") if name in header), "")
@@ -216,7 +219,7 @@ def _read_csv(path: Path, text: str) -> list[Row]:
             item = row.get("item_id", reader.line_num)
             if set(QUESTION) <= row.keys():
                 cells = [row.pop(name) for name in QUESTION]
-                asked.setdefault(item, {})[cells[0]] = cells
+                questions.setdefault(item, {})[cells[0]] = cells
             first, shared = items.setdefault(item, (prompt, row))
             if first != prompt:
                 raise csv.Error(f"the item {item!r} had another prompt before")
@@ -224,16 +227,16 @@ def _read_csv(path: Path, text: str) -> list[Row]:
             items[item] = prompt, shared
     except csv.Error as error:
         raise PromptError(f"{path}, line {reader.line_num}: {str(error)[:300]}.") from None
-    for item, rows in asked.items():
+    for item, rows in questions.items():
         skills = [cells[2].split("(")[0].strip() for cells in rows.values()]
         items[item][1].update(questions=[*rows.values()], skills=skills)
-    if asked:  # which the official script skips
-        items[next(iter(asked))][1]["first_row"] = True
+    if questions:  # the official script skips the file's first row
+        items[next(iter(questions))][1]["first_row"] = True
     return list(items.values())
 
 
 def _read_folder(path: Path) -> list[Row]:
-    """A prompt a file; T2I-CompBench's files of many prompts must not become one prompt each."""
+    """One prompt per file. T2I-CompBench's files of many prompts are refused."""
     if numbered := [file for file in path.glob("*/metadata.jsonl") if file.parent.name.isdecimal()]:
         numbered.sort(key=lambda file: int(file.parent.name))
         return [row for file in numbered for row in _read_jsonl(file, _text(file))]
@@ -253,7 +256,7 @@ def _read_folder(path: Path) -> list[Row]:
 
 
 def _read_txt(path: Path, text: str) -> list[Row]:
-    """A prompt a line. Tables and JSON, whose lines would be prompts as they stand, are refused."""
+    """One prompt per line. Tables and JSON are refused, because their lines are not prompts."""
     lines = _lines(text)
     for number, line in lines:
         if re.match(r'[\[{]\s*($|["\[{])', line):
@@ -304,7 +307,7 @@ class PromptSampler:
     def of(
         cls, config: TrainingStage, read: Callable[[str, str], PromptBatch] = load_prompts
     ) -> PromptSampler:
-        """The sampler of a config's tasks. Raises PromptError for a set that cannot be read."""
+        """The sampler for a config's tasks. Raises PromptError for an unreadable set."""
         return cls(
             {task.name: read(task.prompts, task.name) for task in config.tasks},
             {task.name: task.weight for task in config.tasks},
@@ -327,11 +330,11 @@ class PromptSampler:
         )
 
     def _before(self, update: int) -> dict[str, int]:
-        """Prompts that each task has given before this update.
+        """How many prompts each task has contributed before this update.
 
-        A slot goes to the task that is owed most, counted at the end of the batch. So every slot is
-        given at a debt > 0, and no task gets ahead by a full prompt: debts stay bounded, and the
-        long-run shares are exact. Integers, in units of 1/total.
+        Each slot goes to the task with the largest debt at the end of the batch. So every slot is
+        given at a debt > 0, and no task is ahead by a full prompt: debts stay bounded, and the
+        long-run shares are exact. Computed in integers, in units of 1/total.
         """
         total = sum(self._weights.values())
         while len(self._drawn) <= update:
@@ -344,7 +347,7 @@ class PromptSampler:
         return self._drawn[update]
 
     def _row(self, task: str, number: int) -> int:
-        """The row of this task's prompt with that number since the start."""
+        """The dataset row for the task's n-th prompt since the start of the run."""
         epoch, offset = divmod(number, len(self.sets[task]))
         return _permutation(f"{self.seed}/{task}/{epoch}", len(self.sets[task]))[offset]
 

@@ -16,20 +16,20 @@ Measured = tuple[float, float]  # a mean and its standard error
 
 
 def measured(row: EvalRow) -> Measured:
-    """The mean of a held-out number, and its standard error over prompts; of a share at least the
-    error of independent images. A tag may have two prompts, whose means agree by chance: their
-    spread alone would make it certain."""
+    """The mean of a held-out number, and its standard error over prompts. For a share, at least the
+    error of independent images: a tag may have only two prompts, whose means may agree by
+    chance."""
     alone = max(0.0, row.mean * (1 - row.mean)) / max(1, row.n)
     return row.mean, max(row.stderr, math.sqrt(alone))
 
 
 @dataclass
 class Evaluation:
-    """What an evaluation found. Listeners may add to its values and alarms.
+    """The result of an evaluation. Listeners may add to its values and alarms.
 
     rows: each number that counts, by BENCHMARK/METRIC. values: the row of the log. counts: whether
-    few enough images were lost. best: whether its adapter is the best so far. alarms: what is to
-    be warned of. stalled: why the run ends with it, "" = it goes on.
+    few enough images were lost. best: whether its adapter is the best so far. alarms: its
+    warnings. stalled: why the run ends after it, "" = it continues.
     """
 
     report: EvalReport
@@ -57,12 +57,12 @@ class Evaluations:
 
     @property
     def stalled(self) -> bool:
-        """Whether the run ends, since its students came no nearer to their targets."""
+        """Whether the run ends because the student no longer gets nearer to its targets."""
         patience = self.config.patience
         return patience is not None and self.nearest.get("since", 0) >= patience
 
     def due(self, update: int) -> bool:
-        """Whether the weights after an update are to be scored, and were not."""
+        """Whether the weights after an update should be scored and have not been."""
         settings = self.config.evaluation
         if self.evaluate is None or settings is None or self.last == update:
             return False
@@ -75,8 +75,8 @@ class Evaluations:
         than all before; the first of equals stays. scored: the headline; without one it is minus
         the distance to the targets.
 
-        The weights that the run began with stay only if those after are worse by more than a
-        standard error: by the luck of a few prompts all training would be thrown away.
+        The initial weights stay the best only if all later ones are worse by more than a standard
+        error. Otherwise chance on a few prompts could discard all training.
         """
         distance = more.get(metrics.FIXED_MEAN, math.nan)
         headline = scored.mean if scored else -distance

@@ -1,4 +1,4 @@
-"""What a run tells, and the form of those who listen."""
+"""The events of a run, and the interface of its listeners."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ log = logging.getLogger("flowalign")
 
 
 class Stop(Exception):
-    """Raised by a listener: the run ends before anything is learnt of this rollout. Its text says
-    why, and what to do."""
+    """Raised by a listener to end the run before this rollout is learnt from. Its text says why,
+    and what to do."""
 
 
 @dataclass(frozen=True)
@@ -31,10 +31,10 @@ class Learned:
 
 
 class Listener:
-    """Hears what a run does, on every process; an event that it does not override is nothing to it.
+    """Receives the events of a run, on every process. By default events are ignored.
 
-    Listeners are told in the order of `flowalign.commands.build.listeners`. update: rollouts that
-    were learnt from. key: of its state in a checkpoint, if it has one.
+    Listeners are called in the order of `flowalign.commands.build.listeners`. update: rollouts that
+    were learnt from. key: the key of its state in a checkpoint, if it has state.
     """
 
     key = ""
@@ -45,11 +45,11 @@ class Listener:
         return PartialState().is_main_process
 
     def began(self, update: int) -> None:
-        """The run starts, or goes on."""
+        """The run starts or resumes."""
 
     def rollout(self, update: int, rollout: Rollout) -> Mapping[str, float]:
         """A rollout was sampled; returns figures for its row of the log. May raise Stop, on all
-        processes alike."""
+        processes."""
         return {}
 
     def learned(self, update: int, learned: Learned) -> None:
@@ -66,11 +66,11 @@ class Listener:
         return {}
 
     def load(self, state: Mapping[str, Any], comparable: bool = True) -> None:
-        """Go on from a state. comparable: whether the rewards are still those of that time."""
+        """Restore a state. comparable: whether the rewards are unchanged since it was saved."""
 
 
 def warn(update: int, texts: Iterable[str]) -> None:
-    """Warn of something after an update; the main process does."""
+    """Log warnings about an update, on the main process."""
     if PartialState().is_main_process:
         for text in texts:
             log.warning("update %d: %s", update, text)

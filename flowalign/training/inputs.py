@@ -14,14 +14,14 @@ from flowalign.types import PromptBatch
 
 @dataclass(frozen=True)
 class Inputs:
-    """The files of a stage, each read when it is first asked for, and once."""
+    """The files of a stage. Each is read once, on first use."""
 
     model: ModelConfig | None = None  # whose adapters they are
     adapters: dict[str, Lora] = field(default_factory=dict)  # by source: a folder or a Hub id
     prompt_sets: dict[tuple[str, str], PromptBatch] = field(default_factory=dict)
 
     def adapter(self, source: str) -> Lora:
-        """The adapter of a source; the Hub's newest. Raises AdapterError and HubError."""
+        """The adapter of a source (the Hub's newest version). Raises AdapterError and HubError."""
         if source not in self.adapters:
             family = partial(read_family, self.model) if self.model else None
             self.adapters[source] = read_lora(source, newest=True, family=family)

@@ -1,7 +1,7 @@
 """The one training loop: rollout -> prepare -> learn -> tell.
 
-What is learnt is the business of an algorithm (`flowalign.training.algorithm`), how a step is taken
-of `flowalign.training.step`, and what a run shows of its listeners (`flowalign.training.events`).
+An algorithm (`flowalign.training.algorithm`) decides what is learnt. `flowalign.training.step`
+takes the optimizer steps. Listeners (`flowalign.training.events`) show the run.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ log = logging.getLogger("flowalign")
 
 
 class Loop:
-    """A run: its prompts, its optimizer steps, its checkpoints, and those who listen to it.
+    """A run: its prompts, optimizer steps, checkpoints and listeners.
 
-    Its listeners are told of everything in their order; all processes tell them the same.
+    Listeners are called in their order, with the same events on all processes.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Loop:
         self.parameters = self.step.parameters
         self.update = 0  # rollouts done
         self.skipped = 0  # updates in a row that took no optimizer step
-        self.first_skip: NotFinite | None = None  # why the first of them did not
+        self.first_skip: NotFinite | None = None  # the fault of the first of them
         several = accelerator.num_processes > 1
         clock = clock or Clock(time.monotonic(), config.train.max_minutes)
         self.requests = Requests(gather_object if several else None, clock)
@@ -80,8 +80,8 @@ class Loop:
     # The main path -----------------------------------------------------------------------------
 
     def run(self) -> None:
-        """To the configured end. A signal, or the clock, ends it earlier and leaves a checkpoint of
-        the last complete update (`flowalign.system.signals`)."""
+        """Train to the configured end. A signal or the time limit ends it earlier, with a
+        checkpoint of the last complete update (`flowalign.system.signals`)."""
         for listener in self.listeners:
             listener.began(self.update)
         self._note_complete()
@@ -103,7 +103,7 @@ class Loop:
             )
 
     def _updates(self) -> None:
-        """Rollout, prepare, learn, tell; then evaluate and save, where that is due."""
+        """Per update: rollout, prepare, learn, tell; then evaluate and save, if due."""
         longest: float | None = None  # seconds from one update to the next; at least one is done
         while self.update < self.config.train.updates and not self.evaluations.stalled:
             self.requests.stop_point(longest)
@@ -114,7 +114,7 @@ class Loop:
                 rollout = self.rollout(self.update)
             with self._timed(metrics.SECONDS_SCORE):
                 prepared = self.prepare(rollout)
-            figures = self._tell_rollout(rollout)  # now: no thread asks a reward any more
+            figures = self._tell_rollout(rollout)  # now: no thread calls a reward any more
             with self.requests.uninterrupted():  # an update is learnt completely, or not at all
                 self._complete = False
                 with self._timed(metrics.SECONDS_UPDATE):
@@ -154,9 +154,9 @@ class Loop:
         )
 
     def prepare(self, rollout: Rollout) -> Prepared | NotFinite:
-        """What the algorithm makes of a rollout; or, on every process, the fault that a state or a
-        label of one of them has. A diverged student is not the reward's fault, nor the teacher's:
-        neither is asked about states that are not finite."""
+        """The prepared rollout; or, on every process, the first fault in a state or label of any
+        process. States that are not finite are not passed to rewards or teachers, which would be
+        blamed for a diverged student."""
         if fault := nonfinite.first_fault(nonfinite.fault_of_rollout(rollout)):
             return fault
         try:
@@ -165,7 +165,7 @@ class Loop:
             return error
 
     def learn(self, prepared: Prepared | NotFinite) -> dict[str, float]:
-        """The optimizer steps of one rollout; what was measured. Nothing is learnt from a fault."""
+        """Take the optimizer steps of one rollout; returns the measurements. A fault takes none."""
         steps = self.config.optimizer.updates_per_rollout
         values: dict[str, float] = {metrics.SKIPPED: steps}
         if isinstance(prepared, NotFinite):
@@ -183,8 +183,8 @@ class Loop:
         return values
 
     def _tell_rollout(self, rollout: Rollout) -> dict[str, float]:
-        """Figures that listeners took of a rollout. Raises TrainingError, with a checkpoint of the
-        last complete update, where one stops the run."""
+        """The listeners' figures for a rollout. Raises TrainingError, with a checkpoint of the last
+        complete update, if a listener stops the run."""
         began = time.perf_counter()
         figures: dict[str, float] = {}
         try:
@@ -222,7 +222,7 @@ class Loop:
 
     @contextmanager
     def _timed(self, seconds: str) -> Iterator[None]:
-        """Around a part of the next update. seconds: the metric of its time."""
+        """Time the `with` block, a part of the next update. seconds: name of the metric."""
         began = time.perf_counter()
         yield
         self._seconds[seconds] = time.perf_counter() - began
@@ -236,8 +236,10 @@ class Loop:
         self.requests.stop_point()  # it may take many minutes
         with self.step.averaged():
             headline, report = self.evaluations.evaluate()
-            measured = self.algorithm.held_out()  # by all, as the base may be sharded
-            more = from_main(lambda: measured)  # whose numbers end the run on all, or on none
+            # on all processes, because the base may be sharded
+            measured = self.algorithm.held_out()
+            # equal on all processes, which must agree on the end of the run
+            more = from_main(lambda: measured)
             with self.requests.uninterrupted():
                 evaluation = self.evaluations.note(self.update, headline, report, more)
                 if evaluation.best:
@@ -272,13 +274,12 @@ class Loop:
     # Checkpoints -------------------------------------------------------------------------------
 
     def _note_complete(self) -> None:
-        """An update, or an evaluation, is complete: an interrupt before the next one saves this."""
+        """Note that an update or evaluation is complete: an interrupt saves this state."""
         self._rng = checkpoint.get_rng()
         self._complete = True
 
     def _save_interrupted(self, error: KeyboardInterrupt) -> None:
-        """A checkpoint of the last complete update, unless the processes are at different
-        points."""
+        """Save the last complete update, unless the processes are at different points."""
         alone = self.accelerator.num_processes == 1
         if not self._complete or not (alone or self.requests.agreed):
             return
@@ -289,18 +290,18 @@ class Loop:
             error.note = f"wrote checkpoint {folder}; --resume continues from it" if main else ""
 
     def _save_if_due(self) -> None:
-        """A checkpoint, every so many updates and at the end. Where updates are skipped the weights
-        may have diverged, and it would push out the sound ones."""
+        """Save a checkpoint every `checkpoint_every` updates and at the end. None is saved after
+        skipped updates: the weights may have diverged, and it would replace sound checkpoints."""
         due = self.update % self.config.train.checkpoint_every == 0 and not self.skipped
         if due or self.update == self.config.train.updates or self.evaluations.stalled:
             with self.requests.uninterrupted():
                 self.save()
 
     def save(self) -> Path:
-        """A complete checkpoint of this moment. Raises OSError on all processes if it cannot be
-        written; the older ones are then as they were."""
-        heard = {each.key: to_json(each.state()) for each in self.listeners if each.key}
-        progress = {"steps": self.step.count, **self.evaluations.state(), **heard}
+        """Write a complete checkpoint. Raises OSError on all processes if it cannot be written;
+        older checkpoints are then unchanged."""
+        states = {one.key: to_json(one.state()) for one in self.listeners if one.key}
+        progress = {"steps": self.step.count, **self.evaluations.state(), **states}
         return self.checkpoints.save(
             self.update,
             tensors=self.step.tensors(),

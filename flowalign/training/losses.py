@@ -1,7 +1,7 @@
 """Losses of the policy and of distillation. Pure tensors. B elements, each one (image, step).
 
 There is one formula for a step (`sde.transition`) and one for its KL (`sde.kl`); what follows
-from them stands here.
+from them is here.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def published_loss(
     distance [B] is the velocity distance under the weighting "published"; the advantage
     A = clip(advantage - distance, +- advantage_clip) is NOT detached, which is why it learns: at
     rho = 1 its gradient is that of the distance, plus a score term of expectation zero. Departure:
-    per element, where the published code broadcasts [B,1] with [B] to [B,B].
+    the loss is per element; the published code broadcasts [B,1] with [B] to [B,B].
     """
     total = (advantage - distance).clamp(-advantage_clip, advantage_clip)
     return _clipped(log_prob, old_log_prob, total, clip_range)
@@ -70,7 +70,7 @@ def velocity_error(velocity: Tensor, target: Tensor) -> Tensor:
 
 
 def kl_factors(sigmas: Tensor, form: str) -> Tensor:
-    """What `sde.kl` is multiplied by at each step [T] to be the KL of that name. sigmas [T+1].
+    """Factors [T] that turn `sde.kl` at each step into the KL of that name. sigmas [T+1].
 
     exact      1
     published  -dt: Flow-GRPO's and Flow-OPD's code divides by 2 s^2, where the variance of a
@@ -83,12 +83,12 @@ def kl_factors(sigmas: Tensor, form: str) -> Tensor:
 def step_weights(
     sigmas: Tensor, *, weighting: str, kind: str = "sde", noise_level: float = 0.0
 ) -> Tensor:
-    """w [T], for which a step's distance is w * |v - v_teacher|^2. sigmas [T+1] of the rollout.
+    """Weights w [T]: a step's distance is w * |v - v_teacher|^2. sigmas [T+1] of the rollout.
 
     The mean of a transition is linear in the velocity, mean = .. + slope * v, so with it
         kl         slope^2 / (2 std^2): the exact reverse KL of the two transitions, `sde.kl`
                    (Flow-OPD 2605.08063, on its project page)
-        published  the same times (-dt): Flow-OPD's code, see `kl_factors`
+        published  kl times (-dt): Flow-OPD's code, see `kl_factors`
         mean       slope^2: the distance of the means (DiffusionOPD, 2605.15055)
         velocity   1 (DanceOPD, 2606.27377)
     A step without noise has no KL: there w is infinite under "kl" and "published".

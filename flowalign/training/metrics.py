@@ -1,7 +1,7 @@
 """The names of what a run measures: the keys of metrics.jsonl, of the trackers and of the plots.
 
 A line of metrics.jsonl is either an update or an evaluation: UPDATE, and numbers by name. Scripts
-and notebooks read them, so a name stays as it is. A constant that ends in "/" is the beginning of
+and notebooks read them, so names must not change. A constant that ends in "/" is the beginning of
 several names, one for each task, step or benchmark: TEACHER_KL + "ocr" is "kl/ocr".
 """
 
@@ -15,15 +15,15 @@ UPDATE = "update"  # rollouts done when the line was written
 LOSS = "loss"
 LEARNING_RATE = "lr"
 GRADIENT_NORM = "grad_norm"  # before clipping
-SKIPPED = "skipped_steps"  # optimizer steps that were left out, as a number was NaN or infinite
+SKIPPED = "skipped_steps"  # optimizer steps skipped because of NaN or infinity
 SECONDS_ROLLOUT = "seconds/rollout"
 SECONDS_SCORE = "seconds/score"  # rewards or labels, without what ran during the rollout
 SECONDS_UPDATE = "seconds/update"
-SECONDS_HEARD = "seconds/image_drift"  # where a listener, the alarm, looked at the rollout
+SECONDS_HEARD = "seconds/image_drift"  # of the listeners (the alarm) on the rollout
 SECONDS = (SECONDS_ROLLOUT, SECONDS_SCORE, SECONDS_UPDATE)
 IMAGES_PER_SECOND = "images_per_second"  # of all processes
 # Of all processes: forward passes of the transformer for one image (two with CFG), a backward pass
-# counts as two. Not counted: evaluations, the alarm, what gradient checkpointing computes again
+# counts as two. Not counted: evaluations, the alarm, recomputation by gradient checkpointing
 EVALUATIONS = "evaluations"
 
 # Learning from rewards
@@ -39,9 +39,9 @@ CLIPPED_ADVANTAGES = "clipped_advantages"
 MOVED_SHARE = "moved_share/"  # of a task's images, along their reward's gradient
 MOVED_GAIN = "moved_gain/"  # what it gained them, mean
 QUARTILE = "quartile/"  # of a prompt's rewards, from which on its images stay; mean
-PAIR_ACCURACY = "pair_accuracy"  # share of the pairs whose chosen image gained more
+PAIR_ACCURACY = "pair_accuracy"  # share of pairs whose chosen image gained more
 MARGIN = "margin"  # what it gained more, mean: of mean |v - (eps - x0)|^2, below the reference's
-CHOSEN_GAIN = "chosen_gain"  # what the chosen image itself gained
+CHOSEN_GAIN = "chosen_gain"  # gain of the chosen image
 TAU = "tau/"  # the price of the distance that they move is 1 / (2 tau)
 CLIP_FRACTION = "clip_fraction"
 RATIO_ERROR = "ratio_error"  # largest |ratio - 1| of a micro-batch
@@ -60,7 +60,7 @@ FIXED_PATH, FIXED_MEAN = "fixed_path/", "fixed_path"
 
 # Evaluations
 EVAL = "eval/"
-HEADLINE = "eval/headline"  # mean over the tasks' benchmarks; chooses the adapter that is kept
+HEADLINE = "eval/headline"  # mean over the tasks' benchmarks; the kept adapter has the best
 LOST = "eval/lost"  # how many benchmarks lost too many images; such a line has no HEADLINE
 ALARMS = "alarms"
 
@@ -68,11 +68,11 @@ ALARMS = "alarms"
 IMAGE_DRIFT = "image_drift/"
 DRIFT_ALARMS = "image_drift_alarms"  # statistics beyond alarm.warn
 
-STEP = "step_"  # begins what a step of the schedule is called after a "/"
+STEP = "step_"  # start of the name of a schedule's step, after a "/"
 
 
 def step_label(step: int) -> str:
-    """What a step of the schedule is called after a "/"; tasks are called by their names."""
+    """The name of a schedule's step after a "/"; tasks have their own names."""
     return f"{STEP}{step}"
 
 
@@ -87,7 +87,7 @@ def headline_number(values: Mapping[str, float]) -> float:
 
 
 def headline(values: Mapping[str, float]) -> str:
-    """The headline of an evaluation for people."""
+    """The headline of an evaluation as text."""
     number = f"{headline_number(values):.3f}"
     if is_scored(values):
         return f"held-out {number}"

@@ -22,10 +22,10 @@ WHOLE = (0.0, 1.0)
 def stratified(
     shift: float, count: int, key: tuple[int, ...], within: tuple[float, float] = WHOLE
 ) -> Tensor:
-    """`count` noise levels [S], falling: one drawn in each of so many equal parts of a schedule.
+    """`count` noise levels [S], falling: one drawn in each of `count` equal parts of a schedule.
 
-    sigma = shift u / (1 + (shift - 1) u), u in (0, 1). within: the part of the way from noise (0)
-    to the image (1) that they are drawn from. key seeds the draw.
+    sigma = shift u / (1 + (shift - 1) u), u in (0, 1). within: the fraction of the schedule (0 is
+    noise, 1 the image) that they are drawn from. key seeds the draw.
     """
     rng = np.random.default_rng(key)
     u = torch.from_numpy((np.arange(count) + rng.random(count)) / count)
@@ -42,11 +42,10 @@ def of_sampler(
     *,
     stratified: bool = True,
 ) -> Tensor:
-    """`count` noise levels [S], falling, of a sampler's own sigmas [T+1]: of the steps within, one
-    drawn in each of so many parts of about equal size; all of them, where there are `count`. (AWM's
-    code draws so, with its time_type "discrete".) Not stratified: any of them, as in DiffusionNFT.
-    There are at least as many steps as levels.
-    """
+    """`count` noise levels [S], falling, from a sampler's sigmas [T+1]. The steps in `within` are
+    divided into `count` parts of about equal size, and one is drawn from each (AWM's code,
+    time_type "discrete"). Not stratified: any of them are drawn, as in DiffusionNFT. There are at
+    least as many steps as levels."""
     start, stop = steps_within(len(sigmas) - 1, within)
     if not stratified:
         steps = np.random.default_rng(key).permutation(range(start, stop))[:count]
@@ -59,9 +58,9 @@ def of_sampler(
 def noised(
     rollout: Rollout, sigmas: Tensor, key: tuple[int, ...], noise: Tensor | None = None
 ) -> tuple[Rollout, Tensor]:
-    """A rollout whose states are its last latents at the noise levels sigmas, each image and level
-    with a noise of its own, and the velocity eps - x0 [B,S,C,h,w] there. sigmas: [S] for all
-    images, or [B,S]. noise: [B,C,h,w] of the images, at all levels; None = drawn by the key."""
+    """A rollout whose states are its last latents at the noise levels sigmas, and the velocity eps
+    - x0 [B,S,C,h,w] there. sigmas: [S] for all images, or [B,S]. noise: [B,C,h,w] for all levels;
+    None = a separate draw for each image and level, seeded by the key."""
     assert rollout.latents is not None
     count = sigmas.shape[-1]
     clean = rollout.latents[:, None]  # [B,1,C,h,w]

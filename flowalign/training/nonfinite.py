@@ -1,4 +1,4 @@
-"""Numbers that go wrong: which of them is NaN or infinite first, and when a run has to stop."""
+"""Numbers that are not finite: the first one of an update, and when a run must stop."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class TrainingError(RuntimeError):
 
 class NotFinite(TrainingError):
     """The first number of an update that is NaN or infinite: whose it is, and at which image and
-    step. remedy: what may help. Raised on every process: there is nothing to learn from the update.
-    The loop leaves it out; many in a row end the run."""
+    step. remedy: what may help. Raised on every process, because nothing can be learnt from the
+    update. The loop skips the update; many in a row end the run."""
 
     def __init__(self, what: str, where: str, remedy: str = DIVERGED) -> None:
         super().__init__(what, where, remedy)
@@ -38,8 +38,8 @@ def describe_pair(rollout: Rollout, row: int, step: int | None) -> str:
 
 
 def fault_of_rollout(rollout: Rollout) -> NotFinite | None:
-    """A sampled state that is not finite. It stays so to the end, so that only the end is looked
-    at. Images are left to their reward, which masks them."""
+    """The fault of a rollout with a state that is not finite. Only the last state is checked,
+    because NaN persists. Rewards mask such images themselves."""
     ends = [rollout.latents, rollout.log_probs]
     if rollout.latents is None:
         ends.append(rollout.states[:, -1:])  # none where no state is kept
@@ -57,8 +57,8 @@ def fault_of_rollout(rollout: Rollout) -> NotFinite | None:
 
 
 def fault_of_pairs(velocity: Tensor, rollout: Rollout, rows: Tensor, steps: Tensor) -> NotFinite:
-    """What is wrong with a micro-batch whose loss is not finite: the student's velocity [b,C,h,w],
-    or else the loss alone, as labels and advantages were finite. rows, steps [b] of its pairs."""
+    """The fault of a micro-batch whose loss is not finite: the student's velocity [b,C,h,w], or
+    otherwise the loss, because labels and advantages were finite. rows, steps [b]: of its pairs."""
     broken = _broken(velocity)
     first = int(broken.nonzero()[0]) if broken.any() else 0
     what = "the student's velocity" if broken.any() else "the loss"
@@ -66,8 +66,8 @@ def fault_of_pairs(velocity: Tensor, rollout: Rollout, rows: Tensor, steps: Tens
 
 
 def first_fault(fault: NotFinite | None) -> NotFinite | None:
-    """The first fault that any process has. All must call it."""
-    return next((each for each in gather_object([fault]) if each), None)
+    """The first fault of any process. All processes must call it."""
+    return next(filter(None, gather_object([fault])), None)
 
 
 def _broken(values: Tensor) -> Tensor:

@@ -32,19 +32,19 @@ K = TypeVar("K", bound=Hashable)
 
 
 class Stream(IntEnum):
-    """What a random draw is for: it is seeded by (seed, update, stream), so no two draws share a
-    seed. The noise of a rollout has (seed, update) alone."""
+    """The purpose of a random draw. Draws are seeded by (seed, update, stream), so no two share a
+    seed. Only the noise of a rollout is seeded by (seed, update)."""
 
     STATES = 1  # which states an update trains
     SFT = 2  # noise levels and noise of sft
     NOISE = 4  # noise on the images that nft, awm and dpo learn from
     LEVELS = 5  # their noise levels
-    FIXED = 6  # states that stay the same through a run
+    FIXED = 6  # fixed states of a run
 
 
 def schedule_of(config: TrainingStage, backbone: Backbone) -> Schedule:
-    """The schedule of a config's rollouts, with its `trained` steps: where a window moves, all that
-    it comes to; see `window_of`."""
+    """The schedule of a config's rollouts, with its `trained` steps: for a moving window, all steps
+    that it reaches; see `window_of`."""
     r = config.rollout
     return Schedule(
         sigmas=backbone.sigmas(r.steps),
@@ -57,16 +57,16 @@ def schedule_of(config: TrainingStage, backbone: Backbone) -> Schedule:
 
 
 def clean_schedule(backbone: Backbone, steps: int, solver: str = "euler") -> Schedule:
-    """For samples of which only the images matter: no noise, no trained state."""
+    """A schedule for samples of which only the images are used: no noise, no trained state."""
     return Schedule(backbone.sigmas(steps), "ode", 0.0, None, solver=solver)
 
 
 def window_of(rollout: RolloutConfig, update: int) -> tuple[int, int]:
     """[start, stop) of the steps with noise and training in an update.
 
-    A window that moves (MixGRPO, 2507.21802) goes on by one step every `every` updates, from high
-    to low noise. After the last place it starts over, as with the `roll_back` that the authors'
-    scripts set; without it, it would stay there to the end.
+    A moving window (MixGRPO, 2507.21802) advances by one step every `every` updates, from high to
+    low noise. After the last position it starts again, as with `roll_back` in the authors' scripts;
+    without `roll_back` it would stay there.
     """
     window, (start, stop) = rollout.window, rollout.trained
     if not isinstance(window, WindowConfig):
@@ -79,11 +79,11 @@ def window_of(rollout: RolloutConfig, update: int) -> tuple[int, int]:
 class Noise:
     """The seeded noise of a call. shared: the images of a prompt have one initial noise."""
 
-    key: tuple[int, ...]  # names the call, such as (seed, update)
+    key: tuple[int, ...]  # identifies the call, such as (seed, update)
     shared: bool = False
 
     def draw(self, prompt: int, copy: int, shape: tuple[int, ...], extra: int) -> Tensor:
-        """[1+extra, C,h,w] on the CPU: the initial noise, then one for each noisy step."""
+        """Noise [1+extra,C,h,w] on the CPU: the initial noise, then one for each noisy step."""
         generator = self._generator(prompt, copy)
         start = self._generator(prompt, -1) if self.shared else generator
         first = torch.randn(1, *shape, generator=start)
@@ -95,20 +95,21 @@ class Noise:
         return torch.Generator().manual_seed(int(entropy[0]))
 
 
-Place = tuple[int, int]  # of an image: its prompt's number in the batch of all processes, its copy
+# An image: its prompt's number in the batch of all processes, and its copy
+ImagePlace = tuple[int, int]
 
 
-def places(prompts: int, copies: int) -> list[Place]:
-    """The places of all images of a batch; the copies of a prompt follow one another."""
+def places(prompts: int, copies: int) -> list[ImagePlace]:
+    """(prompt, copy) of all images of a batch; the copies of a prompt follow one another."""
     return [(prompt, copy) for prompt in range(prompts) for copy in range(copies)]
 
 
-def shard(prompts: int, copies: int, shares: int, rank: int, world: int) -> list[Place]:
+def shard(prompts: int, copies: int, shares: int, rank: int, world: int) -> list[ImagePlace]:
     """The images of process `rank` of `world`, ordered by the optimizer step that they are for.
 
     The batch is cut into `shares` of complete prompts, one for each optimizer step. Every process
-    has an equal part of each share, so that a step learns from the same images whatever `world` is;
-    a config and the checks refuse what cannot be shared so.
+    has an equal part of each share, so a step learns from the same images for any `world`. The
+    config and the checks refuse batches that cannot be divided so.
     """
     size, rest = divmod(prompts // shares * copies, world)
     assert not (prompts % shares or rest)
@@ -125,7 +126,7 @@ def sample(
     *,
     guidance: float,
     noise: Noise,
-    places: Sequence[Place],
+    places: Sequence[ImagePlace],
     batch_size: int = 32,
     decode: bool = True,
     finish: bool | None = None,
@@ -134,19 +135,19 @@ def sample(
 ) -> Rollout:
     """Sample B images -> Rollout. batch: B rows, the prompt of each image.
 
-    places: of the B images; what their noise is drawn for. batch_size: images per forward pass.
-    decode: the latents to images. finish: sample to the last latents; by default only to decode
-    them, else the rollout stops at the last trained state. sources: who samples each image (None =
-    the active adapter, at `guidance`); images of one source are sampled together. on_images: called
-    with each batch of images as soon as it is decoded, before the next is sampled (with sources,
-    only where all images have the same).
+    places: (prompt, copy) of the B images, which seed their noise. batch_size: images per forward
+    pass. decode: whether latents are decoded. finish: whether to sample to the last latents, by
+    default only to decode them; otherwise the rollout stops at the last trained state. sources: the
+    sampler of each image (None = the active adapter, at `guidance`); images of one source are
+    sampled together. on_images: called with each decoded batch of images before the next is sampled
+    (with sources, only if all images have the same source).
     """
     finish = decode if finish is None else finish
     cond = backbone.encode(batch.prompts)
     shape = backbone.latent_shape
     extra = len(schedule.noisy)
     parts = list(batches(sources or [None] * len(batch), batch_size))
-    if sources:  # without sources all processes have equally many
+    if sources:  # without sources all processes have the same number
         on_base = [s for s, _ in parts if s is not None and s.adapter not in backbone.others]
         repeated = (Source(None, 1.0), parts[-1][1])
         parts += [repeated] * missing_steps(len(on_base), backbone.sharded)
@@ -189,8 +190,8 @@ def generate(
 ) -> Tensor:
     """Images [P*copies,3,H,W] in [0,1] of P prompts, deterministic (Euler ODE).
 
-    indices: of the prompts in their set; the noise depends on them. None = 0, 1, 2... The copies of
-    a prompt follow one another.
+    indices: the prompts' indices in their set, which seed the noise. None = 0, 1, 2... The copies
+    of a prompt follow one another.
     """
     indices = range(len(prompts)) if indices is None else indices
     keys = places(len(prompts), copies)
@@ -208,13 +209,14 @@ def generate(
 
 
 def _joined(parts: Sequence[Tensor | None], back: Tensor | EllipsisType) -> Any:
-    """All batches as one tensor, its rows indexed by back; None where a batch has none."""
+    """All batches as one tensor, its rows indexed by `back`; None if a batch has no tensor."""
     tensors = [part for part in parts if part is not None]
     return torch.cat(tensors)[back] if tensors else None
 
 
 def batches(kinds: Sequence[K], size: int) -> Iterator[tuple[K, list[int]]]:
-    """(kind, at most `size` rows of it, in order) for each forward pass; kinds: of all rows."""
+    """(kind, up to `size` of its rows in order) for each forward pass; kinds: the kind of every
+    row."""
     for kind in dict.fromkeys(kinds):
         rows = [row for row, other in enumerate(kinds) if other == kind]
         for start in range(0, len(rows), size):

@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 class Dpm2:
-    """One batch on its way along sigmas [T+1]. It has a state, so every batch needs its own."""
+    """The solver of one batch along sigmas [T+1]. It has state, so every batch needs a new one."""
 
     def __init__(self, sigmas: Tensor) -> None:
         sigmas = sigmas.float().cpu()
@@ -26,11 +26,11 @@ class Dpm2:
             use_flow_sigmas=True,
             final_sigmas_type="zero",
         )
-        # in place of set_timesteps, which computes levels of its own and warns under numpy 2
+        # in place of set_timesteps, which computes other levels and warns under numpy 2
         self.scheduler.num_inference_steps = len(sigmas) - 1
         self.scheduler.sigmas = sigmas
         self.scheduler.timesteps = 1000 * sigmas[:-1]
-        self.scheduler.set_begin_index(0)  # counts its steps, and looks no timestep up
+        self.scheduler.set_begin_index(0)  # it counts steps and does not look up timesteps
 
     def advance(self, x: Tensor, velocity: Tensor) -> Tensor:
         """x [B,C,h,w], float32, at the next noise level. velocity [B,C,h,w], at x."""

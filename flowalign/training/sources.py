@@ -14,21 +14,20 @@ RAW = "https://raw.githubusercontent.com"
 class File:
     name: str  # where it is written, below the data folder
     url: str
-    checksum: str = ""  # "sha256:..." or "md5:..." of what is written, "" if none is known
-    known: str = ""  # how the checksum is known
+    checksum: str = ""  # "sha256:..." or "md5:..." of the written file, "" if unknown
+    known: str = ""  # source of the checksum
     unique: bool = False  # write each line once, sorted?
-    # The file that a part of a training set is set aside in; before it come those that this part
-    # must not overlap with.
+    # The file for the held-out part of a training set. Earlier files must not overlap with it.
     validation: str = ""
 
 
 @dataclass(frozen=True)
-class Source:
+class PromptSource:
     prompts: str
     home: str  # "owner/repository/commit"
     licence: str
     files: tuple[File, ...]
-    note: str = ""  # to be read before the set is used
+    note: str = ""  # what to know before using the set
 
     @property
     def commit(self) -> str:
@@ -36,21 +35,21 @@ class Source:
 
     @property
     def page(self) -> str:
-        """Where to look at the repository as it was at that commit."""
+        """The web page of the repository at that commit."""
         return f"https://github.com/{self.home.rsplit('/', 1)[0]}/tree/{self.commit}"
 
 
-def _load() -> dict[str, Source]:
+def _load() -> dict[str, PromptSource]:
     sources = {}
     table = yaml.safe_load(Path(__file__).with_name("sources.yaml").read_text(encoding="utf-8"))
     for name, fields in table.items():
         home = fields["home"]
         files = tuple(File(url=f"{RAW}/{home}/{f.pop('path')}", **f) for f in fields.pop("files"))
-        sources[name] = Source(files=files, **fields)
+        sources[name] = PromptSource(files=files, **fields)
     return sources
 
 
-SOURCES: dict[str, Source] = _load()
+SOURCES: dict[str, PromptSource] = _load()
 
 
 def commands(source: str | Path) -> list[str]:

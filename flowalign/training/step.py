@@ -45,7 +45,7 @@ class Step:
         self.parameters = backbone.adapter_parameters(STUDENT)
         optimizer = build_optimizer(config, self.parameters)
         self.parallel = processes.of(accelerator)
-        # before `prepare`: accelerate's scaled steps (float16) put optimizer.step back as it was
+        # before `prepare`: accelerate's scaled steps (float16) restore optimizer.step
         self.lr = learning_rate(config, optimizer)
         self.optimizer = self.parallel.prepare(backbone, optimizer)
         self.ema = MovingAverage(self.parameters, **config.ema.model_dump()) if config.ema else None
@@ -53,11 +53,11 @@ class Step:
         self.fault: NotFinite | None = None
 
     def learn(self, prepared: Prepared) -> dict[str, float]:
-        """The optimizer steps of one rollout, each on an equal share of its images (`shard`).
+        """Take the optimizer steps of one rollout, each on an equal share of its images (`shard`).
 
         The loss of a step is the mean over all pairs of its share; images that are not kept count
-        as 0. A step whose loss or gradient is not finite on one process is left out on all.
-        Returns what was measured, as means over all processes, without what was not finite.
+        as 0. A step whose loss or gradient is not finite on one process is skipped on all. Returns
+        the measurements as means over all processes, without those that are not finite.
         """
         steps = self.settings.updates_per_rollout
         means = Means()
@@ -100,13 +100,13 @@ class Step:
                 with self.backbone.uncounted(not weight):
                     velocity = self.algorithm.velocity(pairs)
                     step = self.algorithm.loss(pairs, velocity, prepared)
-                # an infinite velocity may have a clipped, finite loss; asked together: one wait
+                # an infinite velocity may have a clipped, finite loss; one transfer for both
                 sound = torch.isfinite(velocity).all()
                 loss, sound = torch.stack([step.total.detach().float(), sound.float()]).tolist()
                 # its share of the mean over the step's pairs; the backward passes add up
                 part = weight * len(pairs.rows) / count
                 if not (sound and math.isfinite(loss)):
-                    part = math.nan  # a gradient that no process takes, as theirs is the mean
+                    part = math.nan  # NaN in the mean gradient: no process takes the step
                     fault = fault or nonfinite.fault_of_pairs(
                         velocity, rollout, pairs.rows, pairs.steps
                     )
@@ -126,7 +126,7 @@ class Step:
         world = self.accelerator.num_processes
         numbers = rollout.group * self.copies + rollout.copy - start * world
         rows, columns = strided(numbers, share * world, len(rollout.steps))
-        if idle := not len(rows):  # sharded, it takes part in the others' forward passes
+        if idle := not len(rows):  # a sharded base needs all processes in every forward pass
             rows = columns = torch.zeros(1, dtype=torch.int64)
         size = min(self.settings.micro_batch, share * len(rollout.steps))
         batches = math.ceil(len(rows) / size)
@@ -143,7 +143,7 @@ class Step:
         norm = self.accelerator.clip_grad_norm_(self.parameters, self.settings.max_grad_norm)
         norm = math.nan if norm is None else float(norm)
         taken = math.isfinite(norm)
-        if taken or self.accelerator.scaler:  # it leaves such a step out, and lowers its scale
+        if taken or self.accelerator.scaler:  # the scaler skips such a step and lowers its scale
             self.optimizer.step()
             taken = taken and not self.optimizer.step_was_skipped
         self.optimizer.zero_grad(set_to_none=True)
@@ -155,8 +155,8 @@ class Step:
         return norm, taken
 
     def _overflow(self) -> NotFinite | None:
-        """The fault of a gradient that is not finite though the losses are. None under float16,
-        where that is how the loss scale finds its place, until the scale is used up."""
+        """The fault of a gradient that is not finite while the losses are. None under float16 while
+        the loss scale can still be lowered."""
         scaler = self.accelerator.scaler
         if scaler and scaler.get_scale() >= nonfinite.LEAST_SCALE:
             return None
@@ -182,8 +182,8 @@ class Step:
         }
 
     def load_states(self, states: dict[str, Any], count: int) -> None:
-        """Put back what `states` gave after `count` steps. The learning rates are those of this
-        run's schedule, which may be longer or shorter than the one that was saved."""
+        """Restore the result of `states` after `count` steps. The learning rates follow this run's
+        schedule, which may be longer or shorter than the saved one."""
         self.optimizer.load_state_dict(states["optimizer"])
         self.lr.load_state_dict(states["lr"])
         groups = self.lr.optimizer.param_groups
@@ -208,12 +208,13 @@ def filled(parts: Iterable[Pairs], count: int) -> Iterator[tuple[Pairs, float]]:
 def strided(numbers: Tensor, images: int, steps: int) -> tuple[Tensor, Tensor]:
     """The pairs that are compared with the base for the log: rows [n] and columns [n] of a process.
 
-    numbers [B]: of its images among the `images` that all processes have for an optimizer step.
-    Over all processes about MEASURED pairs: each of the steps equally often, with images from all
-    over the batch. So the figure depends neither on the micro-batch nor on the processes.
+    numbers [B]: the indices of its images among the `images` that all processes have for an
+    optimizer step. All processes together have about MEASURED pairs: each step equally often, with
+    images from the entire batch. So the figure depends neither on the micro-batch nor on the
+    processes.
     """
-    each = min(images, -(-MEASURED // steps))
-    order = torch.arange(steps * each)
+    pairs = min(images, -(-MEASURED // steps))
+    order = torch.arange(steps * pairs)
     rows, places = (numbers[:, None] == order * images // len(order)).nonzero(as_tuple=True)
     return rows, places % steps
 
@@ -227,7 +228,7 @@ def build_optimizer(
 
 
 def learning_rate(config: TrainingStage, optimizer: torch.optim.Optimizer) -> LambdaLR:
-    """diffusers' schedule of that name, over the optimizer steps of the run."""
+    """The diffusers schedule named in the config, over the optimizer steps of the run."""
     o, steps = config.optimizer, config.optimizer_steps
     name = "constant_with_warmup" if o.schedule == "constant" else o.schedule
     return get_scheduler(name, optimizer, num_warmup_steps=o.warmup, num_training_steps=steps)
@@ -257,7 +258,7 @@ class MovingAverage:
         self.shadow_params = [p.detach().clone() for p in parameters]
 
     def step(self, parameters: Sequence[Tensor], steps: int) -> None:
-        """After optimizer step number `steps`: update the average, if it is due."""
+        """Update the average after optimizer step number `steps`, if it is due."""
         if steps % self.every == 0:
             _copy(self._mixed(parameters, decay_at(steps, self.decay)), self.shadow_params)
 
@@ -265,9 +266,9 @@ class MovingAverage:
     def of(self, parameters: Sequence[Tensor], steps: int) -> Iterator[None]:
         """Inside the `with`, the parameters are the average as of `steps`.
 
-        Two departures from the published code, which takes the last averaging as it is. Before the
-        first one it is the adapter itself, so that a short run returns what it learnt. Steps since
-        the last one count for their share: k of `every` steps keep decay^(k / every).
+        Two departures from the published code, which uses the result of the last averaging. Before
+        the first averaging the adapter itself is used, so that a short run returns what it learnt.
+        Steps since the last averaging count in proportion: k of `every` keep decay^(k / every).
         """
         if steps < self.every:  # before the first averaging
             yield

@@ -31,7 +31,7 @@ import yaml
 from flowalign.backbone.adapters import read_lora, write_lora
 from flowalign.backbone.tiny import MODEL, TEACHERS
 from flowalign.config import EvalStage, load
-from flowalign.report.results import evaluations, kept
+from flowalign.report.summary import evaluation_rows, kept_adapter
 from flowalign.teachers.merge import merge
 
 CONFIG = Path(__file__).parents[2] / "configs" / "tiny" / "eval.yaml"
@@ -178,8 +178,8 @@ def ship_teacher(name: str, run: Path, rank: int) -> Path:
     metadata = {**lora.metadata, "base_model_name_or_path": "tiny"}
     write_lora(folder, halves, metadata, text_length=lora.text_length)
     config = yaml.safe_load((run / "config.yaml").read_text())
-    held_out = [row["eval/headline"] for row in evaluations(run)]
-    chosen = kept(run)
+    held_out = [row["eval/headline"] for row in evaluation_rows(run)]
+    chosen = kept_adapter(run)
     score = chosen.row["eval/headline"] if chosen else float("nan")
     said = f" Held-out score: {score:.3f}, of tiny/guided {held_out[0]:.3f}." if held_out else ""
     card = TEACHER_CARD.format(

@@ -17,7 +17,7 @@ from flowalign.config import Stage
 from flowalign.system.files import expanded, replacing
 from flowalign.system.http import Client
 from flowalign.training.data import PromptError, load_prompts
-from flowalign.training.sources import File, Source, commands
+from flowalign.training.sources import File, PromptSource, commands
 from flowalign.types import PromptBatch
 
 MAX_BYTES = 64 * 2**20  # the largest, dpg_bench.csv, has 7.4 MB
@@ -45,7 +45,7 @@ class FetchError(OSError):
     """A set that could not be fetched, or that is not what it should be; nothing was written."""
 
 
-def fetch_set(source: Source, out: str | Path, *, force: bool = False) -> list[Path]:
+def fetch_set(source: PromptSource, out: str | Path, *, force: bool = False) -> list[Path]:
     """Download the files of a set into `out`; returns their paths, each validation set after its
     training set.
 
@@ -72,7 +72,7 @@ def missing_sets(stages: Iterable[Stage]) -> dict[str, list[str]]:
     }
 
 
-def describe_set(source: Source) -> str:
+def describe_set(source: PromptSource) -> str:
     """A description of a set: size, licence, page and checksums."""
     lines = [source.prompts, f"source:  {source.page}", f"licence: {source.licence}"]
     lines += [f"NOTE:    {source.note}"] if source.note else []

@@ -1,9 +1,9 @@
 """How far a model's images have moved from the base's, statistic by statistic. Pure.
 
 The difference of a statistic is taken prompt by prompt, on the same noise, and averaged. Training
-is meant to change images, and with paired differences a change of no consequence is soon certain.
-So the scale is not the error of the mean, but how far honest training moves the statistic: see
-SIGMAS. The error counts too: the alarm asks for the end of the interval that is nearer to 0.
+is meant to change images, and paired differences detect even negligible changes. So the unit is not
+the error of the mean but how far honest training moves the statistic: see SIGMAS. The error counts
+too: the alarm uses the end of the interval that is nearer to 0.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from flowalign.report.drift.statistics import measure
 from flowalign.report.pictures import webp
 from flowalign.system.images import pixels_of
 
-CONFIDENCE = 0.90  # of the intervals: 95 % on the side that the alarm asks for
+CONFIDENCE = 0.90  # of the intervals: 95 % on the side that the alarm uses
 SHOWN = 8  # prompts of a check, with their images
 
 
 class Sigma(NamedTuple):
-    """The unit of a statistic's drift: `share` of the standard deviation of the base's images, and
-    at least `least`, since what the base never draws has no deviation. meaning: of the statistic,
+    """The unit of a statistic's drift: `share` of the standard deviation of the base's images, but
+    at least `least`, because the deviation is 0 where the base never varies. meaning: the statistic
     in words."""
 
     share: float
@@ -35,16 +35,16 @@ class Sigma(NamedTuple):
     meaning: str
 
     def size(self, base: Tensor) -> float:
-        """Of the values of the base's images, without those that are NaN."""
+        """One sigma, from the values of the base's images; NaN is ignored."""
         finite = base[base.isfinite()]
         deviation = float(finite.std(correction=1)) if len(finite) > 1 else 0.0
         return max(self.share * deviation, self.least)
 
 
 # share: half of the largest drift of honest runs, in standard deviations of the base's images, so
-# that an alarm at 3 sigma is at half as much again. Of the three NFT teachers of the tiny world,
-# seed 0, by `image_drift/` in their metrics.jsonl. least: of a share of the pixels 1 %, else what
-# is just visible.
+# that an alarm at 3 sigma is 1.5 times this drift. Measured on the three NFT teachers of the tiny
+# world, seed 0 (`image_drift/` in their metrics.jsonl). least: 1 % for shares of pixels, otherwise
+# the smallest visible change.
 SIGMAS: Mapping[str, Sigma] = {
     "brightness": Sigma(0.8, 0.01, "mean luma"),
     "dark": Sigma(0.15, 0.01, "share of dark pixels"),
@@ -58,8 +58,8 @@ SIGMAS: Mapping[str, Sigma] = {
 
 @dataclass(frozen=True)
 class Drift:
-    """Of one statistic: means over n prompts of base and model, their difference in sigmas, and the
-    ends of its interval. NaN and infinity where there are too few prompts."""
+    """The drift of one statistic: its means over n prompts for base and model, their difference in
+    sigmas, and the interval of the difference. NaN and infinity if there are too few prompts."""
 
     name: str
     base: float
@@ -71,7 +71,7 @@ class Drift:
 
     @property
     def unit(self) -> Sigma:
-        """The unit of its statistic; the name may have a task before it."""
+        """The unit of the statistic. A task's name may precede the statistic's."""
         return SIGMAS[self.name.rpartition("/")[2]]
 
     @property
@@ -80,12 +80,12 @@ class Drift:
 
     @property
     def certain(self) -> float:
-        """The size of the drift that is certain: of the interval's end that is nearer to 0; 0 if
-        the interval holds 0."""
+        """The certain size of the drift: the interval's end that is nearer to 0; 0 if the interval
+        contains 0."""
         return max(self.low, -self.high, 0.0) if self.has_interval else 0.0
 
     def beyond(self, limit: float | None) -> bool:
-        """Whether it has certainly moved farther than so many sigmas; None = no limit."""
+        """Whether the drift is certainly larger than `limit` sigmas; None = no limit."""
         return limit is not None and self.certain > limit
 
     def __str__(self) -> str:
@@ -97,8 +97,8 @@ class Drift:
 
 @dataclass(frozen=True)
 class Check:
-    """A result. rows: of the most drifted prompts, the first image of both models: prompt, task,
-    drift in sigmas, base and model (WebP in base64)."""
+    """The result of a check. rows: the first images of base and model for the prompts with the
+    largest drift: prompt, task, drift in sigmas, base and model (WebP in base64)."""
 
     drifts: Sequence[Drift]
     rows: Sequence[Mapping[str, Any]]
@@ -109,18 +109,18 @@ class Check:
 
     @staticmethod
     def from_json(check: Mapping[str, Any]) -> Check:
-        """Of a JSON file, where NaN and infinity are null."""
+        """The check that a JSON file holds; null stands for NaN and infinity."""
         rows: list[dict[str, Any]] = [
             {k: math.nan if v is None else v for k, v in row.items()} for row in check["drifts"]
         ]
         return Check([Drift(**row) for row in rows], check["rows"])
 
 
-def drift(name: str, base: Tensor, model: Tensor, prompts: Sequence[int]) -> Drift:
+def statistic_drift(name: str, base: Tensor, model: Tensor, prompts: Sequence[int]) -> Drift:
     """Drift of one statistic, from its values [B] for the same prompts and noise.
 
-    prompts: of the B images; images of a prompt are averaged first, as they resemble each other.
-    Values that are NaN are left out. The interval is over prompts, normal with the variance of
+    prompts: the prompt of each image; a prompt's images are averaged first, because they resemble
+    each other. NaN values are left out. The interval is over prompts, normal with the variance of
     Student's t, which is a little wider than Student's own: 3 % for 8 prompts, 21 % for 4.
     """
     rows = (base.isfinite() & model.isfinite()).nonzero().flatten().tolist()
@@ -142,8 +142,8 @@ def drift(name: str, base: Tensor, model: Tensor, prompts: Sequence[int]) -> Dri
 
 
 class Pair(NamedTuple):
-    """Images of base and model for the same prompt and noise, as PNG files. number: of the prompt
-    in its task."""
+    """Images of base and model for the same prompt and noise, as PNG files. number: the prompt's
+    number in its task."""
 
     base: bytes
     model: bytes
@@ -153,27 +153,27 @@ class Pair(NamedTuple):
 
 
 def check_drift(pairs: Sequence[Pair], period: int) -> Check:
-    """The drift of every statistic that has a value, of each task by itself if there are several:
-    then it is called TASK/STATISTIC. period: pixels of a patch."""
+    """The drift of every statistic that has a value, separately for each task. With several tasks a
+    statistic is called TASK/STATISTIC. period: pixels of a patch."""
     drifts: list[Drift] = []
-    worst: dict[tuple[str, int], tuple[float, Pair]] = {}  # of a prompt, with its first images
+    worst: dict[tuple[str, int], tuple[float, Pair]] = {}  # drift and first images of each prompt
     tasks = sorted({pair.task for pair in pairs})
     for task in tasks:
-        own = [pair for pair in pairs if pair.task == task]
-        numbers = [pair.number for pair in own]
+        of_task = [pair for pair in pairs if pair.task == task]
+        numbers = [pair.number for pair in of_task]
         base, model = (
             measure(torch.stack(list(map(pixels_of, files))), period, numbers)
-            for files in zip(*(pair[:2] for pair in own), strict=True)
+            for files in zip(*(pair[:2] for pair in of_task), strict=True)
         )
         for name in base:
             label = f"{task}/{name}" if len(tasks) > 1 else name
-            drifts.append(drift(label, base[name], model[name], numbers))
+            drifts.append(statistic_drift(label, base[name], model[name], numbers))
             sizes = (model[name] - base[name]).abs() / SIGMAS[name].size(base[name])
-            for pair, sigmas in zip(own, sizes.nan_to_num(0.0).tolist(), strict=True):
+            for pair, sigmas in zip(of_task, sizes.nan_to_num(0.0).tolist(), strict=True):
                 most, first = worst.get((task, pair.number), (0.0, pair))
                 worst[task, pair.number] = max(most, sigmas), first
     rows = []
-    for sigmas, pair in sorted(worst.values(), key=lambda found: -found[0])[:SHOWN]:
+    for sigmas, pair in sorted(worst.values(), key=lambda entry: -entry[0])[:SHOWN]:
         base, model = (webp(pixels_of(file)) for file in pair[:2])
         about = {"prompt": pair.prompt, "task": pair.task, "sigmas": sigmas}
         rows.append({**about, "base": base, "model": model})

@@ -26,13 +26,13 @@ from flowalign.training.events import Listener, Stop, warn
 from flowalign.training.rollout import Noise, sample
 from flowalign.types import Rollout, Source
 
-COPIES = 2  # images of a prompt: for their distance; more prompts tell more than more copies
+COPIES = 2  # images per prompt, for their distance; more prompts are better than more copies
 START = "alarm_start"  # the frozen adapter that the run starts from
-SHARE = 4  # at most one in so many images of a rollout is sampled by the base
+SHARE = 4  # the base samples at most 1 / SHARE of a rollout's images
 
 
 def checked(config: TrainingStage) -> tuple[int, int]:
-    """(prompts, images of each) of a rollout that the base samples for a check."""
+    """(prompts, images per prompt) that the base samples for a check of a rollout."""
     assert config.alarm
     rollout = config.rollout
     copies = min(COPIES, rollout.group_size)
@@ -41,8 +41,8 @@ def checked(config: TrainingStage) -> tuple[int, int]:
 
 
 class Monitor(Listener):
-    """The checks of one run, of which an alarm warns. start: what the run starts from, where it is
-    the reference."""
+    """Checks the drift of a run's rollouts; `alarm` turns checks into warnings. start: the adapter
+    that the run starts from, if it is the reference."""
 
     def __init__(
         self, config: TrainingStage, backbone: Backbone, alarm: Alarm, start: Lora | None = None
@@ -57,13 +57,16 @@ class Monitor(Listener):
         self.alarm = alarm
 
     def rollout(self, update: int, rollout: Rollout) -> Mapping[str, float]:
-        """The drift of a rollout, where it is due. Raises Stop if a statistic is beyond
-        alarm.stop; on all processes, as all know the same."""
+        """The drift of a rollout, if a check is due. Raises Stop, on all processes, if a statistic
+        is beyond alarm.stop."""
         if not self.due(rollout, update):
             return {}
         limits = self.settings
         check = self.check(rollout, update)
-        warn(update, self.alarm.drift(check.drifts, limits.warn, "the rollout", limits.reference))
+        warn(
+            update,
+            self.alarm.drift_warnings(check.drifts, limits.warn, "the rollout", limits.reference),
+        )
         if self.main:
             samples.write_drift(Path(self.config.output), update, to_json(asdict(check)))
         if worst := [drift for drift in check.drifts if drift.beyond(limits.stop)]:
@@ -79,24 +82,24 @@ class Monitor(Listener):
         return {**figures, metrics.DRIFT_ALARMS: beyond}
 
     def due(self, rollout: Rollout, update: int) -> bool:
-        """Whether this rollout is to be checked: it has images, of the student or of its old policy
-        (not of teachers, as those of sft), and something has been learnt."""
+        """Whether this rollout is to be checked: it has images of the student or its old policy
+        (not of teachers, as in sft), and training has begun."""
         by_student = rollout.sources is None or self.config.learns_from_rewards
         on_time = update > 0 and update % self.settings.every == 0
         return rollout.images is not None and by_student and on_time
 
     def check(self, rollout: Rollout, update: int) -> Check:
-        """Compare a rollout with the base's images for its prompts and noise: the first COPIES
+        """Compare a rollout with the base's images for the same prompts and noise: the first COPIES
         images of some prompts, evenly spaced over the batch of all processes. Each process samples
-        those that it has, and all return the same check. A pair with an image that is not finite is
-        left out."""
+        its share, and all return the same check. Pairs with an image that is not finite are left
+        out."""
         assert rollout.images is not None
         settings = self.config.rollout
         prompts, copies = checked(self.config)
         chosen = set(spread(settings.prompts, prompts))
         places = list(zip(rollout.group.tolist(), rollout.copy.tolist(), strict=True))
         rows = [i for i, (group, copy) in enumerate(places) if group in chosen and copy < copies]
-        padded = rows or [0]  # a process without any samples one, with the others, and drops it
+        padded = rows or [0]  # a process without rows samples one with the others and drops it
         base = sample(
             self.backbone,
             rollout.batch.select(padded),
@@ -112,7 +115,7 @@ class Monitor(Listener):
         family = self.backbone.family
         pairs = [
             Pair(png(before), png(after), batch.tasks[row], places[row][0], batch.prompts[row])
-            # without the image of a process that has none
+            # not strict: without the dropped image
             for before, after, row in zip(base, rollout.images[rows], rows, strict=False)
             if before.isfinite().all() and after.isfinite().all()
         ]

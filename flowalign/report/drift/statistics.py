@@ -1,7 +1,7 @@
-"""What images look like, in a few numbers that no reward model takes part in. Pure.
+"""Statistics of images, without a reward model. Pure.
 
-They see what rewards of the field are hacked with: OCR rewards that blank the scene (dark pixels,
-entropy of the colours), artefacts in the grid of the patches, a group whose images become one.
+They detect common ways to hack a reward: OCR rewards that blank the scene (dark pixels, entropy of
+the colours), artefacts in the grid of the patches, and groups whose images become identical.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ LEVELS = 8  # a channel's levels in the colour histogram
 
 
 def measure(images: Tensor, period: int, prompts: Sequence[int]) -> dict[str, Tensor]:
-    """{statistic: [B] in float64 on the CPU} of images [B,3,H,W] in [0,1], as `compare.SIGMAS`
-    names them. period: pixels of a patch. prompts: the group of each image. NaN for an image that
-    is not finite."""
-    given = images.detach().float().cpu()
-    finite = given.isfinite().flatten(1).all(1)
-    images = given.nan_to_num(0.0, 0.0, 0.0).clamp(0, 1)
+    """{statistic: [B] in float64 on the CPU} of images [B,3,H,W] in [0,1]; the names are those of
+    `compare.SIGMAS`. period: pixels of a patch. prompts: the group of each image. NaN for images
+    that are not finite."""
+    pixels = images.detach().float().cpu()
+    finite = pixels.isfinite().flatten(1).all(1)
+    images = pixels.nan_to_num(0.0, 0.0, 0.0).clamp(0, 1)
     light = (images * torch.tensor(LUMA)[:, None, None]).sum(1)  # [B,H,W]
     across, down = ((light.diff(dim=dim).abs() > STEP).float().mean((1, 2)) for dim in (2, 1))
     columns = {
@@ -36,7 +36,7 @@ def measure(images: Tensor, period: int, prompts: Sequence[int]) -> dict[str, Te
         "grid": grid(light, period),
     }
     values = {k: column.double().where(finite, torch.nan) for k, column in columns.items()}
-    return values | {"diversity": diversity(given, prompts)}
+    return values | {"diversity": diversity(pixels, prompts)}
 
 
 def entropy(images: Tensor) -> Tensor:
@@ -49,9 +49,9 @@ def entropy(images: Tensor) -> Tensor:
 
 
 def grid(light: Tensor, period: int) -> Tensor:
-    """Share [B] of the power of a luma [B,H,W], without its mean, that repeats with the patches: at
-    frequencies that are multiples of 1 / period along both axes, the VAE's factor among them. 0 for
-    a plain image, 1 for one tile in all patches."""
+    """The share [B] of the power of a luma [B,H,W] (without its mean) that repeats with the
+    patches: at frequencies that are multiples of 1 / period along both axes. 0 for a plain image, 1
+    for one tile in all patches."""
     height, width = (side // period * period for side in light.shape[1:])
     power = torch.fft.fft2(light.double()[:, :height, :width]).abs().square()
     power[:, 0, 0] = 0
@@ -62,9 +62,9 @@ def grid(light: Tensor, period: int) -> Tensor:
 
 
 def diversity(vectors: Tensor, groups: Sequence[int]) -> Tensor:
-    """[B]: mean distance of a vector to the others of its group, over the root of their length: of
-    pixels, the root mean square difference. vectors [B,...]; groups: of the B images. NaN in a
-    group of one."""
+    """The mean distance [B] of each vector to the others of its group, divided by the square root
+    of their length: for pixels, the root mean square difference. vectors [B,...]; groups: the group
+    of each of the B images. NaN in a group of one."""
     distances = torch.full((len(vectors),), torch.nan, dtype=torch.float64)
     flat = vectors.detach().cpu().double().flatten(1)
     group_of = torch.tensor(list(groups))

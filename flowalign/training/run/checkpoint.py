@@ -1,5 +1,5 @@
-"""Atomic checkpoints and exact resume. A checkpoint is a folder that appears by one rename, with a
-manifest that tells damage.
+"""Atomic checkpoints and exact resume. A checkpoint is a folder that one rename creates, with a
+manifest that reveals damage.
 
 Nothing is unpickled: tensors are safetensors, the optimizer is read with weights_only, the rest
 is JSON. Prompts and noise are pure functions of (seed, update), so their position is a number.
@@ -40,8 +40,8 @@ class Checkpoints:
         self.keep = keep
 
     def all(self) -> list[Path]:
-        """Those with a manifest, oldest first. Whether their files are as it says,
-        `flowalign.training.run.resume.newest` finds out."""
+        """The checkpoints with a manifest, oldest first. `flowalign.training.run.resume.newest`
+        verifies their files."""
         named = resume.checkpoints(self.run.path)
         return [path for path in named if (path / manifest.MANIFEST).is_file()]
 
@@ -58,11 +58,11 @@ class Checkpoints:
         about: Mapping[str, Any] | None = None,
         best: bool = False,
     ) -> Path:
-        """Write one; all processes must call it, and the main one writes.
+        """Write a checkpoint; all processes must call it, and the main one writes.
 
         tensors: lists of weights; states: state dicts; progress: for JSON; about: for the manifest;
         best: whether the run has a best adapter, which is copied. Raises OSError on all processes,
-        such as on a full disk; the older checkpoints are then as they were.
+        such as on a full disk; older checkpoints are then unchanged.
         """
         drawn, rest = get_rng()
         # as bytes: gather_object fails to unpickle these tensors (torch 2.11)
@@ -76,8 +76,8 @@ class Checkpoints:
                     shutil.copyfile(self.run.log, RunFolder(part).log)
                 if best:
                     shutil.copytree(self.run.adapter, part / COPY)
-                # all bytes pass through Python: a full disk is then an OSError, and no error of
-                # torch's or safetensors' own
+                # all bytes pass through Python: a full disk is then an OSError, not an error of
+                # torch or safetensors
                 for name, values in tensors.items():
                     rows = {str(i): v.detach().cpu().contiguous() for i, v in enumerate(values)}
                     (part / f"{name}.safetensors").write_bytes(save(rows))
@@ -95,8 +95,8 @@ class Checkpoints:
         return final
 
     def restore(self, folder: Path, update: int, evaluated: int) -> None:
-        """Set the run back to the moment of one of them, which is sound; see `resume.truncate_to`.
-        Its adapter becomes the copy in it, if there is one. A killed run may not have rotated."""
+        """Set the run back to a sound checkpoint; see `resume.truncate_to`. The checkpoint's
+        adapter, if it has one, becomes the run's. Old checkpoints of a killed run are removed."""
         resume.truncate_to(self.run.path, folder, update, evaluated)
         if (folder / COPY).is_dir():
             with files.replacing(self.run.adapter, durable=True, swap=True) as part:
@@ -104,20 +104,20 @@ class Checkpoints:
         self._rotate(update)
 
     def _rotate(self, update: int) -> None:
-        """Remove what is older than the newest `keep`. Folders that claim to be newer than this
-        update were skipped by a resume, and do not count."""
+        """Remove the checkpoints older than the newest `keep`. Folders with a later update were
+        skipped by a resume, and do not count."""
         complete = [path for path in self.all() if resume.update_of(path) <= update]
         oldest = resume.update_of(complete[-self.keep :][0])
         for old in resume.checkpoints(self.run.path):
             if resume.update_of(old) < oldest:
                 aside = self.run.checkpoints / f".{old.name}"
-                os.replace(old, aside)  # it disappears at once, as it came
+                os.replace(old, aside)  # atomic, like its creation
                 shutil.rmtree(aside)
 
 
 def _plain(value: Any) -> Any:
-    """The same with equal texts as one object each: pickle writes an object once, so without this
-    the bytes would depend on whether the run was resumed."""
+    """An equal value that has one object for equal texts. Pickle writes each object once, so
+    without this the bytes would depend on whether the run was resumed."""
     if isinstance(value, Mapping):
         return {_plain(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -128,8 +128,8 @@ def _plain(value: Any) -> Any:
 def load(
     folder: Path, process_index: int, tensors: Mapping[str, Sequence[Tensor]]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Read back one that `flowalign.training.run.resume.newest` has checked: fills `tensors` in
-    place, restores the RNGs, returns states and progress."""
+    """Read a checkpoint that `flowalign.training.run.resume.newest` has verified: fills `tensors`
+    in place, restores the RNGs, returns states and progress."""
     saved = {name: load_file(folder / f"{name}.safetensors") for name in tensors}
     # on the CPU: load_state_dict moves each part to its parameter's device
     states = torch.load(folder / "states.pt", weights_only=True, map_location="cpu")
@@ -138,7 +138,7 @@ def load(
         for i, value in enumerate(values):
             value.data.copy_(saved[name][str(i)])
     rng = folder / f"rng_{process_index}.json"
-    if rng.exists():  # else there are more processes than before: the new ones keep their own
+    if rng.exists():  # otherwise this is an additional process, which keeps its state
         set_rng((load_file(rng.with_suffix(".safetensors")), json.loads(rng.read_text())))
     return states, progress
 
@@ -146,7 +146,7 @@ def load(
 def write_best_adapter(
     run: Path, save_adapter: Callable[[Path], None], scores: Mapping[str, float]
 ) -> None:
-    """Replace the adapter of a run. save_adapter: writes its weights into a folder."""
+    """Replace the adapter of a run. save_adapter: writes the weights into a folder."""
     with files.replacing(RunFolder(run).adapter, durable=True, swap=True) as part:
         part.mkdir()
         save_adapter(part)

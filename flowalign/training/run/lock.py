@@ -21,8 +21,8 @@ log = logging.getLogger("flowalign")
 
 
 def unwritable(run: str | Path) -> Path | None:
-    """The first path that keeps this process from writing a run: its folder or the one that this
-    would be made in, one of its folders or below, or a log. None = there is none."""
+    """The first path that this process cannot write but a run must: its folder, the parent that it
+    would be created in, a folder inside it, or a log. None = all are writable."""
     folder = RunFolder(run)
     run = folder.path
     folders = [next(path for path in (run, *run.parents) if os.path.lexists(path))]
@@ -38,19 +38,19 @@ def unwritable(run: str | Path) -> Path | None:
 
 
 def check_free(folder: str | Path) -> None:
-    """ConfigError if another process holds the folder, or nothing can be written there. It is left
-    as it is."""
+    """Raise ConfigError if another process holds the folder, or it is not writable. The folder is
+    not changed."""
     with holding(folder):
         pass
 
 
 @contextmanager
 def holding(folder: str | Path, active: bool = True) -> Iterator[None]:
-    """Hold a folder inside the `with`; ConfigError if another process, or this one, does already,
-    or if it cannot be written.
+    """Hold a folder inside the `with`. Raises ConfigError if this or another process already holds
+    it, or if it is not writable.
 
-    The lock's file goes at the end, and a folder that is empty then. active: whether this process
-    holds it, of several that share the work.
+    The lock's file is removed at the end, and so is the folder if it is then empty. active: whether
+    this one of the processes that share the work holds the lock.
     """
     if not active:
         yield
@@ -70,13 +70,13 @@ def holding(folder: str | Path, active: bool = True) -> Iterator[None]:
     finally:
         with suppress(OSError):
             RunFolder(folder).lock.unlink(missing_ok=True)  # while it is ours; filelock notices
-            for path in made:  # of a run that was refused, and left nothing
+            for path in made:  # empty folders of a refused run
                 path.rmdir()
         lock.release()
 
 
 def _acquire(folder: Path) -> filelock.BaseFileLock:
-    """The lock of a folder, held; without it where the file system has no locks."""
+    """The acquired lock of a folder; no lock is held if the file system has no locks."""
     lock = filelock.FileLock(RunFolder(folder).lock, blocking=False)
     try:
         lock.acquire()

@@ -40,14 +40,14 @@ from flowalign.system.signals import Interrupted
 
 T = TypeVar("T")
 
-TIMEOUT = 7200.0  # seconds that a rank waits for another, unless `timeout_seconds` says it
+TIMEOUT = 7200.0  # seconds that a rank waits for another, if `timeout_seconds` is not set
 
-UNSUPPORTED = (  # variables that ask accelerate for what is not done here
+UNSUPPORTED = (  # variables that request unsupported strategies from accelerate
     "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_MEGATRON_LM", "ACCELERATE_USE_PARALLELISM_CONFIG",
     "ACCELERATE_FP8_BACKEND",
 )  # fmt: skip
-OFF = ("NO", "0", "false", "False")  # values of theirs
-DECIDED = {  # variables of accelerate that change the arithmetic, which the config decides
+OFF = ("NO", "0", "false", "False")  # their values that request nothing
+DECIDED = {  # accelerate's variables for what the config decides
     "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "1",  # optimizer.micro_batch
     "ACCELERATE_MIXED_PRECISION": "no",  # model.dtype
     "ACCELERATE_DYNAMO_BACKEND": "no",  # model.compile
@@ -57,16 +57,16 @@ ADAPTERS = r".*\.lora_[AB]\..*"  # what peft calls the modules of all adapters
 
 
 def state(*configs: Stage) -> PartialState:
-    """What accelerate knows of the processes. Ask it before an Accelerator is made: several
-    processes on a machine without a GPU would each believe that they are alone.
+    """accelerate's state of the processes. Call it before an Accelerator is made: otherwise several
+    processes without a GPU would not form a group.
 
-    The first call makes their group. Its timeout is the longest of these configs. Later calls
-    return that group. Raises ConfigError for a strategy that is not supported, and for processes
-    that do not know of each other: each would do all of the work, in one folder.
+    The first call creates the group, with the longest timeout of these configs. Later calls return
+    it. Raises ConfigError for a strategy that is not supported, and for processes that are not in
+    one group: each would do all of the work, in one folder.
     """
     values = {key: os.environ.get(key, "NO") for key in UNSUPPORTED}
-    if asked := [f"{key}={value}" for key, value in values.items() if value not in OFF]:
-        text = f"{', '.join(asked)}: not supported. Unset it; DDP and FSDP2 share the work."
+    if strategies := [f"{key}={value}" for key, value in values.items() if value not in OFF]:
+        text = f"{', '.join(strategies)}: not supported. Unset it; DDP and FSDP2 share the work."
         raise ConfigError([text], "accelerate")
     options: dict[str, Any] = {}
     timeouts = [
@@ -85,8 +85,8 @@ def state(*configs: Stage) -> PartialState:
 
 
 def accelerator(config: Stage, **options: Any) -> Accelerator:
-    """The one way to make an Accelerator: on the processes that `state` finds. Its arithmetic is
-    the config's, whatever the environment says."""
+    """The Accelerator on the processes of `state`. All Accelerators are made here. The config sets
+    its precision; the environment does not."""
     state(config)
     with patch_environment(**DECIDED):
         return Accelerator(**options)
@@ -96,21 +96,21 @@ def start(config: TrainingStage) -> Accelerator:
     """The accelerator of a run, made before any model is loaded. Raises ConfigError for a strategy
     that is not supported.
 
-    model.dtype sets the precision, whatever accelerate's config file says: the backbone computes in
-    that dtype itself, without autocast.
+    model.dtype sets the precision, not accelerate's config file: the backbone computes in that
+    dtype, without autocast.
     """
-    asked = os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true"
+    sharded = os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true"
     started = accelerator(
         config,
         # fp16: for accelerate's scaling of the loss, without which small gradients become 0
-        mixed_precision="fp16" if config.model.dtype == "float16" and not asked else "no",
+        mixed_precision="fp16" if config.model.dtype == "float16" and not sharded else "no",
         kwargs_handlers=[AutocastKwargs(enabled=False)],
         log_with=list(config.train.trackers) or None,
         project_config=ProjectConfiguration(
             project_dir=config.output, logging_dir=str(config.folder.tensorboard)
         ),
     )
-    if asked and (problems := list(_fsdp_problems(config, started.state))):
+    if sharded and (problems := list(_fsdp_problems(config, started.state))):
         raise ConfigError(problems, "accelerate")
     return started
 
@@ -133,7 +133,7 @@ class ExitStatus:
     75 interrupted (`flowalign.system.signals`).
 
     refused, stopped: the errors of which only the text is printed; any other is raised on.
-    interrupted: how to go on after an interrupt, where the work itself does not say.
+    interrupted: how to continue after an interrupt, unless the work itself says.
     """
 
     refused: tuple[type[Exception], ...]
@@ -174,7 +174,8 @@ class ExitStatus:
 
 
 def _of_another(error: BaseException) -> bool:
-    """Whether it is torch's, of an operation to which another process did not come."""
+    """Whether the error is torch's, from a collective operation that another process did not
+    join."""
     text = str(error) if isinstance(error, RuntimeError) else ""  # gloo's errors have no type
     shared = isinstance(error, torch.distributed.DistError) or "gloo" in text or "NCCL" in text
     alone = not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1
@@ -203,39 +204,39 @@ def _fsdp_problems(config: TrainingStage, state: Any) -> Iterator[str]:
 
 
 def from_main(function: Callable[[], T]) -> T:
-    """What a function returns on the main process, on every process; all must call it. An error
-    there is raised on all: an OSError, such as of a full disk, as it is, any other elsewhere as a
-    RuntimeError."""
+    """The result of a function that only the main process runs, on every process; all must call it.
+    An error there is raised on all processes: an OSError (such as a full disk) as it is, another
+    error as a RuntimeError on the others."""
     outcome: list[Any] = [None, None]  # result, error
-    own: Exception | None = None
+    raised: Exception | None = None  # on this process
     if PartialState().is_main_process:
         try:
             outcome[0] = function()
         except Exception as error:
-            own = error
-            told = RuntimeError(f"on the main process: {error}")
-            outcome[1] = error if isinstance(error, OSError) else told
+            raised = error
+            elsewhere = RuntimeError(f"on the main process: {error}")
+            outcome[1] = error if isinstance(error, OSError) else elsewhere
     broadcast_object_list(outcome)
-    if error := own or outcome[1]:
+    if error := raised or outcome[1]:
         raise error
     return outcome[0]
 
 
 def missing_steps(count: int, sharded: bool) -> int:
-    """How many zero-weight batches this rank adds to its `count`, so that all ranks run the same
-    number of steps. 0 unless the base is sharded; then all ranks must call this, before their first
-    step: it is a collective operation, too, and ranks must meet in the same order."""
+    """The number of zero-weight batches that this rank adds to its `count`, so that all ranks run
+    the same number of steps. 0 unless the base is sharded. Then it is a collective operation: all
+    ranks must call it, in the same order, before their first step."""
     return max(gather_object([count])) - count if sharded else 0
 
 
 class Means:
-    """Means of what was measured, by name, over all processes."""
+    """Means of measurements, by name, over all processes."""
 
     def __init__(self) -> None:
         self.sums: dict[str, tuple[float, int]] = {}
 
     def add(self, name: str, value: float, count: int = 1) -> None:
-        """Add a mean over `count` values; one of a plugin may be a tensor of one number."""
+        """Add a mean over `count` values. A plugin may give a one-element tensor."""
         self.add_sum(name, float(value) * count, count)
 
     def add_sum(self, name: str, total: float, count: int) -> None:
@@ -243,7 +244,8 @@ class Means:
         self.sums[name] = before + total, number + count
 
     def over_processes(self) -> dict[str, float]:
-        """Means over the processes that have a name; NaN for no values. All must call it."""
+        """Means over the processes that have the name; NaN without values. All processes must call
+        it."""
         everyone: list[dict[str, tuple[float, int]]] = gather_object([self.sums])
         means = {}
         for name in dict.fromkeys(name for sums in everyone for name in sums):
@@ -277,18 +279,18 @@ class Parallel:
         return nullcontext() if last else self.accelerator.no_sync(model)
 
     def average(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Average the gradients over all processes, where the backward pass has not."""
+        """Average the gradients over all processes, unless the backward pass did."""
 
 
 class Fsdp2(Parallel):
-    """torch's fully_shard of the frozen base; a forward pass of one process is one of all.
+    """FSDP2: torch's fully_shard of the frozen base. A forward pass needs all processes.
 
     The adapters are not sharded: as DTensors they would be in groups of mixed dtype (bf16 base,
-    float32 adapter), all for 1 % of the weights. Their gradients are averaged as DDP would.
+    float32 adapter), for 1 % of the weights. Their gradients are averaged as in DDP.
     """
 
     def prepare(self, backbone: Backbone, optimizer: torch.optim.Optimizer) -> Any:
-        """Without accelerate's cast of inputs and weights: it would round the timesteps to bf16."""
+        """Wrap without accelerate's cast of inputs and weights, which rounds timesteps to bf16."""
         plugin: Any = self.accelerator.state.fsdp_plugin
         plugin.ignored_modules = ADAPTERS
         plugin.mixed_precision_policy = MixedPrecisionPolicy()  # no cast

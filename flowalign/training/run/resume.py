@@ -1,7 +1,7 @@
-"""What the folder of a run holds, and whether a run may start there or go on.
+"""The state of a run's folder, and whether a run may start there or resume.
 
-Nothing here needs a model: manifests and hashes tell, so a run is refused in a moment. Only folders
-named update_NNNNNN whose manifest agrees with their files count as checkpoints.
+No model is needed: manifests and hashes suffice, so a run is refused within a moment. Only folders
+named update_NNNNNN whose manifest matches their files count as checkpoints.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ def checkpoints(run: Path) -> list[Path]:
 
 
 def identity(config: TrainingStage) -> dict[str, Any]:
-    """What a checkpoint of this run says of itself: its config, the version of flowalign, and the
-    digests of the adapters that it reads and of its rewards' code, by their key in the config."""
+    """The identity of a run that its checkpoints record: config, version of flowalign, and the
+    digests of its adapters and of its rewards' code, by config key."""
     return {
         "config": config.model_dump(mode="json"),
         "version": __version__,
@@ -57,8 +57,8 @@ def identity(config: TrainingStage) -> dict[str, Any]:
 
 
 def rewards_code(config: Stage) -> dict[str, dict[str, str]]:
-    """{key in the config of a reward that is trained on, of one of an evaluation, or of the user's
-    advantage: `RewardSpec.code_digests` of it}."""
+    """{config key: `RewardSpec.code_digests`} for the rewards of training and evaluation, and for a
+    custom advantage."""
     keys = {f"{j.place}.{k}": reward for j in config.judged for k, reward in j.rewards.items()}
     codes = {}
     for key, reward in keys.items():
@@ -70,8 +70,8 @@ def rewards_code(config: Stage) -> dict[str, dict[str, str]]:
 
 
 def changed_rewards(config: Stage, about: Mapping[str, Any]) -> list[Problem]:
-    """The rewards whose code is another than a manifest says, with the names of what changed. An
-    older manifest says nothing."""
+    """The rewards whose code differs from a manifest, with the names of what changed. [] for an
+    older manifest, which has no digests."""
     problems = []
     then = about.get("rewards", {})
     for key, now in rewards_code(config).items():
@@ -83,7 +83,7 @@ def changed_rewards(config: Stage, about: Mapping[str, Any]) -> list[Problem]:
 
 @dataclass(frozen=True)
 class Resumable:
-    """The newest checkpoint that a run can go on from. about: what it says of itself. skipped:
+    """The newest checkpoint that a run can resume from. about: its manifest's record. skipped:
     {newer folder: why it cannot be used}."""
 
     folder: Path
@@ -92,8 +92,8 @@ class Resumable:
 
 
 def newest(run: Path, config: TrainingStage) -> Resumable | None:
-    """Look for it from the newest folder to the oldest, every byte of each; None if there are no
-    checkpoints. Raises ConfigError if none can be used."""
+    """The newest usable checkpoint, with every byte verified; None if there are no checkpoints.
+    Raises ConfigError if none can be used."""
     skipped: dict[Path, str] = {}
     other: list[str] = []  # keys of the config that differ in a sound one
     for folder in reversed(checkpoints(run)):
@@ -124,7 +124,7 @@ def newest(run: Path, config: TrainingStage) -> Resumable | None:
 
 
 def changed_sections(config: TrainingStage, saved: object) -> list[str]:
-    """The sections of a saved config in which the run's differs, but for those in FREE."""
+    """The sections in which a saved config differs from the run's, except those in FREE."""
     free = {key: value for key, value in config.model_dump(mode="json").items() if key in FREE}
     try:
         old = parse({**saved, **free} if isinstance(saved, dict) else saved, source="checkpoint")
@@ -138,8 +138,8 @@ def changed_sections(config: TrainingStage, saved: object) -> list[str]:
 
 
 def truncate_to(run: Path, checkpoint: Path, update: int, evaluated: int) -> None:
-    """Set log, samples and warnings back to the moment of this checkpoint. update, evaluated:
-    rollouts done, and done at the last evaluation that counted; a later one is taken again."""
+    """Set log, samples and warnings back to this checkpoint. update, evaluated: the rollouts done,
+    and those done at the last evaluation that counted. Later evaluations are repeated."""
     folder = RunFolder(run)
     for path in folder.samples.glob("*"):
         if (match := SAMPLE.fullmatch(path.name)) and int(match[1]) > update:
@@ -162,8 +162,8 @@ def _write_lines(path: Path, rows: list[dict[str, Any]]) -> None:
 
 
 def clear_run(run: Path) -> None:
-    """Remove what a run left that ended before its first checkpoint, so that it starts again. The
-    log goes last: it tells whose the rest is, should this be killed."""
+    """Remove the files of a run that ended before its first checkpoint, so that it can start again.
+    The log is removed last, because it identifies the rest if this is interrupted."""
     folder = RunFolder(run)
     shutil.rmtree(folder.samples, ignore_errors=True)
     shutil.rmtree(folder.adapter, ignore_errors=True)

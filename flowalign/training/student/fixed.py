@@ -1,8 +1,8 @@
 """The distance to the targets at states that stay the same through a run.
 
 On the student's own path the states change with the student, so that its distance there may fall
-while the student learns nothing, or rise while it learns. Here they are of the teachers' own
-trajectories.
+while the student learns nothing, or rise while it learns. Here the states are on the
+teachers' trajectories.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from flowalign.types import PromptBatch, Rollout, Teacher
 
 @dataclass(frozen=True)
 class Fixed:
-    """States of one task and the targets there. name: the metric of the distance. unit: the
-    distance of the base model, in which it is measured."""
+    """States of one task and the targets there. name: the metric. unit: the base model's distance,
+    by which distances are divided."""
 
     name: str
     states: Rollout
@@ -43,9 +43,9 @@ def fixed_states(
     prompts: Mapping[str, PromptBatch],
     guidance: float,
 ) -> list[Fixed]:
-    """The states of each task, of its first prompts: a function of the seed and of the teachers.
-    prompts: by task. All processes make the same."""
-    found = []
+    """Fixed states for the first prompts of each task, a function of the seed and of the teachers.
+    prompts: by task. All processes compute the same states."""
+    states = []
     for task, batch in prompts.items():
         batch = batch.select(range(min(config.student.fixed_prompts, len(batch))))
         schedule = schedule_of(config, backbone)
@@ -62,13 +62,15 @@ def fixed_states(
             decode=False,
             sources=teachers.sources(batch.tasks),
         )
-        found.append(Fixed(metrics.FIXED_PATH + task, path, teachers(path).velocity))
+        states.append(Fixed(metrics.FIXED_PATH + task, path, teachers(path).velocity))
     with backbone.base():
         size = config.optimizer.micro_batch
-        far = [distance(fixed, backbone, guidance, size) for fixed in found]
+        far = [distance(fixed, backbone, guidance, size) for fixed in states]
     mean = sum(far) / len(far) or 1.0  # in place of 0, where a teacher is the base itself
     units = [base or mean for base in far]
-    return [dataclasses.replace(fixed, unit=unit) for fixed, unit in zip(found, units, strict=True)]
+    return [
+        dataclasses.replace(fixed, unit=unit) for fixed, unit in zip(states, units, strict=True)
+    ]
 
 
 @torch.no_grad()
@@ -85,9 +87,9 @@ def distance(fixed: Fixed, backbone: Backbone, guidance: float, batch_size: int)
 def distances(
     states: list[Fixed], backbone: Backbone, guidance: float, batch_size: int
 ) -> dict[str, float]:
-    """Distances of the active adapter over the base model's (0: the target, 1: the base), by
-    metric. FIXED_MEAN is all distances over all of the base's: so a teacher that is near to the
-    base counts little."""
+    """Distances of the active adapter divided by the base model's (0: the target, 1: the base), by
+    metric. FIXED_MEAN is the sum of distances over the sum of the base's, so a teacher near the
+    base has little weight."""
     far = [distance(fixed, backbone, guidance, batch_size) for fixed in states]
     shares = {fixed.name: d / fixed.unit for fixed, d in zip(states, far, strict=True)}
     return shares | {metrics.FIXED_MEAN: sum(far) / sum(fixed.unit for fixed in states)}

@@ -32,8 +32,8 @@ class Labels(Prepared):
     """A rollout with the labels of its states."""
 
     velocity: Tensor  # [B,S,C,h,w] of the teachers
-    weights: Tensor  # [T] of the distances at each step
-    kl_weights: Tensor  # [T] which make them a KL, for the log
+    weights: Tensor  # [T] weights of the distances
+    kl_weights: Tensor  # [T] weights that make them a KL, for the log
     anchor: Tensor | None = None  # [B,S,C,h,w] velocity of the anchor
     advantage: Tensor | None = None  # [B,S] log-ratios of gradient "policy"
 
@@ -65,7 +65,8 @@ class Opd(Algorithm[Labels]):
 
     @classmethod
     def trained_steps(cls, config: OpdStage, update: int) -> tuple[int, ...]:
-        """Those of the window, or a draw among them: a function of (seed, update)."""
+        """The trained steps of an update: its window, or a draw from it. A function of (seed,
+        update)."""
         window = list(range(*window_of(config.rollout, update)))
         return chosen(config.student.noise_levels, window, (config.seed, update))
 
@@ -114,7 +115,7 @@ class Opd(Algorithm[Labels]):
         return StepLoss(total, measured, counts)
 
     def held_out(self) -> Mapping[str, float]:
-        """The distance to the targets at states that stay the same, of 0 to 1: the base's."""
+        """The distance to the targets at fixed states; 1 is the base's, 0 the target."""
         if not self.settings.fixed_prompts:
             return {}
         if self.fixed is None:
@@ -179,7 +180,7 @@ class Opd(Algorithm[Labels]):
 
 def weights_of(schedule: Schedule, weighting: str) -> Tensor:
     """`losses.step_weights` of a schedule [T]; 0 for steps outside its window, which are never
-    trained. An ode has no KL: there "kl" is 1, so that errors are shown as they are."""
+    trained. An ode has no KL: there the weight "kl" is 1, so that plain errors are logged."""
     if schedule.kind == "ode" and weighting == "kl":
         weighting = "velocity"
     every = step_weights(

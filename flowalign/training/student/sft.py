@@ -28,7 +28,7 @@ class Targets(Prepared):
 
     @staticmethod
     def of(states: Rollout, velocity: Tensor) -> Targets:
-        """All images carry gradient, and nothing is said of them."""
+        """Targets in which all images carry gradient, without notes."""
         keep = torch.ones(len(states), dtype=torch.bool)
         notes = [""] * len(states)
         return Targets(rollout=states, keep=keep, metrics={}, notes=notes, velocity=velocity)
@@ -46,7 +46,7 @@ class Sft(Algorithm[Targets]):
 
     @classmethod
     def keeps(cls, config: SftStage, updates: Sequence[int] | None = None) -> Keeps:
-        """The teachers' latents; noised states with the velocity to match."""
+        """It keeps the teachers' latents, and noised states with the velocity to match."""
         count = config.sft.noise_levels
         return Keeps(latents=True, noise_levels=count, targets=["float32"], taught_images=True)
 

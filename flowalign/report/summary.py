@@ -1,4 +1,4 @@
-"""What a command says at its end: where its results are, and what can be done next."""
+"""The summary that a command prints at its end: where its results are, and what to do next."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from flowalign.training import metrics
 
 
 @dataclass(frozen=True)
-class Kept:
-    """The evaluation that chose the adapter of a run, the last and the first: rows of its log."""
+class KeptAdapter:
+    """The log rows of a run's evaluations: the one that chose its adapter, the last, the first."""
 
     row: Mapping[str, Any]
     last: Mapping[str, Any]
@@ -33,30 +33,30 @@ class Kept:
         return f"{text})"
 
 
-def evaluations(folder: Path) -> list[dict[str, Any]]:
-    """The rows of a run's log that hold an evaluation, without the numbers that are none."""
+def evaluation_rows(folder: Path) -> list[dict[str, Any]]:
+    """The log rows of a run that hold an evaluation, without their missing numbers."""
     lines = read_lines(RunFolder(folder).log)
     rows = [row for row in lines if row.get(metrics.HEADLINE) is not None]
     return [{name: value for name, value in row.items() if value is not None} for row in rows]
 
 
-def kept(folder: Path) -> Kept | None:
-    """Of the run in a folder, by what the run itself wrote beside its adapter; None if no
-    evaluation chose that."""
+def kept_adapter(folder: Path) -> KeptAdapter | None:
+    """The evaluation that chose the adapter of the run in a folder, as the run recorded it beside
+    the adapter; None if no evaluation chose it."""
     try:
         chosen = json.loads(RunFolder(folder).scores.read_text()).get("update")
     except (OSError, ValueError, AttributeError):
         return None
-    rows = evaluations(folder)
-    found = (Kept(row, rows[-1], rows[0]) for row in rows if row[metrics.UPDATE] == chosen)
-    return next(found, None)
+    rows = evaluation_rows(folder)
+    matches = (KeptAdapter(row, rows[-1], rows[0]) for row in rows if row[metrics.UPDATE] == chosen)
+    return next(matches, None)
 
 
 def unlearnt(adapter: str | None) -> str:
-    """What is to be said of the adapter of a run that was trained and kept the weights it began
-    with, and what they are; "" for any other."""
+    """A remark for an adapter whose run kept its initial weights, which names these weights; "" for
+    any other adapter."""
     folder = Path(adapter or "").parent
-    chosen = kept(folder) if adapter else None
+    chosen = kept_adapter(folder) if adapter else None
     if chosen is None or chosen.row[metrics.UPDATE] or chosen.row == chosen.last:
         return ""
     start = (read(RunFolder(folder).config).get("lora") or {}).get("init") or "the base model"
@@ -64,26 +64,26 @@ def unlearnt(adapter: str | None) -> str:
 
 
 def untrained(config: TrainingStage) -> str:
-    """A warning of such an adapter, with what to do; "" for any other."""
-    if not (said := unlearnt(str(config.folder.adapter))):
+    """A warning if the run's adapter is `unlearnt`, with what to do; "" otherwise."""
+    if not (remark := unlearnt(str(config.folder.adapter))):
         return ""
     assert config.evaluation
     return (
-        f"{said}. No later evaluation was better. Train longer, lower optimizer.lr, or score "
+        f"{remark}. No later evaluation was better. Train longer, lower optimizer.lr, or score "
         f"more than evaluation.prompts = {config.evaluation.prompts} a task, if noise decides. To "
         "keep the last adapter instead, give the command again with --resume evaluation=null."
     )
 
 
-def summary(config: Stage) -> str:
-    """Which adapter was kept, where the results of a stage are, one line each, and what comes next.
-    Only what is there."""
+def stage_summary(config: Stage) -> str:
+    """The kept adapters and result files of a stage, as far as they exist, one line each, and what
+    to do next."""
     folder = Path(config.output)
-    adapters = {"kept": kept(folder)}
+    adapters = {"kept": kept_adapter(folder)}
     paths = {"folder": folder} | _paths(folder)
     if isinstance(config, RecipeStage):
         for name in config.stages:
-            adapters[f"{name}: kept"] = kept(folder / name)
+            adapters[f"{name}: kept"] = kept_adapter(folder / name)
             paths |= {f"{name}: {what}": path for what, path in _paths(folder / name).items()}
     lines = [f"\n{what}: {which}" for what, which in adapters.items() if which]
     labellers = config.labellers.values() if isinstance(config, TrainingStage) else ()
@@ -93,21 +93,21 @@ def summary(config: Stage) -> str:
     return "".join([*lines, _text(paths, teachers)])
 
 
-def merged(adapter: str | Path) -> str:
-    """The same for the adapter that `flowalign merge` wrote."""
+def merge_summary(adapter: str | Path) -> str:
+    """The path and next steps for an adapter that `flowalign merge` wrote."""
     return _text({"adapter": Path(adapter)})
 
 
 def _paths(path: Path) -> dict[str, Path]:
-    """What is named of a run, and of each stage of a recipe."""
+    """The existing result files of a run or a stage, by their label."""
     run = RunFolder(path)
     paths = {"report": run.page, "grid": run.grid, "table": run.table, "adapter": run.adapter}
     return {what: path for what, path in paths.items() if path.exists()}
 
 
 def _text(paths: Mapping[str, Path], teachers: Iterable[str] = ()) -> str:
-    """The paths, and what can be done with the page and the last adapter, which is looked at beside
-    its teachers."""
+    """The paths, and next steps for the first report and the last adapter, which is sampled
+    together with its teachers."""
     width = max(map(len, paths), default=0)
     lines = [f"  {what:{width}}  {path}" for what, path in paths.items()]
     pages = [path for what, path in paths.items() if what.endswith("report")]
