@@ -8,7 +8,7 @@ import torch
 from PIL import Image
 
 from flowalign import rewards
-from flowalign.commands.evaluate import main, more_benchmarks, parser, settings
+from flowalign.commands.evaluate import main, more_benchmarks, parser, raw_config
 from flowalign.config import BenchmarkConfig
 
 
@@ -53,7 +53,7 @@ def test_judges_follow_the_size_of_the_images(
     (tmp_path / "0.txt").write_text("a sign")
     names = ["geneval", "ocr", "preference", "cvtg2k", "longtext", "longtext_zh", "panel"]
     given = ["--out", "out", "--images", f"x={tmp_path}", "--benchmarks", *names, *model]
-    for benchmark in settings(parser().parse_args(given))["benchmarks"]:
+    for benchmark in raw_config(parser().parse_args(given))["benchmarks"]:
         assert benchmark["prompts"].startswith("tiny/")
         judges = BenchmarkConfig(**benchmark).judges
         text = str([judge.options for judge in judges.values()])
