@@ -441,7 +441,7 @@ def test_a_recipe_of_rewards_trains_a_teacher_for_each(
         Path("data").mkdir()
         Path("data/ocr_test.txt").write_text('a sign that says "KITE"\n')
     _, problems = recipe.stages_and_problems(config, Path())
-    assert {problem.level for problem in problems} <= {"note"}  # of the guidance of the card
+    assert refused(problems) == []  # a guidance that is an input stays as it is
 
 
 @pytest.mark.parametrize(
