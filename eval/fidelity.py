@@ -27,7 +27,7 @@ from flowalign.eval.stats import FIDELITY, student_t
 from flowalign.eval.suite import ImageSet, JudgedImages
 from flowalign.rewards.clip import image_encoder
 from flowalign.system.images import image_files, read_image, stacked
-from flowalign.types import EvalRow
+from flowalign.types import EvalRow, Problem
 
 BATCH = 64  # reference images per forward pass of the features
 GROUPS = 20  # of prompts, each left out once for the jackknife error of a distance
@@ -150,7 +150,7 @@ def load_reference(
     try:
         extract: Features = image_encoder(name, device)[1]
     except (ImportError, ValueError, OSError) as error:
-        raise ConfigError([f"fidelity.features: {error}"]) from error
+        raise ConfigError([Problem("fidelity.features", str(error))]) from error
     try:
         if source == "tiny":
             metadata = [row for images in sets for row in images.prompts.metadata]
@@ -159,14 +159,14 @@ def load_reference(
             batches = _pictures(Path(source), *config.model.size)
         features = torch.cat([extract(batch.to(device)).float().cpu() for batch in batches])
     except ValueError as error:
-        raise ConfigError([f"fidelity.reference: {error}"]) from error
+        raise ConfigError([Problem("fidelity.reference", str(error))]) from error
     width = features.shape[1]
     sampled = sum(len(images.prompts) * images.copies for images in sets)
     counts = {"fidelity.reference": len(features), "benchmarks": sampled}
     text = f"images are too few for a distance between {width} features. Use at least"
     text += f" {enough(width)}, better ten times as many, or null."
     if few := {key: count for key, count in counts.items() if count < enough(width)}:
-        raise ConfigError([f"{key}: {count} {text}" for key, count in few.items()])
+        raise ConfigError([Problem(key, f"{count} {text}") for key, count in few.items()])
     return Reference(extract, features)
 
 

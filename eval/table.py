@@ -144,7 +144,8 @@ class Results:
             name = benchmark.name
             reward = benchmark.reward
             columns[name] = number(benchmark, None)
-            averaged += [columns[name]] * reward.averaged
+            if reward.averaged:
+                averaged.append(columns[name])
             columns |= {f"{name}_{part}": number(benchmark, part) for part in reward.columns}
         columns |= {FIDELITY: fidelity} if fidelity else {}
         return columns | ({AVERAGE: average(averaged)} if averaged else {})

@@ -26,6 +26,7 @@ import pkgutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 from uuid import uuid4
@@ -139,7 +140,7 @@ class RewardSpec:
     options: Mapping[str, Any] = field(default_factory=dict)
     trusted: bool = True
 
-    @property
+    @cached_property  # each look-up of a function would make another class
     def reward_class(self) -> type[RewardBase]:
         """The class that the look-up returns. Raises ValueError if no reward has that name."""
         code = _table().get(self.name, self.name)

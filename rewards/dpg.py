@@ -62,7 +62,8 @@ class DPG(AskedReward):
     "left_out" = 1 where the first question was not asked.
     """
 
-    name, prompt_set = "dpg", "dpg_bench"
+    name = "dpg"
+    prompt_set = "dpg_bench"
     choices = {**AskedReward.choices, "mplug": "MIT (its code)"}
     questions = staticmethod(questions)
 

@@ -26,7 +26,7 @@ from flowalign.training import metrics
 from flowalign.training.algorithm import STUDENT, Compared, Keeps, Pairs, Parts, Prepared
 from flowalign.training.rollout import clean_schedule
 from flowalign.training.run.processes import Means
-from flowalign.types import Rollout, Schedule, StepLoss
+from flowalign.types import Problem, Rollout, Schedule, StepLoss
 
 FACTOR = 1.1  # by which tau changes after a rollout
 
@@ -145,9 +145,11 @@ class Gradient(WithPolicies[Moved]):
                 continue
             batch = rollout.batch.select(rows)
             inputs = rollout.images[rows], batch.prompts, batch.metadata
-            for text in gradient_problems(self.rewards[task.name], *inputs):
-                problems.append(f"tasks.{index}.reward: gradient of {task.reward.name!r}: {text}.")
-        if problems := sorted(set(gather_object(problems))):  # each process has other images
+            for fault in gradient_problems(self.rewards[task.name], *inputs):
+                text = f"gradient of {task.reward.name!r}: {fault}."
+                problems.append(Problem(f"tasks.{index}.reward", text))
+        # each process has other images
+        if problems := sorted(set(gather_object(problems)), key=str):
             raise ConfigError(problems)
 
     def _slopes(self, rollout: Rollout, x: Tensor, reasons: set[str]) -> tuple[Tensor, Tensor]:

@@ -33,7 +33,7 @@ from flowalign.training.inputs import Inputs
 from flowalign.training.loop import Loop
 from flowalign.training.rollout import generate
 from flowalign.training.run import processes
-from flowalign.types import EvalReport, EvalRow, Example
+from flowalign.types import EvalReport, EvalRow, Example, Problem
 
 # The parts of a run ------------------------------------------------------------------------------
 
@@ -100,7 +100,7 @@ def build_rewards(config: TrainingStage, device: torch.device) -> dict[str, Rewa
                 spec = RewardSpec(task.reward.name, task.reward.options)
                 built[task.name] = spec.build(device)
         except (ImportError, ValueError, OSError) as error:
-            problems.append(f"tasks.{index}.reward: {error}")
+            problems.append(Problem(f"tasks.{index}.reward", str(error)))
     if problems:
         raise ConfigError(problems)
     return built
@@ -158,7 +158,7 @@ def algorithm_parts(
                 substeps=labels.substeps,
             )  # fmt: skip
         except ValueError as error:
-            raise ConfigError([f"teachers: {error}"]) from error
+            raise ConfigError([Problem("teachers", str(error))]) from error
 
     anchor = {"anchor": members.pop("anchor")} if "anchor" in config.labellers else {}
     to_anchor = {task.name: "anchor" for task in config.tasks}

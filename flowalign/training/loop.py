@@ -31,7 +31,7 @@ from flowalign.training.rollout import Noise, sample, shard
 from flowalign.training.run import checkpoint, resume
 from flowalign.training.run.processes import from_main
 from flowalign.training.step import Step
-from flowalign.types import Rollout
+from flowalign.types import Problem, Rollout
 
 log = logging.getLogger("flowalign")
 
@@ -326,8 +326,8 @@ class Loop:
         folder = saved.folder
         if saved.about["base"] != self.identity["base"]:
             names = [self.config.model.id, *(base.id for base in self.config.bases.values())]
-            text = f"model.id: the weights of {' or '.join(map(repr, names))} have changed since"
-            raise ConfigError([f"{text} {folder} was written. Put those back."])
+            text = f"the weights of {' or '.join(map(repr, names))} have changed since {folder} was"
+            raise ConfigError([Problem("model.id", f"{text} written. Put those back.")])
         if self.accelerator.is_main_process:
             for path, reason in saved.skipped.items():
                 text = "--resume: %s is not used: %s. The run continues from %s."

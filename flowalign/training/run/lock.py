@@ -16,6 +16,7 @@ import filelock
 
 from flowalign.config import ConfigError
 from flowalign.system.folder import RunFolder
+from flowalign.types import Problem
 
 log = logging.getLogger("flowalign")
 
@@ -63,8 +64,8 @@ def holding(folder: str | Path, active: bool = True) -> Iterator[None]:
             raise PermissionError("it belongs to another user, or is read-only")
         lock = _acquire(folder)
     except OSError as error:
-        text = f"output: {folder} cannot be written: {error.strerror or error}."
-        raise ConfigError([f"{text} Choose another `output`."]) from None
+        text = f"{folder} cannot be written: {error.strerror or error}. Choose another `output`."
+        raise ConfigError([Problem("output", text)]) from None
     try:
         yield
     finally:
@@ -81,8 +82,8 @@ def _acquire(folder: Path) -> filelock.BaseFileLock:
     try:
         lock.acquire()
     except filelock.Timeout:
-        text = f"output: {folder} is in use by another run. Wait until it ends, or choose another."
-        raise ConfigError([text]) from None
+        text = f"{folder} is in use by another run. Wait until it ends, or choose another."
+        raise ConfigError([Problem("output", text)]) from None
     except (OSError, NotImplementedError) as error:
         log.warning("%s cannot be locked (%s): start no second run there", folder, error)
     return lock
