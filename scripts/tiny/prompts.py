@@ -32,6 +32,8 @@ WORDINGS = {
 }
 STYLE_WORDING = "a {style} drawing of {text}"  # of objects; signs have one style
 TAGS = {"two_object": 80, "counting": 80, "position": 120, "color_attr": 120}  # of 400 prompts
+TRAINING = {"below": 7, "right of": 7, "above": 3, "left of": 3, "counting": 10, "color_attr": 6}
+TRAINING |= {"two_object": 4}  # of 40 prompts that train GenEval: more of what the base seldom draws
 SIMPLE = ("single_object", "colors")  # too few to hold any out: pretraining alone draws them
 HELD_OUT_SHARE = {"two_object": 0.1, "counting": 0.12, "position": 0.1, "color_attr": 0.1}
 SIZES = {"train": 2000, "val": 400, "test": 400}  # prompts of a split
@@ -178,17 +180,26 @@ def entry(row: Metadata, wording: str, wordings: bool) -> Metadata:
     return found | ({"wordings": {n: prompt(row, n) for n in WORDINGS}} if wordings else {})
 
 
-def objects_file(split: str, entries: int, seed: int) -> list[Metadata]:
-    """`entries` scenes of a split, shuffled, none twice. Tags have the proportions of TAGS, and
-    equal ones for training: GenEval's score is the mean over tags."""
+def scenes(kind: str, split: str) -> list[Metadata]:
+    """The scenes of a split that have a tag, or of "position" one relation."""
+    if kind not in RELATIONS:
+        return splits(kind)[split]
+    rows = splits("position")[split]
+    return [row for row in rows if row["include"][1]["position"][0] == kind]
+
+
+def objects_file(split: str, entries: int, seed: int, shares: Mapping[str, int]) -> list[Metadata]:
+    """`entries` scenes of a split, shuffled, none twice. shares: the proportions of `scenes`."""
     rng = np.random.default_rng(seed)
     rows = []
-    shares = dict.fromkeys(TAGS, 1) if split == "train" else dict(TAGS)
-    for tag in sorted(TAGS, key=lambda tag: len(splits(tag)[split])):  # others fill a small one up
-        pool = splits(tag)[split]
-        wanted = round((entries - len(rows)) * shares[tag] / sum(shares.values()))
+    left = dict(shares)
+    for kind in sorted(
+        shares, key=lambda kind: len(scenes(kind, split))
+    ):  # others fill a small one up
+        pool = scenes(kind, split)
+        wanted = round((entries - len(rows)) * left[kind] / sum(left.values()))
         rows += [pool[i] for i in rng.permutation(len(pool))[:wanted]]
-        del shares[tag]
+        del left[kind]
     return [rows[i] for i in rng.permutation(len(rows))]
 
 
@@ -220,11 +231,14 @@ def files(split: str) -> dict[str, list[Metadata]]:
     """The prompts of a split, by task."""
     entries = SIZES[split]
     seed = list(SIZES).index(split)
-    objects = objects_file(split, entries, seed)
-    objects = objects if split == "train" else by_turns(objects)
+    if split == "train":
+        objects, mixed = objects_file(split, entries, seed, TRAINING), dict.fromkeys(TAGS, 1)
+    else:
+        objects, mixed = by_turns(objects_file(split, entries, seed, TAGS)), TAGS
     signs = signs_file(split, entries, seed)
     share = round(0.3 * entries)  # of signs among the preference task's scenes
-    others = objects_file(split, entries - share, seed + 10) + signs_file(split, share, seed + 10)
+    others = objects_file(split, entries - share, seed + 10, mixed)
+    others += signs_file(split, share, seed + 10)
     order = np.random.default_rng(seed).permutation(len(others))
     rows = {"geneval": objects, "ocr": signs, "preference": [others[i] for i in order]}
     return {
