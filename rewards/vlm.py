@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import torch
-import yaml
 from PIL import Image
 from pydantic import AfterValidator, Field
 from torch import Tensor
 
+from flowalign.config.safe_yaml import load_yaml
 from flowalign.rewards.base import RewardBase
 from flowalign.rewards.options import Count, Divisor, Retries, Seconds, TokenEnv, Url, read_token
 from flowalign.system.escape import shown
@@ -81,7 +81,7 @@ class Template:
 
 
 def _templates() -> dict[str, Template]:
-    spoken = yaml.safe_load(Path(__file__).with_name("vlm_templates.yaml").read_text("utf-8"))
+    spoken = load_yaml(Path(__file__).with_name("vlm_templates.yaml").read_text("utf-8"))
     templates = {name: Template(**fields) for name, fields in spoken.items()}
     strict = templates["qwenvl"]
     plain = replace(strict, text=strict.text.replace("{strict}\n", ""))

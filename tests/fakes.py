@@ -23,7 +23,6 @@ from unittest import mock
 
 import forked
 import torch
-import yaml
 from accelerate.state import AcceleratorState
 from accelerate.utils import set_seed
 from diffusers import AutoencoderKL, SD3Transformer2DModel, StableDiffusion3Pipeline
@@ -36,6 +35,7 @@ from flowalign.backbone import Backbone
 from flowalign.backbone.sd3 import SD3
 from flowalign.checks import Launch, enforce
 from flowalign.commands import build, recipe, train
+from flowalign.config.safe_yaml import dump_yaml
 from flowalign.rewards import RewardBase
 from flowalign.training.algorithm import STUDENT
 from flowalign.training.loop import Loop
@@ -300,7 +300,7 @@ def evaluation(
         "stage": "eval", "output": str(folder / "out"), "model": {"id": model, **SMALL},
         "benchmarks": marks, "sampling": {"steps": 2, "guidance": 1.0, "batch_size": 4},
     }  # fmt: skip
-    (folder / "eval.yaml").write_text(yaml.dump(data | keys, sort_keys=False))
+    (folder / "eval.yaml").write_text(dump_yaml(data | keys))
     return folder / "eval.yaml"
 
 

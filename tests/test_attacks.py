@@ -28,10 +28,10 @@ import fakes
 import forked
 import psutil
 import pytest
-import yaml
 
 from flowalign.commands import cli
 from flowalign.config import parse
+from flowalign.config.safe_yaml import dump_yaml, load_yaml
 from flowalign.system.files import read_lines
 from flowalign.types import Scores
 
@@ -126,7 +126,7 @@ def evaluation(base: Path) -> dict[str, Any]:
     path = fakes.evaluation(
         str(base / "model"), base, fakes.PROMPTS, models=models, keep_images=True, output=OUT
     )
-    config = yaml.safe_load(path.read_text())
+    config = load_yaml(path.read_text())
     config["model"]["text_cache"] = "texts"
     return config
 
@@ -178,7 +178,7 @@ class Scenario:
         """Run it undisturbed, once -> the places of each rank, in order."""
         if not self.whole.exists():
             self.whole.mkdir(parents=True)
-            config = yaml.safe_dump(CONFIGS[self.kind](self.base), sort_keys=False)
+            config = dump_yaml(CONFIGS[self.kind](self.base))
             (self.whole.parent / "config.yaml").write_text(config)
             done = self.run(self.whole, again=False)
             assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
@@ -233,7 +233,7 @@ def test_nothing_grows(base: Path, tmp_path: Path) -> None:
     less than 5 %."""
     given = ["train.updates=400", "train.trackers=[tensorboard]"]
     config = training("grpo", base, *given, "tasks.0.reward.name=test_attacks:measured_redness")
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+    (tmp_path / "config.yaml").write_text(dump_yaml(config))
     words = [__file__, tmp_path, "", "train", "--config", "config.yaml"]
     done = forked.run(*words, env={**os.environ, "OMP_NUM_THREADS": "1"}, seconds=7200)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -8,12 +8,12 @@ from typing import Any
 
 import fakes
 import pytest
-import yaml
 from huggingface_hub import ModelCard
 
 from flowalign.commands import recipe
 from flowalign.commands.card import licence, reward_line, write_card
 from flowalign.config import MergeStage, load, parse, to_yaml
+from flowalign.config.safe_yaml import load_yaml
 from flowalign.system.folder import RunFolder
 
 LOG = [
@@ -57,7 +57,7 @@ def test_the_card_says_base_licence_scores_and_config(trained: Path, random_mode
     assert "| red/reward | 0.700 | 0.600 | 0.500 |" in card.text
     assert "By this config, with `flowalign train --config FILE`:" in card.text
     (written,) = card.text.split("```yaml\n")[1:]
-    assert parse(yaml.safe_load(written.split("```")[0])) == load(trained / "config.yaml")
+    assert parse(load_yaml(written.split("```")[0])) == load(trained / "config.yaml")
     assert f'flowalign.load("{random_model}", lora="{trained / "adapter"}")' in card.text
     assert "Rank 4, scale\n2.5 (alpha / r)" in card.text
 

@@ -168,6 +168,7 @@ def test_what_is_no_path_keeps_its_signs(monkeypatch: pytest.MonkeyPatch) -> Non
     [
         ({"rollout": {"step": 3}}, ["rollout.step: unknown key", "mean `steps`?", "noise_level"]),
         ({"optimizer": {"lr": "fast"}}, ["optimizer.lr: got the text 'fast'", "example: 0.0001"]),
+        ({"model": {"gradient_checkpointing": "yes"}}, ["got the text 'yes'; want true or false."]),
         ({"rollout": {"steps": 2.5}}, ["rollout.steps: got the number 2.5; want a", "integer"]),
         ({"output": 2024}, ["output: got the whole number 2024", "quotes"]),
         ({"model": {"id": "x", "height": 500}}, ["model.height: got", "500", "multiple of 16"]),
@@ -289,6 +290,8 @@ NO_CONFIGS = {  # each was a traceback, or silently something else
     "a key given twice": "seed: 1\nseed: 2",
     "a text": "grpo",
     "a number that is none": "seed: !!int x",
+    "a truth that is none": "seed: !!bool x",
+    "a date that is none": "seed: !!timestamp x",
     "an object of Python": "seed: !!python/object/apply:os.system [x]",
     "deep nesting": "a: " + "[" * 2000,
     "NUL": "output: a\0b",
@@ -305,17 +308,19 @@ def test_what_is_no_config_is_refused(tmp_path: Path, name: str) -> None:
             parse(raw(), [NO_CONFIGS[name].replace(": ", "=")])
 
 
-NUMBERS = {  # as YAML 1.2 reads them; PyYAML reads 1.1
+PLAIN = {  # and other texts, as YAML 1.2 reads them; PyYAML reads 1.1
     "010": 10, "-017": -17, "08": 8, "0o10": 8, "0x1F": 31, "1_000": 1000, "1e-4": 1e-4, "5.": 5.0,
     "08.5": 8.5, "+.5E1": 5.0, "-.inf": float("-inf"), "1:30": "1:30", "1:30.5": "1:30.5",
-    "190:20:30": "190:20:30", "2026-11-27": "2026-11-27", "=": "=", "0b11": "0b11", "yes": True,
+    "190:20:30": "190:20:30", "2026-11-27": "2026-11-27", "=": "=", "0b11": "0b11",
+    "yes": "yes", "NO": "NO", "on": "on", "y": "y",
+    "true": True, "True": True, "FALSE": False, "null": None, "~": None,
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("text", NUMBERS)
-def test_numbers_are_read_as_written(text: str) -> None:
-    assert load_yaml(text) == NUMBERS[text] and type(load_yaml(text)) is type(NUMBERS[text])
-    assert load_yaml(dump_yaml({text: [text, NUMBERS[text]]})) == {text: [text, NUMBERS[text]]}
+@pytest.mark.parametrize("text", PLAIN)
+def test_what_has_no_quotes_is_read_as_yaml_1_2(text: str) -> None:
+    assert load_yaml(text) == PLAIN[text] and type(load_yaml(text)) is type(PLAIN[text])
+    assert load_yaml(dump_yaml({text: [text, PLAIN[text]]})) == {text: [text, PLAIN[text]]}
     pair = yaml.safe_load(dump_yaml([text]))  # whoever else reads our files reads a text, too
     assert pair == [text]
 
@@ -545,7 +550,7 @@ eval: {sampling: {batch_size: 3}}
 
 def test_a_variant_changes_the_stage_it_is_for_and_overrides_come_after(tmp_path: Path) -> None:
     """It does not switch on what the config has switched off (evaluation)."""
-    (tmp_path / "run.yaml").write_text(yaml.safe_dump(raw(evaluation=None)))
+    (tmp_path / "run.yaml").write_text(dump_yaml(raw(evaluation=None)))
     files(tmp_path, variant=VARIANT)
     path, variant = tmp_path / "run.yaml", tmp_path / "variant.yaml"
     plain = load(path)
@@ -565,7 +570,7 @@ def test_a_variant_changes_the_stage_it_is_for_and_overrides_come_after(tmp_path
     ],
 )
 def test_a_wrong_variant_is_refused(tmp_path: Path, text: str, said: str) -> None:
-    (tmp_path / "run.yaml").write_text(yaml.safe_dump(raw(evaluation=None)))
+    (tmp_path / "run.yaml").write_text(dump_yaml(raw(evaluation=None)))
     files(tmp_path, variant=text)
     with pytest.raises(ConfigError) as caught:
         load(tmp_path / "run.yaml", variant=tmp_path / "variant.yaml")

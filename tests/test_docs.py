@@ -27,7 +27,6 @@ import documents
 import fake_hub
 import pytest
 import torch
-import yaml
 from documents import Block, Command
 from test_package import CONFIGS
 
@@ -50,6 +49,7 @@ from flowalign.config import (
     load,
     read,
 )
+from flowalign.config.safe_yaml import dump_yaml
 
 # what configs ask for counts as installed
 pytestmark = pytest.mark.usefixtures("clip_extra")
@@ -380,7 +380,7 @@ def check_block(block: Block, folder: Path) -> Stage:
     file = folder / "block.yaml"
     file.write_text(block.text)
     if "stage" not in (data := read(file)):
-        file.write_text(yaml.safe_dump(whole(data)))
+        file.write_text(dump_yaml(whole(data)))
     config = load(file, stage=Stage)
     make_files(config)
     with modules_of(block.page, folder):

@@ -7,7 +7,6 @@ from typing import Any
 import fakes
 import pytest
 import torch
-import yaml
 from huggingface_hub import constants
 from safetensors.torch import save_file
 
@@ -27,6 +26,7 @@ from flowalign.config import (
     load,
 )
 from flowalign.config.model import LoraConfig, ModelConfig
+from flowalign.config.safe_yaml import load_yaml
 from flowalign.rewards import RewardSpec
 from flowalign.training.inputs import Inputs
 
@@ -245,7 +245,7 @@ def test_every_stage_gives_a_config_that_loads_and_explains_its_keys(
     assert (short.stage, short.model.id, short.output) == (stage, "tiny", "outputs/own")
     assert "flowalign doctor --config own.yaml" in capsys.readouterr().out
     text = Path("own.yaml").read_text()
-    for key in yaml.safe_load(text):
+    for key in load_yaml(text):
         meaning = STAGES[stage].model_fields[key].description or ""
         assert " ".join(meaning.split()) in without_marks(text)
     assert without_marks(text).count("`tiny` (ships with the package), a folder, or a Hub id.") == 1
@@ -308,6 +308,12 @@ def test_of_two_shipped_teachers_of_a_reward_the_usual_one_is_taken() -> None:
         load_shipped("sd35_medium", f"teacher_geneval_nft{end}") for end in ("", "_published")
     )
     assert config.nft == usual.nft != published.nft
+
+
+def test_names_that_look_like_other_values_stay_names() -> None:
+    names = ["1e3", "007", "on", "null", "1_0", "2026-11-22", "true"]
+    config = written("--stage", "opd", "--teachers", *(f"{name}=base" for name in names))
+    assert list(config.teachers) == [task.name for task in config.tasks] == names
 
 
 def test_own_teachers() -> None:

@@ -11,12 +11,12 @@ from typing import Any
 
 import fakes
 import pytest
-import yaml
 
 from flowalign.backbone import Backbone
 from flowalign.commands import train
 from flowalign.commands.evaluate import main as evaluate
 from flowalign.config import ConfigError, to_yaml
+from flowalign.config.safe_yaml import dump_yaml, load_yaml
 from flowalign.system.folder import RunFolder
 from flowalign.training.run import lock
 
@@ -66,12 +66,12 @@ def command(kind: str, model: str, output: Path) -> list[str]:
         path = fakes.evaluation(model, output.parent, fakes.PROMPTS[:1], output=str(output))
         return ["--config", str(path)]
     found = fakes.settings(model, output.parent / "probe" / "run")
-    data = yaml.safe_load(to_yaml(found)) | {"output": str(output)}
+    data = load_yaml(to_yaml(found)) | {"output": str(output)}
     if kind == "recipe":
         own = {key: data.pop(key) for key in ("model", "output")}
         data = {"stage": "recipe", **own, "stages": {"one": data}}
     path = output.parent / f"{kind}.yaml"
-    path.write_text(yaml.dump(data))
+    path.write_text(dump_yaml(data))
     return ["--config", str(path)]
 
 

@@ -5,13 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from accelerate.state import AcceleratorState
 
 from flowalign import rewards
 from flowalign.checks.rewards import own_code
 from flowalign.commands import cli
 from flowalign.config import parse, read
+from flowalign.config.safe_yaml import dump_yaml, load_yaml
 
 ROOT = Path(__file__).parent.parent
 TRACE = "import pathlib; (pathlib.Path(__file__).parent / 'trace').touch()\n"
@@ -28,7 +28,7 @@ def grpo(folder: Path, reward: dict[str, Any]) -> Path:
     data = read(ROOT / "configs/tiny/teacher_ocr.yaml") | {"output": str(folder / "run")}
     data["tasks"][0]["reward"] = reward
     path = folder / "run.yaml"
-    path.write_text(yaml.safe_dump(data))
+    path.write_text(dump_yaml(data))
     return path
 
 
@@ -43,7 +43,7 @@ COMPOSED = {
 def test_what_only_examines_runs_nothing(kind: str, tmp_path, capsys):
     command, module = ["doctor", "--no-model"], f"own_{kind}".replace(" ", "_")
     (tmp_path / f"{module}.py").write_text(REWARD)
-    spec = yaml.safe_load(yaml.safe_dump(COMPOSED[kind]).replace("{module}", module))
+    spec = load_yaml(dump_yaml(COMPOSED[kind]).replace("{module}", module))
     path = grpo(tmp_path, spec)
     assert cli.main([*command, "--config", str(path)]) == 0
     assert not (tmp_path / "trace").exists()

@@ -8,11 +8,11 @@ from pathlib import Path
 import fakes
 import pytest
 import torch
-import yaml
 from browser import Page
 
 from flowalign.commands.cli import main
 from flowalign.config import to_yaml
+from flowalign.config.safe_yaml import dump_yaml
 from flowalign.report import samples
 from flowalign.report.pictures import png
 from flowalign.system.folder import RunFolder
@@ -78,7 +78,7 @@ def test_the_newest_samples_and_the_first_are_kept(tmp_path: Path, monkeypatch) 
 def test_a_recipe_shows_its_stages_and_the_tables_that_results_json_holds(tmp_path: Path) -> None:
     stages = {"teacher": {"stage": "grpo"}, "the table": {"stage": "eval"}, "later": {}}
     recipe = {"stage": "recipe", "stages": stages}
-    (tmp_path / "config.yaml").write_text(yaml.dump(recipe, sort_keys=False))
+    (tmp_path / "config.yaml").write_text(dump_yaml(recipe))
     run(tmp_path / "teacher")
     table = {"caption": "Mean.", "rows": [["", "ocr"], ["a|b", ".5 ± .1"]], "notes": ["a <note>"]}
     results = {"remarks": ["student: kept_it."], "tables": [table]}

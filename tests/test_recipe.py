@@ -9,12 +9,12 @@ from typing import Any
 
 import fakes
 import pytest
-import yaml
 from safetensors.torch import load, load_file
 
 from flowalign.backbone import base
 from flowalign.commands import train
 from flowalign.config import ADAPTER, ConfigError, RecipeStage, Stage
+from flowalign.config.safe_yaml import dump_yaml, load_yaml
 from flowalign.system import manifest
 from flowalign.training.loop import Loop
 
@@ -25,7 +25,7 @@ def written(model: str, folder: Path, **stages: dict) -> Path:
     raw = fakes.settings(model, folder / "unused").model_dump(mode="json")
     raw["tasks"][0]["name"] = "red"
     del raw["output"], raw["model"], raw["seed"]
-    (folder / "teacher.yaml").write_text(yaml.safe_dump(raw))
+    (folder / "teacher.yaml").write_text(dump_yaml(raw))
     del raw["grpo"]
     student = {**raw, "stage": "opd", "lora": {"init": "stage:merge"}}
     student["teachers"] = {"red": {"adapter": "stage:first"}, "blue": {"adapter": "stage:second"}}
@@ -45,7 +45,7 @@ def written(model: str, folder: Path, **stages: dict) -> Path:
     data = {"stage": "recipe", "output": str(folder / "out"), "seed": 3, "model": base}
     data["stages"] = everything | stages
     path = folder / "recipe.yaml"
-    path.write_text(yaml.safe_dump(data, sort_keys=False))
+    path.write_text(dump_yaml(data))
     return path
 
 
@@ -66,13 +66,13 @@ class FinishedRecipe:
 def finish(model: str, folder: Path) -> FinishedRecipe:
     """Run it. Tests get it as the fixture `finished_recipe`; one that damages it runs it again."""
     path = written(model, folder)
-    raw = yaml.safe_load(path.read_text())
+    raw = load_yaml(path.read_text())
     watched = ["train.updates=1", "evaluation={every: 1, prompts: 2}",
                "train.trackers=[tensorboard]"]  # fmt: skip
     for stage, tasks in {"first": 1, "student": 2}.items():
         held_out = [f"tasks.{i}.validation={folder / 'prompts.txt'}" for i in range(tasks)]
         raw["stages"][stage]["set"] = [*watched, *held_out]
-    path.write_text(yaml.safe_dump(raw, sort_keys=False))
+    path.write_text(dump_yaml(raw))
     parts: list[weakref.ref[Any]] = []
     alive: list[int] = []
     real = base.load_pipeline
@@ -122,7 +122,7 @@ def test_a_variant_reaches_the_stages_it_is_for_and_a_stages_set_comes_after(
     path = written(random_model, tmp_path, second={"use": "teacher.yaml", "set": ["train.keep=9"]})
     variant = tmp_path / "small.yaml"
     keys = {"grpo": {"train": {"keep": 7}, "model": {"decode_batch": 1}}, "opd": {"seed": 4}}
-    variant.write_text(yaml.safe_dump(keys))
+    variant.write_text(dump_yaml(keys))
     found: Any = train.load(path, stage=train.Job, variant=variant)
     plain, stages = planned(path), fakes.stages_of(found, path.parent)
     first, second = (stages[name].model_dump() for name in ("first", "second"))
@@ -184,9 +184,9 @@ def test_a_recipe_runs_once_and_notices_what_changed(
     assert train.main(["--config", str(path)]) == 0
     assert {file: file.stat().st_mtime_ns for file in out.rglob(ADAPTER)} == times
     sound = path.read_text()
-    raw = yaml.safe_load(sound)
+    raw = load_yaml(sound)
     raw["stages"]["second"]["seed"] = 8
-    path.write_text(yaml.safe_dump(raw, sort_keys=False))
+    path.write_text(dump_yaml(raw))
     (changed,) = problems(path)
     assert "out/second: finished with another seed. Delete" in changed
     path.write_text(sound)
@@ -228,9 +228,9 @@ def test_a_killed_stage_continues_from_its_checkpoint(
 ) -> None:
     longer = {"use": "teacher.yaml", "train": {"updates": 3, "checkpoint_every": 1}}
     path = written(random_model, tmp_path, second=longer)
-    data = yaml.safe_load(path.read_text())
+    data = load_yaml(path.read_text())
     data["stages"] = {name: data["stages"][name] for name in ("first", "second")}
-    path.write_text(yaml.safe_dump(data))
+    path.write_text(dump_yaml(data))
     inner, asked = Loop.rollout, list[tuple[str, int]]()
 
     def rollout(self: Loop, update: int) -> Any:

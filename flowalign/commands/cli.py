@@ -15,53 +15,66 @@ from flowalign import __version__
 from flowalign.system import exit
 
 COMMANDS = {
-    "init": ("flowalign.commands.init:main", "Write a config, with the meaning of its keys."),
+    "init": (
+        "Write a config, with the meaning of its keys.",
+        "flowalign.commands.arguments:init",
+        "flowalign.commands.init:main",
+    ),
     "train": (
-        "flowalign.commands.train:main",
         "Train from a config, as `accelerate launch train.py`.",
+        "flowalign.commands.train:main",
     ),
     "watch": (
-        "flowalign.report.page:main",
         "Write the page that shows a run, as it is now.",
+        "flowalign.commands.arguments:watch",
+        "flowalign.report.page:main",
     ),
-    "eval": ("flowalign.commands.evaluate:main", "Score models on held-out prompts."),
+    "eval": (
+        "Score models on held-out prompts.",
+        "flowalign.commands.evaluate:main",
+    ),
     "sample": (
-        "flowalign.commands.sample:main",
         "Sample images with a model and an optional LoRA.",
+        "flowalign.commands.arguments:sample",
+        "flowalign.commands.sample:main",
     ),
-    "vote": ("flowalign.commands.vote:main", "Choose the better of two images, for `stage: dpo`."),
-    "merge": ("flowalign.teachers.merge:main", "Merge LoRA adapters of one base into one."),
-    "data": ("flowalign.commands.prompts.actions:main", "Prompt sets: fetch, reword, list."),
-    "fetch": ("flowalign.commands.fetch:main", "Download what a config reads."),
+    "vote": (
+        "Choose the better of two images, for `stage: dpo`.",
+        "flowalign.commands.arguments:vote",
+        "flowalign.commands.vote:main",
+    ),
+    "merge": (
+        "Merge LoRA adapters of one base into one.",
+        "flowalign.commands.arguments:merge",
+        "flowalign.teachers.merge:main",
+    ),
+    "data": (
+        "Prompt sets: fetch, reword, list.",
+        "flowalign.commands.arguments:data",
+        "flowalign.commands.prompts.actions:main",
+    ),
+    "fetch": (
+        "Download what a config reads.",
+        "flowalign.commands.arguments:fetch",
+        "flowalign.commands.fetch:main",
+    ),
     "doctor": (
-        "flowalign.commands.doctor.command:main",
         "Examine a config or a reward before a run.",
+        "flowalign.commands.arguments:doctor",
+        "flowalign.commands.doctor.command:main",
     ),
     "serve-reward": (
-        "flowalign.rewards.service.server:main",
         "Serve a reward over HTTP, for runs that name it as `remote`.",
+        "flowalign.commands.arguments:serve_reward",
+        "flowalign.rewards.service.server:main",
     ),
     "demo": (
-        "flowalign.commands.train:demo",
         "Distil three tiny teachers into one student, in minutes.",
+        "flowalign.commands.train:demo",
     ),
 }
-"""Name -> (module:function from arguments to exit status, what it does). If a function of
-`commands.arguments` reads the arguments first, the command takes its result."""
-ARGUMENTS = {
-    name: f"flowalign.commands.arguments:{name.replace('-', '_')}"
-    for name in (
-        "init",
-        "watch",
-        "sample",
-        "vote",
-        "merge",
-        "data",
-        "fetch",
-        "doctor",
-        "serve-reward",
-    )
-}
+"""Name -> (what it does, module:function from arguments to exit status). Where the module imports
+torch, a function of `commands.arguments` comes first, and the next takes what it returns."""
 REMOVED = {"push": "Upload an adapter with `hf upload OWNER/NAME RUN/adapter`."}
 
 
@@ -72,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     if not argv or argv[0] in ("-h", "--help"):
         print("usage: flowalign COMMAND ...\n")
-        for name, (_, text) in COMMANDS.items():
+        for name, (text, *_) in COMMANDS.items():
             print(f"  {name:14}{text}")
         print("\n`flowalign COMMAND --help` tells more, `flowalign --version` what is installed.")
         return 0
@@ -88,8 +101,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         text = f"no command {name!r}.{hint} Possible: {', '.join(COMMANDS)}."
         print(f"flowalign: {text}", file=sys.stderr)
         return 2
-    targets = [*filter(None, [ARGUMENTS.get(name)]), COMMANDS[name][0]]
-    status = exit.run(name, rest, *targets)
+    status = exit.run(name, rest, *COMMANDS[name][1:])
     if of_process:
         exit.end_process(status)
     return status

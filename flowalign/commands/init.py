@@ -42,7 +42,7 @@ from flowalign.config import (
 )
 from flowalign.config.loading import card_of
 from flowalign.config.model import ModelConfig
-from flowalign.config.safe_yaml import dump_yaml
+from flowalign.config.safe_yaml import inline_yaml
 from flowalign.config.section import about
 from flowalign.config.stages import most_like
 from flowalign.system.exit import refusing
@@ -515,9 +515,8 @@ class _Writer:
         elif isinstance(value, dict) and any(isinstance(p, Section) for p in value.values()):
             text = "\n".join(self._entry(name, part) for name, part in value.items())
         else:
-            inline = {"default_flow_style": True, "sort_keys": False, "width": 1000}
-            return f"{key}: {dump_yaml([to_jsonable_python(value)], **inline).strip()[1:-1]}"
-        return f"{key}:\n{textwrap.indent(text, '  ')}"
+            return f"{inline_yaml(key)}: {inline_yaml(to_jsonable_python(value))}"
+        return f"{inline_yaml(key)}:\n{textwrap.indent(text, '  ')}"
 
 
 def _comment(text: str) -> str:

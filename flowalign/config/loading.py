@@ -318,4 +318,4 @@ def _by_model(data: Mapping[str, Any], sections: Collection[str]) -> Mapping[str
 
 def to_yaml(config: Stage) -> str:
     """The config with its defaults as YAML; `parse` of it gives the same config."""
-    return dump_yaml(config.model_dump(mode="json"), sort_keys=False)
+    return dump_yaml(config.model_dump(mode="json"))

@@ -1,5 +1,5 @@
-"""YAML as configs use it: numbers as in YAML 1.2, so that 1e-4 and 010 (ten) are numbers, and 1:30
-is a text, as is 2026-11-22; and no key is given twice."""
+"""YAML 1.2 as configs use it: 1e-4 and 010 (ten) are numbers; `on`, 1:30 and 2026-11-22 are texts;
+and no key is given twice."""
 
 from __future__ import annotations
 
@@ -8,21 +8,38 @@ from typing import Any
 
 import yaml
 
+# What a text without quotes may be; the first form that it has decides, without one it is a text.
+FORMS = {
+    "bool": "true|True|TRUE|false|False|FALSE",
+    "null": "~|null|Null|NULL|",
+    "merge": "<<",
+    "int": r"[-+]?(\d[\d_]*|0o[0-7]+|0x[\da-fA-F]+)",  # 1_000, as in YAML 1.1 and Python
+    "float": r"[-+]?((\d+(\.\d*)?|\.\d+)([eE][-+]?\d+)?|\.(inf|Inf|INF))|\.(nan|NaN|NAN)",
+}
+
 
 def load_yaml(text: str) -> Any:
     """Read the value of a text. Raises yaml.YAMLError if it is not YAML. Builds no Python
     objects."""
     try:
         return yaml.load(text, Loader=_Loader)  # a SafeLoader
-    except (ValueError, RecursionError) as error:  # as of `!!int x`
+    except (ValueError, LookupError, AttributeError, RecursionError) as error:  # as of `!!int x`
         raise yaml.YAMLError(str(error)) from error
 
 
 def dump_yaml(value: Any, **options: Any) -> str:
-    return yaml.dump(value, Dumper=_Dumper, **options)
+    """A value as YAML that readers of YAML 1.1 read alike. options: those of `yaml.dump`."""
+    return yaml.dump(value, Dumper=_Dumper, sort_keys=False, **options)
+
+
+def inline_yaml(value: Any) -> str:
+    """A value as YAML on one line, as a key or after one. A text of several lines takes more."""
+    return dump_yaml([value], default_flow_style=True, width=10**6).strip()[1:-1]
 
 
 class _Loader(yaml.SafeLoader):
+    yaml_implicit_resolvers = {}  # those of YAML 1.1
+
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         """Compose a mapping, and refuse a key that is given twice; SafeLoader would take the
         last."""
@@ -40,19 +57,11 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes the texts that _Loader would read as numbers."""
+    """Quotes what either version of YAML reads as another value than a text."""
 
 
 _Loader.add_constructor("tag:yaml.org,2002:int", _Loader.integer)
-_Loader.yaml_implicit_resolvers = {
-    first: [(tag, r) for tag, r in resolvers if tag.endswith((":bool", ":null", ":merge"))]
-    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
-}
-for _kind, _form in (
-    ("int", r"[-+]?(\d[\d_]*|0o[0-7]+|0x[\da-fA-F]+)\Z"),  # 1_000, as in YAML 1.1 and Python
-    ("float", r"([-+]?((\d+(\.\d*)?|\.\d+)([eE][-+]?\d+)?|\.(inf|Inf|INF))|\.(nan|NaN|NAN))\Z"),
-):
+for _kind, _form in FORMS.items():
     for _class in (_Loader, _Dumper):
-        _regexp = re.compile(_form, re.ASCII)
-        _first = list("-+.0123456789")
-        _class.add_implicit_resolver(f"tag:yaml.org,2002:{_kind}", _regexp, _first)
+        _regexp = re.compile(rf"({_form})\Z", re.ASCII)
+        _class.add_implicit_resolver(f"tag:yaml.org,2002:{_kind}", _regexp, None)

@@ -19,7 +19,7 @@ from pydantic import (
 )
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
-from flowalign.config.safe_yaml import dump_yaml
+from flowalign.config.safe_yaml import inline_yaml
 from flowalign.system.files import expanded
 from flowalign.types import Problem
 
@@ -116,6 +116,8 @@ class Section(BaseModel):
         wanted = re.sub(r"^\w+ should (be |have )?|valid | after validation", "", error["msg"])
         if kind.startswith("model_"):
             wanted = f"the keys {', '.join(fields)}"
+        elif kind == "bool_type":
+            wanted = "true or false"
         elif kind == "literal_error":
             example = did_you_mean(seen, re.findall(r"'(.*?)'", wanted))
         elif kind == "string_type" and isinstance(seen, int | float):
@@ -132,8 +134,7 @@ def _example(field: Any) -> str:
         or isinstance(example, Section)
     ):
         return ""
-    text = dump_yaml([example], default_flow_style=True, width=1000)
-    return f" For example: {text.strip()[1:-1]}."
+    return f" For example: {inline_yaml(example)}."
 
 
 def shown_value(value: Any) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-import yaml
+from flowalign.config.safe_yaml import load_yaml
 
 RAW = "https://raw.githubusercontent.com"
 
@@ -41,7 +41,7 @@ class PromptSource:
 
 def _load() -> dict[str, PromptSource]:
     sources = {}
-    table = yaml.safe_load(Path(__file__).with_name("sources.yaml").read_text(encoding="utf-8"))
+    table = load_yaml(Path(__file__).with_name("sources.yaml").read_text(encoding="utf-8"))
     for name, fields in table.items():
         home = fields["home"]
         files = tuple(File(url=f"{RAW}/{home}/{f.pop('path')}", **f) for f in fields.pop("files"))

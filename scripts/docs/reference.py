@@ -73,6 +73,7 @@ def section(model: Any, title: str, titles: Mapping[Any, str]) -> Iterator[str]:
 
 def row(key: str, model: Any, titles: Mapping[Any, str]) -> str:
     """Of the table; "" if the section has no such key."""
+    from flowalign.config.safe_yaml import inline_yaml
     from flowalign.config.section import about
 
     if key not in model.model_fields:
@@ -80,7 +81,7 @@ def row(key: str, model: Any, titles: Mapping[Any, str]) -> str:
     field = model.model_fields[key]
     meaning = escaped(field.description or about(field.annotation))
     if field.examples:
-        meaning += f" For example {', '.join(f'`{written(e)}`' for e in field.examples)}."
+        meaning += f" For example {', '.join(f'`{inline_yaml(e)}`' for e in field.examples)}."
     cells = f"`{key}`", kind(field.annotation, titles, field.metadata), default(field), meaning
     return "| " + " | ".join(" ".join(cell.replace("|", r"\|").split()) for cell in cells) + " |"
 
@@ -116,6 +117,7 @@ def kind(type_: Any, titles: Mapping[Any, str], about: Sequence[Any] = ()) -> st
 
 def default(field: Any) -> str:
     """Of a key, as YAML."""
+    from flowalign.config.safe_yaml import inline_yaml
     from flowalign.config.section import Section
 
     if field.is_required():
@@ -123,16 +125,8 @@ def default(field: Any) -> str:
     value = field.get_default(call_default_factory=True)
     if isinstance(value, Section):
         value = value.model_dump(mode="json", exclude_defaults=True)
-        return f"`{written(value)}`" if value else "its own"
-    return f"`{written(value)}`"
-
-
-def written(value: Any) -> str:
-    """A value as YAML on one line."""
-    from flowalign.config.safe_yaml import dump_yaml
-
-    value = list(value) if isinstance(value, tuple) else value
-    return dump_yaml([value], default_flow_style=True, width=10_000).strip()[1:-1]
+        return f"`{inline_yaml(value)}`" if value else "its own"
+    return f"`{inline_yaml(value)}`"
 
 
 # Functions and classes ----------------------------------------------------------------------------

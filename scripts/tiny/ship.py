@@ -26,11 +26,11 @@ from pathlib import Path
 import parts
 import pretrain
 import torch
-import yaml
 
 from flowalign.backbone.adapters import read_lora, write_lora
 from flowalign.backbone.tiny import MODEL, TEACHERS
 from flowalign.config import EvalStage, load
+from flowalign.config.safe_yaml import load_yaml
 from flowalign.report.summary import evaluation_rows, kept_adapter
 from flowalign.teachers.merge import merge
 
@@ -177,7 +177,7 @@ def ship_teacher(name: str, run: Path, rank: int) -> Path:
     halves = {key: value.half() for key, value in lora.weights.items()}
     metadata = {**lora.metadata, "base_model_name_or_path": "tiny"}
     write_lora(folder, halves, metadata, text_length=lora.text_length)
-    config = yaml.safe_load((run / "config.yaml").read_text())
+    config = load_yaml((run / "config.yaml").read_text())
     held_out = [row["eval/headline"] for row in evaluation_rows(run)]
     chosen = kept_adapter(run)
     score = chosen.row["eval/headline"] if chosen else float("nan")
