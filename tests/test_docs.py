@@ -99,6 +99,15 @@ def test_the_reference_says_what_the_code_says(monkeypatch: pytest.MonkeyPatch) 
     assert stale == []
 
 
+def test_the_cases_are_those_of_tests_golden(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If not: python scripts/docs/equal.py, which measures the differences, too."""
+    monkeypatch.syspath_prepend(ROOT / "scripts" / "docs")
+    equal = importlib.import_module("equal")
+    page = documents.pages()[equal.PAGE]
+    assert equal.filled(page) == page and "|?|" not in page
+    assert f" {equal.total()} cases " in documents.pages()[ROOT / "README.md"]
+
+
 class Parsed(Exception):
     """The arguments of a command whose own parser took them."""
 
