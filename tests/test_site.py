@@ -36,6 +36,8 @@ def test_the_site_reads_a_page_as_github_does(site: Path) -> None:
         if not page.is_relative_to(ROOT / "docs") or INCLUDED.search(documents.pages()[page]):
             continue
         name = page.relative_to(ROOT / "docs").with_suffix(".html")
+        if name.parts[0] == "log":  # mkdocs.yml leaves it out
+            continue
         article = (site / name).read_text(encoding="utf-8").partition("<article")[2]
         article = article.partition("</article>")[0]
         kinds = [token.type for token in documents.tokens(page)]
