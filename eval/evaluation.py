@@ -98,7 +98,9 @@ def _evaluate(config: EvalStage, accelerator: Accelerator, inputs: Inputs) -> No
         backbone = Backbone.load(model, device)
         base = (backbone.core, backbone.pipe.vae, *backbone.family.encoders)
         weights = placement.fingerprint(base)  # before the adapters
-        digests = load_adapters(backbone, config, inputs)
+        load_adapters(backbone, config, inputs)
+        for name, source in config.adapters.items():
+            digests[name] = inputs.adapter(source).digest if source else None
         update = {"max_sequence_length": backbone.text.max_sequence_length}  # if it is null
         config = config.model_copy(update={"model": model.model_copy(update=update)})
     stores = open_stores(config, sets, weights, digests, accelerator)
@@ -133,20 +135,17 @@ def _evaluate(config: EvalStage, accelerator: Accelerator, inputs: Inputs) -> No
         warn_of_drift(config, panels)
 
 
-def load_adapters(backbone: Backbone, config: EvalStage, inputs: Inputs) -> dict[str, str | None]:
-    """Load the adapters of all models -> {model: its digest, None for the base}."""
-    digests: dict[str, str | None] = dict.fromkeys(config.adapters)
-    for name, folder in config.adapters.items():
-        if folder is not None:
-            lora = inputs.adapter(folder)
-            digests[name] = lora.digest
-            backbone.load_adapter(_adapter(name), lora, frozen=True)
+def load_adapters(backbone: Backbone, config: EvalStage, inputs: Inputs) -> None:
+    """Load the adapters of all models."""
+    for name, source in config.adapters.items():
+        if source is not None:
+            backbone.load_adapter(adapter_name(name), inputs.adapter(source), frozen=True)
     if config.model.compile:  # after the adapters: they change the layers
         backbone.compile()
-    return digests
 
 
-def _adapter(name: str) -> str:
+def adapter_name(name: str) -> str:
+    """The name of a model's adapter on the base."""
     return f"eval_{name}"  # a bare `attn`, say, would also match the model's layers
 
 
@@ -170,7 +169,7 @@ def score_models(
         task = bar.add_task("images", total=total * len(config.models))
         for name, images in product(config.models, sets):
             model = None if name in config.given else backbone
-            adapter = _adapter(name) if config.adapters.get(name) else None
+            adapter = adapter_name(name) if config.adapters.get(name) else None
             with model.adapter(adapter) if model else nullcontext():
                 scored = judge_set(
                     model,

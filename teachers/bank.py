@@ -60,8 +60,8 @@ class Bank:
         self.batch_size = batch_size
         self.dtype = dtype
         self.substeps = substeps
-        adapters = {_adapter(name): member.adapter for name, member in self.members.items()}
-        bases = {_adapter(name): m.base for name, m in self.members.items() if m.base}
+        adapters = {teacher_name(name): member.adapter for name, member in self.members.items()}
+        bases = {teacher_name(name): m.base for name, m in self.members.items() if m.base}
         backbone.others = {**backbone.others, **bases}
         if any(m.extrapolate != 1 and m.reference == "start" for m in self.members.values()):
             adapters[START] = start
@@ -143,11 +143,12 @@ class Bank:
         """A teacher's adapter on the base, or its own base, and its CFG scale."""
         member = self.members[name]
         plain = member.adapter is None and member.base is None
-        return Source(None if plain else _adapter(name), member.guidance)
+        return Source(None if plain else teacher_name(name), member.guidance)
 
 
 START = "teachers_start"  # the frozen adapter that the student starts from
 
 
-def _adapter(name: str) -> str:
-    return f"teacher_{name}"  # on the base; the student has another name
+def teacher_name(name: str) -> str:
+    """The name of a teacher's adapter on its base, and of a base of its own."""
+    return f"teacher_{name}"

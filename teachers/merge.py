@@ -8,10 +8,12 @@ update that no adapter had.
 from __future__ import annotations
 
 import argparse
+import operator
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,13 @@ import torch
 from peft.utils.merge_utils import dare_linear, ties
 from torch import Tensor
 
-from flowalign.backbone.adapters import Lora, describe, read_lora, write_lora
+from flowalign.backbone.adapters import (
+    Lora,
+    describe,
+    read_lora,
+    weightless_lora,
+    write_lora,
+)
 from flowalign.backbone.shapes import public
 from flowalign.backbone.structure import read_family
 from flowalign.config import ADAPTER, ModelConfig
@@ -137,6 +145,24 @@ def merge(
         text_length=lengths.pop() if len(lengths) == 1 else None,
     )
     return MergeReport(method, [str(a) for a in adapters], weights, ranks, errors, lines)
+
+
+def foreseen(loras: Sequence[Lora], method: str, rank: int | None) -> Lora:
+    """The result of `merge`, on the meta device. The exact sum has the sum of all ranks, and svd
+    never more."""
+    counters = [Counter(lora.ranks) for lora in loras]
+    ranks = total = reduce(operator.add, counters)
+    if method != "concat":
+        largest = reduce(operator.or_, counters)
+        ranks = Counter({layer: rank or most for layer, most in largest.items()})
+    if method == "svd":
+        ranks &= total
+    shapes = {}
+    for lora in loras:
+        for layer in lora.ranks:
+            down, up = (lora.weights[f"{layer}.lora_{half}.weight"] for half in "AB")
+            shapes[layer] = (up.shape[0], ranks[layer], down.shape[1])
+    return weightless_lora(shapes)
 
 
 # One layer ---------------------------------------------------------------------------------------

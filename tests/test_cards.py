@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from flowalign.backbone.base import without_data
+from flowalign.backbone import Backbone
 from flowalign.checks import Launch
 from flowalign.checks.numbers import card
 from flowalign.commands.sample import recommended
@@ -56,7 +56,7 @@ def test_the_steps_of_z_image_turbo_are_those_of_its_card() -> None:
     """It says 9 of the grid that diffusers had before 0.39, whose last one does nothing."""
     assert recommended(TURBO) == (8, 1.0)
     even = torch.linspace(1, 0, 9)
-    found = without_data(ModelConfig(id=TURBO)).sigmas(8)
+    found = Backbone.load(ModelConfig(id=TURBO), "meta").sigmas(8)
     torch.testing.assert_close(found, 3 * even / (1 + 2 * even))
 
 

@@ -23,6 +23,8 @@ from flowalign.commands.doctor.count import predict
 from flowalign.commands.doctor.gpus import GPUS, WIDTH
 from flowalign.commands.doctor.meter import Meter, measure
 from flowalign.commands.doctor.pace import Pace, times
+from flowalign.teachers import merge
+from flowalign.training.inputs import Inputs
 
 sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
 import gpu  # noqa: E402  # pyright: ignore[reportMissingImports]
@@ -327,9 +329,10 @@ def test_equal_blocks_cost_as_much_as_all_of_them_do(family, monkeypatch):
 def test_the_rank_of_a_start_counts_from_its_file_or_from_the_stage_that_will_write_it(small):
     start = str(small[1] / "a")
     run = predictions.settings(*small, "grpo", f"lora.init={start}", "lora.rank=4", size=128)
-    doubled = {start: {layer: 2 * rank for layer, rank in read_lora(start).ranks.items()}}
+    doubled = merge.foreseen([read_lora(start)] * 2, "concat", None)
     lora, merged = (
-        predict(run, ranks=ranks).parts["student's LoRA (float32)"] for ranks in ({}, doubled)
+        predict(run, Inputs(pending=pending)).parts["student's LoRA (float32)"]
+        for pending in ({}, {start: doubled})
     )
     assert merged == pytest.approx(2 * lora, rel=0.02)
 

@@ -23,6 +23,7 @@ from flowalign.config import (
     load,
 )
 from flowalign.config.loading import card_of
+from flowalign.training.inputs import Inputs
 
 __all__ = ["data"]  # a fixture
 PLANTED = [
@@ -93,12 +94,12 @@ def test_the_doctor_passes_it_in_shapes(family: str, name: str) -> None:
     path = ROOT / "configs" / family / f"{name}.yaml"
     config = load(path, stage=Stage)
     assert isinstance(config, TrainingStage | EvalStage)
-    found = predict(config, ranks={})
+    found = predict(config)
     for variant, (size, families) in FITS.items():
         if family in families:
             small = load(path, variant=ROOT / "configs" / "variants" / variant, stage=Stage)
             assert isinstance(small, TrainingStage | EvalStage)
-            assert predict(small, ranks={}).peak < usable(size, "cuda"), variant
+            assert predict(small).peak < usable(size, "cuda"), variant
     assert found.peak > found.resident > 1e9 and found.all_phases[-1].flops > 1e12
     if isinstance(config, TrainingStage):
         launch = Launch(advise=True)
@@ -122,7 +123,8 @@ def test_a_recipe_for_one_gpu_takes_a_weekend(family: str, name: str, tmp_path, 
     gpu, size = ("l40s", 48e9) if family == "qwen_image" else ("4090", 24e9)
     whole = load(path, variant=ROOT / variant, stage=Stage)
     found, _ = recipe.stages_and_problems(whole, path.parent)
-    listed = [f.timed() for f in forecasts(found, Device(1, gpu)) if f.stage.stage != "merge"]
+    predicted = forecasts(found, Device(1, gpu), Inputs(whole.model))
+    listed = [forecast.timed() for forecast in predicted if forecast.stage.stage != "merge"]
     for forecast in listed:
         assert forecast.estimate and forecast.estimate.peak < usable(size, "cuda")
     assert 8 < sum(forecast.hours for forecast in listed) <= 24

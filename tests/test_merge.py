@@ -13,9 +13,9 @@ from flowalign.backbone import Backbone
 from flowalign.backbone.adapters import read_lora, write_lora
 from flowalign.commands.cli import main
 from flowalign.commands.doctor import advise
-from flowalign.commands.doctor.count import ranks_of
 from flowalign.config import Stage, parse
 from flowalign.teachers.merge import Factors, merge, merge_layer
+from flowalign.training.inputs import Inputs
 
 SHAPES = [(4, 4.0, 1), (6, 12.0, 2)]  # rank, alpha, seed
 
@@ -157,9 +157,10 @@ def test_a_layer_that_an_adapter_lacks_has_the_update_zero(
         assert_close(update, whole.get(layer, updates(few).get(layer)), rtol=1e-4, atol=1e-5)
     settings = {"stage": "merge", "output": "x", "model": {"id": random_model}, "method": method}
     settings |= {"adapters": list(map(str, sources)), "rank": options.get("rank")}
-    (forecast,) = advise.forecasts({"m": parse(settings, stage=Stage)}, advise.Device(1))
-    stage, model = forecast.stage, forecast.stage.model
-    expected = stage.output_ranks(partial(ranks_of, ranks={}, model=model))
+    inputs = Inputs()
+    stage = parse(settings, stage=Stage)
+    advise.forecasts({"m": stage}, advise.Device(1), inputs)
+    expected = inputs.pending[str(stage.folder.adapter)].ranks
     if method in ("concat", "svd"):
         assert expected == report.ranks
     else:  # no rank is larger than the layer

@@ -217,5 +217,5 @@ FITTED = ("student_flow_opd", "student_flow_opd_published", "teacher_geneval",
 def test_a_variant_fits_its_gpus(name: str, variant: Path) -> None:
     path = ROOT / "configs/sd35_medium" / f"{name}.yaml"
     count, size = variant.stem.removesuffix("gb").split("x")
-    found = predict(load(path, variant=variant), processes=int(count), ranks={})
+    found = predict(load(path, variant=variant), processes=int(count))
     assert found.peak < usable(float(size) * 1e9, "cuda")

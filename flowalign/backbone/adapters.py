@@ -407,6 +407,17 @@ def not_finite(weights: Mapping[str, Tensor]) -> str | None:
     return next((name for name, w in weights.items() if not w.detach().isfinite().all()), None)
 
 
+def weightless_lora(shapes: Mapping[str, tuple[int, int, int]]) -> Lora:
+    """An adapter on the meta device, with shapes and no data. shapes: {layer: (out, rank, in)}."""
+    weights = {}
+    ranks = {}
+    for layer, (out, rank, columns) in shapes.items():
+        weights[f"{layer}.lora_A.weight"] = torch.empty(rank, columns, device="meta")
+        weights[f"{layer}.lora_B.weight"] = torch.empty(out, rank, device="meta")
+        ranks[layer] = rank
+    return Lora(Path(), weights, describe(ranks, ranks, False, None), ranks, {**ranks}, None, None)
+
+
 # Writing -----------------------------------------------------------------------------------------
 
 

@@ -30,7 +30,7 @@ from flowalign.backbone.lora import (
     several_adapters,
 )
 from flowalign.backbone.placement import fingerprint
-from flowalign.backbone.structure import ModelSpec, build, find, weightless
+from flowalign.backbone.structure import ModelSpec, bare, weightless_pipeline
 from flowalign.backbone.text import TextEncoder, joined
 from flowalign.config import ModelConfig
 from flowalign.types import Conditioning
@@ -89,15 +89,21 @@ class Backbone:
     ) -> Backbone:
         """The model of a config. Raises ModelError if it cannot be loaded. beside: its text
         encoders, VAE and schedule are taken, and only a transformer is loaded; what must match is
-        in `flowalign.backbone.structure.mismatches`."""
-        parts = beside.pipe.components if beside else {}
-        pipe = load_pipeline(
-            model.id,
-            dtype=DTYPES[model.dtype],
-            quantization=model.quantization,
-            revision=model.revision,
-            parts={name: part for name, part in parts.items() if name != "transformer"},
-        )
+        in `flowalign.backbone.structure.mismatches`. On the meta device it has shapes alone; raises
+        LookupError where these are not known."""
+        parts = dict(beside.pipe.components) if beside else {}
+        parts.pop("transformer", None)
+        if torch.device(device).type == "meta":
+            model = bare(model)
+            pipe = weightless_pipeline(model, DTYPES[model.dtype], parts)
+        else:
+            pipe = load_pipeline(
+                model.id,
+                dtype=DTYPES[model.dtype],
+                quantization=model.quantization,
+                revision=model.revision,
+                parts=parts,
+            )
         backbone = beside._with(pipe, model, device) if beside else cls(pipe, model, device)
         attention = model.attention
         if torch.device(device).type == "cuda" and backbone.dtype != torch.float32:
@@ -254,15 +260,13 @@ class Backbone:
         rank: int,
         alpha: float,
         targets: Sequence[str] | None = None,
-        ranks: Mapping[str, int] | None = None,
     ) -> None:
         """A fresh LoRA, active and trainable. Its B is 0, so that it changes nothing yet. targets:
-        layers, by the end of their names (None = the family's). ranks: of layers with another."""
+        layers, by the end of their names (None = the family's)."""
         config = LoraConfig(
             r=rank,
             lora_alpha=alpha,  # pyright: ignore[reportArgumentType] (any number will do)
             init_lora_weights="gaussian",
-            rank_pattern={f"^{layer}": r for layer, r in (ranks or {}).items() if r != rank},
             target_modules=adapted_layers(self.core, targets or self.family.targets),
         )
         with several_adapters():
@@ -367,13 +371,3 @@ class Backbone:
             for half in (layer.lora_A, layer.lora_B):
                 if name and name in half:
                     half[name].requires_grad_(False)
-
-
-def without_data(model: ModelConfig) -> Backbone:
-    """The model of a config on the meta device. LookupError where its shapes are not known."""
-    with weightless():
-        pipe = build(find(model.id, model.revision), DTYPES[model.dtype])
-        nn.Module.to(pipe.vae, torch.float32)
-        # a cache and moving between devices need values
-        plain = {"text_cache": None, "offload_text_encoders": False}
-        return Backbone(pipe, model.model_copy(update=plain), "meta")

@@ -26,7 +26,13 @@ from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from flowalign.backbone.attention import has_backends
 from flowalign.backbone.family import ENCODERS, Family, ModelError
-from flowalign.backbone.loading import family_of, model_error, resolve, text_length
+from flowalign.backbone.loading import (
+    family_of,
+    model_error,
+    resolve,
+    store_in_fp8,
+    text_length,
+)
 from flowalign.backbone.lora import adapted_layers
 from flowalign.backbone.shapes import Architecture, Config, public
 from flowalign.config import ModelConfig
@@ -192,10 +198,29 @@ def weightless() -> Iterator[None]:
         yield
 
 
+def bare(model: ModelConfig) -> ModelConfig:
+    """The settings of a model that its shapes depend on; all others have their defaults."""
+    keys = {"id", "revision", "dtype", "height", "width", "max_sequence_length"}
+    if model.quantization == "fp8":
+        keys.add("quantization")
+    return ModelConfig(**model.model_dump(include=keys))
+
+
+def weightless_pipeline(model: ModelConfig, dtype: torch.dtype, parts: Mapping[str, Any]) -> Any:
+    """A pipeline on the meta device; parts: those that are there. LookupError where its shapes are
+    not known."""
+    with weightless():
+        pipe = build(find(model.id, model.revision), dtype, parts)
+        nn.Module.to(pipe.vae, torch.float32)
+        if model.quantization == "fp8":  # bitsandbytes stores 4 bits on a GPU alone
+            store_in_fp8(pipe.transformer, dtype)
+    return pipe
+
+
 def build(
     architecture: Architecture,
     dtype: torch.dtype = torch.float32,
-    given: Mapping[str, Any] | None = None,
+    given: Mapping[str, Any] = {},
 ) -> Any:
     """A pipeline with random weights and no tokenizers, on the default device. given: parts that
     exist already."""
@@ -206,10 +231,12 @@ def build(
             default = None if option.default is option.empty else option.default
             parts[name] = architecture.options.get(name, default)
     for name, config in architecture.parts.items():
+        if name in given:
+            continue
         part = _part(config)
         # diffusers' own `to` would warn of hooks and dtypes that do not matter here
         parts[name] = nn.Module.to(part, dtype).eval() if isinstance(part, nn.Module) else part
-    return loader(**{**parts, **(given or {})})
+    return loader(**{**parts, **given})
 
 
 def _part(config: Config) -> Any:

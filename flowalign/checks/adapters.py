@@ -121,6 +121,6 @@ def _trainings(source: str, pending: Mapping[str, Stage | None]) -> list[Trainin
     if not stage.learns_from_rewards or algorithm.keeps(stage).noise_levels:
         return [Training(stage.guidance)]
     steps = set[int]()
-    for update in range(stage.updates):
+    for update in range(stage.train.updates):
         steps.update(algorithm.trained_steps(stage, update))
     return [Training(stage.guidance, steps, stage.rollout.steps)]

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 
 from flowalign import sde
-from flowalign.backbone import ModelError
-from flowalign.backbone.base import without_data
+from flowalign.backbone import Backbone, ModelError
 from flowalign.backbone.structure import known
 from flowalign.checks.launch import Launch
 from flowalign.config.loading import card_of
@@ -120,7 +119,7 @@ def noise(config: Any, launch: Launch, inputs: Inputs) -> Iterator[Problem]:
     if rollout.kind == "ode" or algorithm_class(config).keeps(config).noise_levels:
         return
     try:
-        sigmas = without_data(config.model).sigmas(rollout.steps)
+        sigmas = Backbone.load(config.model, "meta").sigmas(rollout.steps)
     except LookupError:  # its shapes are not known
         return
     except ModelError as error:

@@ -83,11 +83,16 @@ def listeners(
     alarm = Alarm({task.name: task.reward.name for task in config.tasks if task.reward})
     heard_by: list[Listener] = [Samples(config, accelerator), alarm]
     if config.alarm:
-        start = None
-        if config.alarm.reference == "start" and config.lora.init:
-            start = inputs.adapter(config.lora.init)
-        heard_by.append(Monitor(config, backbone, alarm, start))
+        heard_by.append(monitor(config, backbone, alarm, inputs))
     return [*heard_by, RunLog(config, accelerator, progress), Page(config)]
+
+
+def monitor(config: TrainingStage, backbone: Backbone, alarm: Alarm, inputs: Inputs) -> Monitor:
+    assert config.alarm
+    start = None
+    if config.alarm.reference == "start" and config.lora.init:
+        start = inputs.adapter(config.lora.init)
+    return Monitor(config, backbone, alarm, start)
 
 
 def build_rewards(config: TrainingStage, device: torch.device) -> dict[str, RewardBase]:
@@ -125,14 +130,29 @@ def algorithm_parts(
     rewards: Mapping[str, RewardBase],
     inputs: Inputs,
 ) -> Parts:
-    """The arguments of the config's algorithm. Its teachers are on the student's base or on their
-    own. Raises ConfigError if one does not fit its base."""
+    """The arguments of the config's algorithm."""
+    prompts = {task.name: inputs.prompts(task.prompts, task.name) for task in config.tasks}
+    held_out = {
+        task.name: inputs.prompts(task.validation or task.prompts, task.name)
+        for task in config.tasks
+    }
+    teachers, anchor = banks(config, backbone, inputs)
+    return Parts(config, backbone, accelerator, rewards, teachers, anchor, prompts, held_out)
+
+
+def banks(
+    config: TrainingStage, backbone: Backbone, inputs: Inputs
+) -> tuple[Bank | None, Bank | None]:
+    """The teachers of a stage, and its anchor; None where it has none. They are on the student's
+    base or on their own. Raises ConfigError if one does not fit its base."""
     loaded: dict[str, Backbone] = {}  # by their settings: several teachers have one base
     bases: dict[str, Backbone] = {}
     for key, model in config.bases.items():
         device = config.labellers[key].device
         if (settings := f"{device} {model}") not in loaded:
-            where = resolve(device) if device else backbone.device
+            where = backbone.device
+            if device and where.type != "meta":
+                where = resolve(device)
             loaded[settings] = Backbone.load(model, where, beside=backbone)
         bases[key] = loaded[settings]
     members = {
@@ -162,13 +182,7 @@ def algorithm_parts(
 
     anchor = {"anchor": members.pop("anchor")} if "anchor" in config.labellers else {}
     to_anchor = {task.name: "anchor" for task in config.tasks}
-    prompts = {task.name: inputs.prompts(task.prompts, task.name) for task in config.tasks}
-    held_out = {
-        task.name: inputs.prompts(task.validation or task.prompts, task.name)
-        for task in config.tasks
-    }
-    banks = bank(members, config.routing), bank(anchor, to_anchor)
-    return Parts(config, backbone, accelerator, rewards, *banks, prompts, held_out)
+    return bank(members, config.routing), bank(anchor, to_anchor)
 
 
 # Evaluation --------------------------------------------------------------------------------------

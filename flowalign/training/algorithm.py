@@ -121,6 +121,7 @@ class Keeps:
     compared: Sequence[Compared] = ()
     ascended: int = 0  # images at once whose reward's gradient passes through the decoder
     candidates: int = 0  # images tried along this gradient, per image
+    fixed_states: int = 0  # states whose distance to the targets an evaluation measures
 
 
 @dataclass(frozen=True, kw_only=True)

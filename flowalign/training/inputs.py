@@ -19,6 +19,8 @@ class Inputs:
     model: ModelConfig | None = None  # whose adapters they are
     adapters: dict[str, Lora] = field(default_factory=dict)  # by source: a folder or a Hub id
     prompt_sets: dict[tuple[str, str], PromptBatch] = field(default_factory=dict)
+    # adapters that an earlier stage will write, by folder, on the meta device: for predictions
+    pending: dict[str, Lora] = field(default_factory=dict)
 
     def adapter(self, source: str) -> Lora:
         """The adapter of a source (the Hub's newest version). Raises AdapterError and HubError."""

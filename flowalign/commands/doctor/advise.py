@@ -15,7 +15,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -24,10 +24,11 @@ from rich.console import Console
 from rich.table import Table
 
 from flowalign.backbone.structure import local_folder
-from flowalign.commands.doctor.count import Ranks, evaluated_images, judge_bytes, predict, ranks_of
+from flowalign.commands.doctor.count import evaluated_images, foreseen, judge_bytes, predict
 from flowalign.commands.doctor.pace import DEFAULT_GPU, GPUS, Gpu, Pace, Times, present_gpu, times
 from flowalign.commands.findings import fault, note, ok, print_findings
 from flowalign.config import ADAPTER, ConfigError, ModelConfig, Stage, parse
+from flowalign.training.inputs import Inputs
 from flowalign.types import Problem
 
 GIB = 2**30
@@ -54,7 +55,7 @@ class Forecast:
     stage: Stage
     device: Device
     kind: str = "cuda"  # type of the device
-    ranks: Mapping[str, Ranks] = field(default_factory=dict)  # as for `predict`
+    inputs: Inputs = field(default_factory=Inputs)
     models: dict[str, Any] = field(default_factory=dict)  # as for `predict`
     estimate: Any = None
     unknown: str = ""  # why there is no estimate
@@ -64,8 +65,10 @@ class Forecast:
     def predicted(self) -> Forecast:
         """This forecast with the estimate of its stage. Raises LookupError if the shapes of the
         model are not known."""
-        given: dict[str, Any] = {"processes": self.device.gpus, "ranks": self.ranks}
-        estimate = predict(self.stage, device_type=self.kind, models=self.models, **given)
+        estimate = predict(
+            self.stage, self.inputs, device_type=self.kind, processes=self.device.gpus,
+            models=self.models,
+        )  # fmt: skip
         return replace(self, estimate=estimate)
 
     def after(self, *changes: str) -> Forecast:
@@ -183,20 +186,19 @@ class Forecast:
             console.print("torch.compile is not in the prediction.")
 
 
-def forecasts(stages: Mapping[str, Stage], device: Device) -> list[Forecast]:
-    """The prediction of each stage, without its times."""
-    ranks: dict[str, Ranks] = {}  # by folder, of what the stages will write
+def forecasts(stages: Mapping[str, Stage], device: Device, inputs: Inputs) -> list[Forecast]:
+    """The prediction of each stage, without its times. inputs: what was opened of the stages; keeps
+    what they will write."""
     listed = []
     planned = device.gpu or device.memory or device.tflops or torch.cuda.is_available()
     for name, stage in stages.items():
         # for this machine's CPU only where the run itself would be on it
         kind = "cuda" if planned or not is_here(stage.model) else "cpu"
-        one = Forecast(name, stage, device, kind, ranks)
+        one = Forecast(name, stage, device, kind, inputs)
         adapter = stage.folder.adapter
         try:
             if (stage.trains or stage.merges) and not (adapter / ADAPTER).is_file():
-                of = partial(ranks_of, ranks=ranks, model=stage.model)
-                ranks[str(adapter)] = stage.output_ranks(of)
+                inputs.pending[str(adapter)] = foreseen(stage, inputs)
             listed.append(one.predicted() if stage.samples else one)
         except LookupError as error:
             listed.append(replace(one, unknown=str(error.args[0])))
@@ -312,8 +314,8 @@ def show_total(listed: Sequence[Forecast]) -> None:
         if f.too_large:
             table.add_row(f.name, peak, "-", "-", "-", "-", "does not fit", "-")
         elif t := f.times:
-            drawn = [str(f.stage.updates), f"{f.stage.images:,}"]
-            numbers = [*drawn, f"{t.update:.3g}", str(f.stage.evaluation_count)]
+            drawn = [str(f.estimate.updates), f"{f.stage.images:,}"]
+            numbers = [*drawn, f"{t.update:.3g}", str(f.estimate.evaluations)]
             table.add_row(f.name, peak, *numbers, *map(shown_hours, (t.hours, t.hours * gpus)))
         else:
             why = "not predicted" if f.stage.samples else "minutes, no GPU"
@@ -439,7 +441,7 @@ def _choices(cut: Cut, forecast: Forecast) -> list[list[str]]:
     unit = 1  # of what all processes and optimizer steps share
     if cut.key in ("rollout.prompts", "rollout.group_size"):
         unit = stage.optimizer.updates_per_rollout * forecast.device.gpus
-    every = max(evaluated_images(stage).values(), default=0)  # for None
+    every = max(evaluated_images(stage, forecast.inputs).values(), default=0)  # for None
     largest = max((value or every for value in now.values()), default=0)
     least = -(-floor // unit) * unit
     return [

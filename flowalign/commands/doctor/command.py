@@ -65,7 +65,8 @@ def examine_config(args: argparse.Namespace) -> int:
     print_findings(once(refusals))
     sound = healthy(problems)
     pace = None
-    forecasts = advise.forecasts(stages, Device(args.gpus, args.gpu, args.memory, args.tflops))
+    device = Device(args.gpus, args.gpu, args.memory, args.tflops)
+    forecasts = advise.forecasts(stages, device, inputs)
     for number, forecast in enumerate(forecasts):
         stage = forecast.stage
         place = forecast.name if args.root.is_recipe else ""
@@ -110,7 +111,9 @@ def _why_no_images(forecast: Forecast, args: argparse.Namespace, faulty: bool) -
         return "the config names code, and --trust is not given"
     if not advise.is_here(stage.model) or estimate is None:
         return f"{stage.model.id} is not on this machine (train downloads it)"
-    if missing := [key for key, source in stage.inputs.items() if source in forecast.ranks]:
+    if missing := [
+        key for key, source in stage.inputs.items() if source in forecast.inputs.pending
+    ]:
         return f"an earlier stage writes {', '.join(missing)}"
     if estimate.resident > CPU_MODEL and not torch.cuda.is_available():
         return "the model is too large to sample from without a GPU"

@@ -1,15 +1,16 @@
 """Memory and FLOPs of a run, counted before any weight is loaded.
 
-The library's own forward and backward passes run on a model without data (`meter`), once for each
-phase of an update. What is stored between them follows from what the algorithm keeps
-(`Algorithm.keeps`). All numbers are of one process.
+A stage is built as a run builds it (`flowalign.commands.build`), on the meta device. The library's
+own forward and backward passes run there (`meter`), once for each phase of an update. What is
+stored between them follows from what the algorithm keeps (`Algorithm.keeps`). All numbers are of
+one process.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -19,12 +20,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from flowalign.backbone import DTYPES
-from flowalign.backbone.adapters import AdapterError, read_lora
-from flowalign.backbone.base import without_data
-from flowalign.backbone.loading import store_in_fp8
-from flowalign.backbone.structure import model_spec, read_family
+from flowalign.backbone import DTYPES, Backbone
+from flowalign.backbone.adapters import AdapterError, Lora, weightless_lora
+from flowalign.backbone.lora import CastingLinear, misfit
+from flowalign.backbone.structure import ModelSpec, bare, mismatches, model_spec, weightless
 from flowalign.backbone.text import BATCH as TEXT_BATCH
+from flowalign.commands import build
 from flowalign.commands.doctor.meter import (
     DeviceAttention,
     Pass,
@@ -34,23 +35,22 @@ from flowalign.commands.doctor.meter import (
     size_of,
 )
 from flowalign.config import Stage, TrainingStage
-from flowalign.config.model import LoraConfig, ModelConfig
+from flowalign.config.model import LoraConfig
+from flowalign.eval.evaluation import adapter_name, load_adapters
+from flowalign.report.alarm import Alarm
 from flowalign.report.drift.monitor import checked
 from flowalign.rewards import RewardSpec
+from flowalign.teachers import merge
+from flowalign.teachers.bank import Bank, teacher_name
 from flowalign.training.algorithm import STUDENT, Compared, algorithm_class
-from flowalign.training.data import PromptError, load_prompts
+from flowalign.training.data import PromptError
+from flowalign.training.inputs import Inputs
 from flowalign.types import Conditioning, Source
-
-Ranks = Mapping[str, int]  # {layer: rank} of an adapter
-Adapter = tuple[str, list[nn.Parameter]]  # its name, its weights
 
 NF4 = 0.5 + 4 / 64  # bytes a weight: four bits, and a float32 scale for each block of 64
 DRAWS = 64  # updates whose drawn states are averaged
 BENCHMARK_PROMPTS = 512  # assumed where a benchmark has no limit and its file is not here
-# Keys of `model` that change no shape; fp8 does, and 4 bits are counted by NF4
-FREE = {
-    "gradient_checkpointing", "text_cache", "offload_text_encoders", "decode_batch", "quantization"
-}  # fmt: skip
+META = torch.device("meta")
 
 
 @dataclass(frozen=True)
@@ -74,6 +74,9 @@ class Estimate:
     parts: Mapping[str, int]  # resident bytes by what they are
     phases: list[Phase]  # of an update
     evaluation: Phase | None  # None = the run has none
+    updates: int  # rollouts of a training run
+    evaluations: int
+    evaluated: Mapping[str, int]  # {task or benchmark: images of one evaluation}, of all processes
     width: int  # of the transformer
 
     @property
@@ -97,46 +100,51 @@ class Estimate:
 
 def predict(
     config: Stage,
+    inputs: Inputs | None = None,
     *,
     device_type: str = "cuda",
     processes: int = 1,
-    ranks: Mapping[str, Ranks] | None = None,
     drawn: Sequence[int] | None = None,
     models: dict[str, _Model] | None = None,
 ) -> Estimate:
     """The estimate of a training stage or an evaluation.
 
-    ranks: {folder: {layer: rank}} of adapters that an earlier stage of a recipe will write. drawn:
-    the updates whose drawn states are averaged; None = the first DRAWS. models: a cache for calls
-    with the same device and ranks; their passes are measured once. Raises LookupError where the
-    shapes of model.id are not known. Not included: torch.compile, and the memory of rewards'
-    activations, of kernels (cuDNN, GEMM workspaces) and of the device's context.
+    inputs: what was opened of the stage, and what an earlier stage will write. drawn: the updates
+    whose drawn states are averaged; None = the first DRAWS. models: a cache for calls with the same
+    device and inputs; their passes are measured once. Raises LookupError where the shapes of
+    model.id are not known. Not included: torch.compile, and the memory of rewards' activations, of
+    kernels (cuDNN, GEMM workspaces) and of the device's context.
     """
     models = {} if models is None else models
-    ranks = ranks or {}
-    key = _model_key(config)
-    model: Any = models.get(key)
+    inputs = inputs or Inputs(config.model)
+    key = _key(config)
+    if key not in models:
+        models[key] = _Model(config, device_type, inputs)
+    model = models[key]
     phases = list[Phase]()
+    updates = 0
     if isinstance(config, TrainingStage):
-        model = models[key] = model or _Trained(config, device_type, ranks)
         update = _Update(config, model, processes, drawn)
         phases = [*update.sampling(), *update.learning()]
-    elif model is None:
-        adapters = (ranks_of(i, LoraConfig(), ranks, config.model) for i in config.inputs.values())
-        model = models[key] = _Model(config.model, device_type, adapters)
+        updates = config.train.updates
+    evaluated = evaluated_images(config, inputs)
+    evaluations = _evaluations(config)
     staying, visiting, _ = judge_bytes(config)
     held = {**model.parts(config, processes), "reward models (their files)": staying}
     parts = {name: count for name, count in held.items() if count}
-    evaluation = _evaluation(config, model, processes) if config.evaluation_count else None
+    evaluation = None
+    if evaluations:
+        evaluation = _evaluation(config, model, processes, sum(evaluated.values()))
 
     def scored(phase: Phase) -> Phase:  # images are scored while the next ones are sampled
         scores = phase.kind == "sampling" and phase.name != "text"
         return replace(phase, bytes=phase.bytes + visiting * scores)
 
+    phases = [*map(scored, phases)]
+    evaluation = evaluation and scored(evaluation)
     return Estimate(
-        config, processes, parts, [*map(scored, phases)], evaluation and scored(evaluation),
-        model.width,
-    )  # fmt: skip
+        config, processes, parts, phases, evaluation, updates, evaluations, evaluated, model.width
+    )
 
 
 def judges(stage: Stage) -> Iterator[RewardSpec]:
@@ -175,111 +183,150 @@ def judge_kept(config: Stage) -> int:
     return int(max(kept))
 
 
-def evaluated_images(config: Stage) -> dict[str, int]:
+def evaluated_images(config: Stage, inputs: Inputs) -> dict[str, int]:
     """{task or benchmark: images of one evaluation}, of all models and processes."""
     images = {}
     for judged in (judged for judged in config.judged if judged.evaluated):
         *_, held_out = judged.prompts.values()
         count = judged.limit or BENCHMARK_PROMPTS
         with suppress(PromptError, OSError):  # the set is not here
-            length = len(load_prompts(held_out, ""))
+            length = len(inputs.prompts(held_out, judged.name))
             count = min(length, judged.limit or length)
         images[judged.name] = count * judged.evaluated
     return images
 
 
-def ranks_of(
-    source: str | None, lora: LoraConfig, ranks: Mapping[str, Ranks], model: ModelConfig
-) -> Ranks:
-    """{layer: rank} of an adapter: from `ranks`, else from its file, else of a new adapter by
-    `lora`. Raises LookupError if the shapes of the model are not known."""
-    if source is not None and source in ranks:
-        return ranks[source]
-    if source is not None:
+def _evaluations(config: Any) -> int:
+    """The number of evaluations: before the first update, at intervals, and after the last."""
+    if not config.trains:
+        return 1
+    if config.evaluation is None or not config.evaluates:
+        return 0
+    return len(range(0, config.train.updates, config.evaluation.every)) + 1
+
+
+# Adapters ----------------------------------------------------------------------------------------
+
+
+def foreseen(stage: Any, inputs: Inputs) -> Lora:
+    """The adapter that a stage will write, on the meta device. LookupError where the shapes of the
+    model are not known."""
+    loras = on_meta(stage, inputs)
+    if stage.merges:
+        sources = [loras.adapter(source) for source in stage.adapters]
+        return merge.foreseen(sources, stage.method, stage.rank)
+    init = stage.lora.init
+    return loras.adapter(init) if init else _fresh(model_spec(stage.model), stage.lora)
+
+
+def on_meta(config: Any, inputs: Inputs) -> Inputs:
+    """The adapters of a stage on the meta device. One that cannot be read, or does not fit its
+    base, counts as a fresh one. LookupError where the shapes of a model are not known."""
+    adapters = {}
+    for key, source in config.inputs.items():
+        spec = model_spec(config.bases.get(key.removesuffix(".adapter"), config.model))
+        lora = inputs.pending.get(source)
         with suppress(AdapterError, OSError):  # it is not here, and the Hub cannot be asked
-            return read_lora(source, family=partial(read_family, model)).ranks
-    return dict.fromkeys(model_spec(model).adapted(lora.targets), lora.rank)
+            lora = lora or inputs.adapter(source)
+        if lora is None or misfit(spec.family.core, lora):
+            lora = _fresh(spec, getattr(config, "lora", LoraConfig()))
+        shapes = {name: weight.to("meta") for name, weight in lora.weights.items()}
+        adapters[source] = replace(lora, weights=shapes)
+    return Inputs(config.model, adapters)
+
+
+def _fresh(spec: ModelSpec, lora: LoraConfig) -> Lora:
+    shapes = {}
+    for name in spec.adapted(lora.targets):
+        layer: Any = spec.family.core.get_submodule(name)
+        shapes[name] = (layer.out_features, lora.rank, layer.in_features)
+    return weightless_lora(shapes)
 
 
 # Models ------------------------------------------------------------------------------------------
 
 
 class _Model:
-    """A base with adapters on the meta device, and its single passes, each measured once. Their
-    inputs are made before they are measured. It depends on the keys of `model` but FREE.
+    """What a stage builds, on the meta device, and its single passes, each measured once. Their
+    inputs are made before they are measured."""
 
-    adapters: those of all models of an evaluation; its peak is that of a model with an adapter.
-    here: it lies on the device that is predicted, and not on another.
-    """
-
-    def __init__(
-        self,
-        config: ModelConfig,
-        device_type: str,
-        adapters: Iterable[Ranks] = (),
-        here: bool = True,
-    ) -> None:
+    def __init__(self, config: Any, device_type: str, inputs: Inputs) -> None:
         self.device_type = device_type
-        self.dtype = DTYPES[config.dtype]
-        self.here = here
-        with torch.device("meta"):
-            self.backbone = without_data(config)
-            pipe = self.backbone.pipe
-            if config.quantization == "fp8":
-                store_in_fp8(pipe.transformer, self.dtype)
+        self.dtype = DTYPES[config.model.dtype]
+        for key, model in config.bases.items():
+            if any(mismatches(config.model, model)):
+                raise LookupError(f"{key}.base cannot label states of {config.model.id!r}")
+        inputs = on_meta(config, inputs)
+        config = config.model_copy(update={"model": bare(config.model)})
+        self.teachers: Bank | None = None
+        self.anchor: Bank | None = None
+        self.compared: str | None = None  # of the alarm: None = the base
+        with weightless():
+            if config.trains:
+                self.sampler = STUDENT  # of evaluations: None = the base
+                self.backbone = build.student(config, META, inputs)
+                self.teachers, self.anchor = build.banks(config, self.backbone, inputs)
+                if config.alarm:
+                    monitor = build.monitor(config, self.backbone, Alarm({}), inputs)
+                    self.compared = monitor.reference
+            else:
+                names = (adapter_name(name) for name, lora in config.adapters.items() if lora)
+                self.sampler = next(names, None)  # its peak is that of a model with an adapter
+                self.backbone = Backbone.load(config.model, META)
+                load_adapters(self.backbone, config, inputs)
+        self.here = {self.backbone: config.model}  # and the bases of teachers on this device
+        for key, model in config.bases.items():
+            if config.labellers[key].device in (None, device_type):
+                name = teacher_name(key.removeprefix("teachers."))
+                self.here[self.backbone.others[name]] = model
+        self.student = self.backbone.adapter_parameters(STUDENT)
         self.encoders = self.backbone.family.encoders
-        self.base = size_of(pipe.transformer)  # bytes
-        linear = [m for m in pipe.transformer.modules() if isinstance(m, nn.Linear)]
-        weights = [layer.weight for layer in linear]
-        self.base_nf4 = self.base + round(sum(w.numel() for w in weights) * NF4) - size(weights)
-        (self.width, _), *_ = Counter(layer.in_features for layer in linear).most_common(1)
+        widths = Counter(layer.in_features for layer in _linear(self.backbone.core))
+        (self.width, _), *_ = widths.most_common(1)
         self.latent_shape = self.backbone.latent_shape
         self.latent = rounded(4 * math.prod(self.latent_shape))  # bytes, float32
-        self.pixels = 4 * 3 * config.height * config.width  # bytes of an image, float32
-        self.frozen: dict[frozenset[tuple[str, int]], Adapter] = {}  # by ranks of layers
+        self.pixels = 4 * 3 * config.model.height * config.model.width  # of an image, float32
         self.passes: dict[tuple[Any, ...], Pass] = {}
-        self.loras = [self.add_frozen(ranks) for ranks in adapters]
-        self.sampler = self.loras[0][0] if self.loras else None  # of evaluations; None = the base
 
     def parts(self, config: Any, processes: int) -> dict[str, int]:
         """Resident bytes by what they are."""
         model = config.model
+        core = self.backbone.core
         text = 0 if model.offload_text_encoders else size_of(*self.encoders)
-        return {
-            f"transformer ({model.quantization or model.dtype})": self.transformer(model),
+        frozen = sum(
+            size(base.adapter_parameters(name)) for base in self.here for name in base.frozen
+        )
+        parts = {
+            f"transformer ({model.quantization or model.dtype})": _stored(core, model.quantization),
             "VAE (float32)": size_of(self.backbone.pipe.vae),
             f"text encoders ({model.dtype})": text,
-            f"LoRAs of {len(self.loras)} models": sum(size(w) for _, w in self.loras),
+        }
+        if not config.trains:
+            return parts | {f"LoRAs of {len(config.inputs)} models": frozen}
+        lora = size(self.student)
+        trained = size(p for p in self.student if p.requires_grad)
+        taught = sum(teacher.adapter is not None for teacher in config.labellers.values())
+        policies = len(algorithm_class(config).keeps(config).policies)
+        _, *others = (_stored(base.core, m.quantization) for base, m in self.here.items())
+        return parts | {
+            f"transformers of {len(others)} other bases": sum(others),
+            "student's LoRA (float32)": lora,
+            "its Adam moments": 2 * trained,
+            "its moving average": lora if config.ema else 0,
+            f"LoRAs of {taught} teachers": frozen,
+            f"LoRAs of {policies} policies": policies * lora,
+            "gradient buckets of DDP": lora if processes > 1 else 0,
         }
 
-    def transformer(self, config: ModelConfig) -> int:
-        """Bytes of the transformer as it is stored, without adapters."""
-        return self.base_nf4 if config.quantization == "nf4" else self.base
-
-    def measured(self, call: Callable[[], object], *key: Any) -> Pass:
+    def measured(
+        self, call: Callable[[], object], *key: Any, core: nn.Module | None = None
+    ) -> Pass:
+        """The cost of a call, by a key of its own. core: whose equal blocks are measured once; None
+        for an encoder, whose peak can be its hidden states, which few blocks do not show."""
         if key not in self.passes:
-            # an encoder's peak can be its hidden states, which few blocks do not show
-            shown = () if key[0] in ("text", "VAE") else (self.backbone.core,)
+            shown = [core] if core else []
             self.passes[key] = measure_blocks(call, self.device_type, *shown)
         return self.passes[key]
-
-    def add(self, name: str, ranks: Ranks) -> list[nn.Parameter]:
-        """Add an adapter with these ranks of its layers; its weights."""
-        add = partial(self.backbone.add_adapter, name, rank=max(ranks.values()), alpha=1.0)
-        with torch.device("meta"):
-            add(targets=list(ranks), ranks=ranks)
-        return self.backbone.adapter_parameters(name)
-
-    def add_frozen(self, ranks: Ranks) -> Adapter:
-        """Add a frozen adapter, as a run loads it. Adapters of the same ranks cost the same, so
-        that one stands for all."""
-        if (key := frozenset(ranks.items())) not in self.frozen:
-            name = f"frozen_{len(self.frozen)}"
-            weights = self.add(name, ranks)
-            for parameter in weights:
-                parameter.data = parameter.data.to(self.dtype)
-            self.frozen[key] = name, weights
-        return self.frozen[key]
 
     def encoded(self, batch: int) -> Pass:
         lengths = self.backbone.family.encoder_tokens(self.backbone.text.max_sequence_length)
@@ -293,14 +340,52 @@ class _Model:
         return self.measured(encode, "text", batch)
 
     def forward(self, batch: int, source: Source) -> Pass:
+        """A velocity of a batch. Adapters of the same shapes on one base cost the same. A base that
+        is not on this device takes no memory."""
+        base = self.backbone.others.get(source.adapter or "", self.backbone)
+        weights = base.adapter_parameters(source.adapter) if source.adapter else []
+        shapes = tuple((weight.shape, weight.dtype) for weight in weights)
         x, cond = self.inputs(batch)
 
         def forward() -> None:
             with torch.no_grad(), self.backbone.adapter(source.adapter):
                 self.backbone.velocity(x, 0.5, cond, guidance=source.guidance)
 
-        cost = self.measured(forward, "forward", batch, source)
-        return cost if self.here else cost._replace(peak=0)
+        key = ("forward", batch, base, shapes, source.guidance)
+        cost = self.measured(forward, *key, core=base.core)
+        return cost if base in self.here else cost._replace(peak=0)
+
+    def updated(
+        self, batch: int, config: TrainingStage, compared: Sequence[Compared], summed: bool
+    ) -> Pass:
+        """Both passes of a micro-batch. compared: other velocities that the loss asks for. summed:
+        its gradients are added to those of others, which are there already."""
+        core, recomputes = self.backbone.core, config.model.gradient_checkpointing
+        x, cond = self.inputs(batch)
+        velocity = partial(self.backbone.velocity, x, 0.5, cond, guidance=config.loss_guidance)
+        self.checkpointed(core, recomputes)
+
+        def learn() -> None:
+            learner = velocity()
+            target = x
+            for other in compared:
+                with torch.no_grad(), self.backbone.adapter(other.adapter):
+                    target = velocity()
+            ((learner - target) ** 2).mean().backward()
+            if not summed:
+                core.zero_grad()
+
+        trained = [parameter for parameter in self.student if parameter.requires_grad]
+        if summed:
+            for parameter in trained:
+                parameter.grad = torch.zeros_like(parameter)
+        adapters = (other.adapter for other in compared)
+        key = ("update", batch, config.loss_guidance, recomputes, summed, *adapters)
+        peak, flops = self.measured(learn, *key, core=core)
+        core.zero_grad()
+        if summed:
+            peak += size(trained)
+        return Pass(peak, flops)
 
     def decoded(self, batch: int, rows: int) -> Pass:
         """The VAE's decoder on a batch, so many rows at once."""
@@ -364,117 +449,37 @@ class _Judge(torch.autograd.Function):
         return grads[0].expand(ctx.shape), None
 
 
-class _Trained(_Model):
-    """The model of a training stage: the adapters of its student, its teachers and its anchor, as
-    the stage loads them, and other bases of teachers."""
-
-    def __init__(self, config: TrainingStage, device_type: str, ranks: Mapping[str, Ranks]) -> None:
-        super().__init__(config.model, device_type)
-        student = ranks_of(config.lora.init, config.lora, ranks, config.model)
-        self.student = self.add(STUDENT, student)
-        self.sampler = STUDENT
-        self.teachers: list[nn.Parameter] = []
-        self.bases: dict[str, int] = {}  # bytes of bases that lie here, by their settings
-        # who labels, by its key in the config: a source on a base
-        self.targets: dict[str, list[tuple[_Model, Source]]] = {}
-        others: dict[str, _Model] = {}  # by their settings: several teachers may have one
-        for key, teacher in config.labellers.items():
-            model = self
-            settings = config.bases.get(key, config.model)
-            if key in config.bases:
-                where = f"{teacher.device} {settings}"
-                here = teacher.device in (None, device_type)
-                if where not in others:
-                    others[where] = _Model(settings, device_type, here=here)
-                model = others[where]
-                if here:
-                    self.bases[where] = model.transformer(settings)
-            name = None
-            if teacher.adapter is not None:
-                layer_ranks = ranks_of(teacher.adapter, config.lora, ranks, settings)
-                name, weights = model.add_frozen(layer_ranks)
-                if model.here:
-                    self.teachers += weights
-            self.targets[key] = [(model, Source(name, config.guidance_of(teacher)))]
-        start = None  # the student before it learns, which a target can be extrapolated from
-        extrapolated = config.extrapolated
-        if any(teacher.reference == "start" for teacher in extrapolated.values()):
-            start, weights = self.add_frozen(student)
-            self.teachers += weights
-        self.compared: str | None = None  # of the alarm: None = the base
-        if config.alarm is not None and config.alarm.reference == "start":
-            self.compared, weights = self.add_frozen(student)
-            self.teachers += weights
-        for key, teacher in extrapolated.items():
-            name = start if teacher.reference == "start" else None
-            self.targets[key].append((self, Source(name, config.guidance_of(teacher))))
-        self.backbone.activate(STUDENT)
-
-    def parts(self, config: TrainingStage, processes: int) -> dict[str, int]:
-        lora = size(self.student)
-        trained = size(p for p in self.student if p.requires_grad)
-        taught = sum(teacher.adapter is not None for teacher in config.labellers.values())
-        policies = len(algorithm_class(config).keeps(config).policies)
-        return super().parts(config, processes) | {
-            f"transformers of {len(self.bases)} other bases": sum(self.bases.values()),
-            "student's LoRA (float32)": lora,
-            "its Adam moments": 2 * trained,
-            "its moving average": lora if config.ema else 0,
-            f"LoRAs of {taught} teachers": size(self.teachers),
-            f"LoRAs of {policies} policies": policies * lora,
-            "gradient buckets of DDP": lora if processes > 1 else 0,
-        }
-
-    def updated(
-        self, batch: int, config: TrainingStage, compared: Sequence[Compared], summed: bool
-    ) -> Pass:
-        """Both passes of a micro-batch. compared: other velocities that the loss asks for. summed:
-        its gradients are added to those of others, which are there already."""
-        core, recomputes = self.backbone.core, config.model.gradient_checkpointing
-        x, cond = self.inputs(batch)
-        velocity = partial(self.backbone.velocity, x, 0.5, cond, guidance=config.loss_guidance)
-        self.checkpointed(core, recomputes)
-
-        def learn() -> None:
-            learner = velocity()
-            target = x
-            for other in compared:
-                with torch.no_grad(), self.backbone.adapter(other.adapter):
-                    target = velocity()
-            ((learner - target) ** 2).mean().backward()
-            if not summed:
-                core.zero_grad()
-
-        trained = [parameter for parameter in self.student if parameter.requires_grad]
-        if summed:
-            for parameter in trained:
-                parameter.grad = torch.zeros_like(parameter)
-        adapters = (other.adapter for other in compared)
-        peak, flops = self.measured(learn, "update", batch, recomputes, summed, *adapters)
-        core.zero_grad()
-        if summed:
-            peak += size(trained)
-        return Pass(peak, flops)
+def _linear(core: nn.Module) -> list[nn.Linear]:
+    """The linear layers of a transformer, without those of adapters."""
+    layers = (module for module in core.modules() if isinstance(module, nn.Linear))
+    return [layer for layer in layers if not isinstance(layer, CastingLinear)]
 
 
-def _model_key(config: Stage) -> str:
-    """A key of all settings that the model of a stage and its adapters depend on."""
-    model = config.model.model_dump(exclude=FREE)
-    fp8 = config.model.quantization == "fp8"
-    key = [model, fp8, config.inputs]
-    if isinstance(config, TrainingStage):
+def _stored(core: nn.Module, quantization: str | None) -> int:
+    """Bytes of a transformer as it is stored, without adapters."""
+    named = (*core.named_parameters(), *core.named_buffers())
+    total = size(tensor for name, tensor in named if ".lora_" not in name)
+    if quantization == "nf4":
+        weights = [layer.weight for layer in _linear(core)]
+        total += round(sum(w.numel() for w in weights) * NF4) - size(weights)
+    return total
+
+
+def _key(config: Any) -> str:
+    """All settings that the model of a stage and its adapters depend on."""
+    loaded: list[Any] = [bare(config.model), config.inputs]
+    if config.trains:
         start = config.alarm is not None and config.alarm.reference == "start"
-        key += [config.lora, config.labellers, config.guidance, config.loss_guidance, start]
-    return repr(key)
+        loaded += [config.lora, config.labellers, config.guidance, start]
+    return repr(loaded)
 
 
 # Phases ------------------------------------------------------------------------------------------
 
 
-def _evaluation(config: Stage, model: _Model, processes: int) -> Phase:
+def _evaluation(config: Stage, model: _Model, processes: int, images: int) -> Phase:
     """The pass of an evaluation: encode the held-out prompts, once an image; sample all tasks and
     benchmarks by Euler steps, and decode. Adds a student's velocities at its fixed states."""
-    images = sum(evaluated_images(config).values())
     key = "sampling.batch_size"
     least = size_of(*model.encoders) if config.model.offload_text_encoders else 0
     if isinstance(config, TrainingStage):
@@ -491,9 +496,9 @@ def _evaluation(config: Stage, model: _Model, processes: int) -> Phase:
     peak += size(model.texts(batch + 1).values())
     sizes = {"model.decode_batch": min(rows, batch), key: batch}
     flops = flops / batch * (images / processes)
-    if isinstance(config, TrainingStage) and config.held_out_states:  # each process measures all
+    if isinstance(config, TrainingStage):  # each process measures all
         forward = model.forward(batch, Source(model.sampler, config.loss_guidance))
-        flops += forward.flops / batch * config.held_out_states
+        flops += forward.flops / batch * algorithm_class(config).keeps(config).fixed_states
     return Phase("evaluation", "sampling", max(peak, least), flops, sizes)
 
 
@@ -501,7 +506,7 @@ class _Update:
     """The phases of an update of a training stage."""
 
     def __init__(
-        self, config: TrainingStage, model: Any, processes: int, drawn: Sequence[int] | None
+        self, config: Any, model: _Model, processes: int, drawn: Sequence[int] | None
     ) -> None:
         self.config = config
         self.model = model
@@ -585,12 +590,13 @@ class _Update:
     def learning(self) -> Iterator[Phase]:
         config, model = self.config, self.model
         if self.keeps.labels:  # each pair by its teacher, and by the anchor
-            batch = min(config.batch_sizes["student.label_batch"], self.pairs)
-            anchor = [base.forward(batch, s) for base, s in model.targets.get("anchor", ())]
-            meters = [self._teachers(batch), *anchor]
+            batch = min(config.student.label_batch, self.pairs)
+            meters = [self._teachers(batch)]
+            if model.anchor:
+                meters.append(model.forward(batch, model.anchor.source("anchor")))
             flops = sum(meter.flops for meter in meters) / batch * self.pairs * self.keeps.labels
             peak = self.stored + max(meter.peak for meter in meters)
-            if any(len(sources) > 1 for sources in model.targets.values()):
+            if config.extrapolated:
                 peak += self.pairs * model.latent  # summed in float32
             yield Phase("labels", "labels", peak, flops, {"student.label_batch": batch})
         if self.keeps.noise_levels:  # clean images -> states and velocities, all at once
@@ -635,11 +641,13 @@ class _Update:
     def _teachers(self, batch: int) -> Pass:
         """A batch of the teacher with the highest peak; its FLOPs are the mean of all tasks'."""
         config = self.config
+        teachers = self.model.teachers
+        assert teachers
         peak = 0
         flops = 0.0
         for task in config.tasks:
-            targets = self.model.targets[f"teachers.{config.routing[task.name]}"]
-            passes = [base.forward(batch, source) for base, source in targets]
+            targets = teachers.targets(config.routing[task.name])
+            passes = [self.model.forward(batch, source) for source, _ in targets]
             peak = max(peak, *(meter.peak for meter in passes))
             flops += task.weight * sum(meter.flops for meter in passes)
         return Pass(peak, flops / sum(task.weight for task in config.tasks))

@@ -12,7 +12,6 @@ import math
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -118,15 +117,18 @@ def _train(
         findings.append(ok("update", text))
     else:  # or NaN
         findings.append(fault("update", f"{text}. Lower optimizer.lr, or use optimizer.warmup."))
-    return _pace(small, Path(folder), loop.backbone.device.type, judging)
+    return _pace(small, inputs, loop.backbone.device.type, judging)
 
 
-def small_run(config: TrainingStage, folder: str) -> TrainingStage:
+def small_run(config: Any, folder: str) -> TrainingStage:
     """The run with a few updates, no evaluation, and images for two full batches of each kind."""
     rollout = config.rollout
     algorithm = algorithm_class(config)
-    states = algorithm.keeps(config).noise_levels or len(algorithm.trained_steps(config, 0))
-    batch = max(size for key, size in config.batch_sizes.items() if key != "rollout.batch_size")
+    keeps = algorithm.keeps(config)
+    states = keeps.noise_levels or len(algorithm.trained_steps(config, 0))
+    batch = max(config.optimizer.micro_batch, keeps.ascended)
+    if keeps.labels:
+        batch = max(batch, config.student.label_batch)
     images = max(IMAGES, 2 * rollout.batch_size, math.ceil(2 * batch / states))
     images = min(images, rollout.images)
     copies = min(rollout.group_size, max(COPIES, math.ceil(images / rollout.prompts)))
@@ -145,13 +147,15 @@ def small_run(config: TrainingStage, folder: str) -> TrainingStage:
     return parse(config.model_dump(mode="json") | {"evaluation": None}, changes)
 
 
-def _pace(small: TrainingStage, folder: Path, device_type: str, judging: dict[str, float]) -> Pace:
+def _pace(
+    small: TrainingStage, inputs: Inputs | None, device_type: str, judging: dict[str, float]
+) -> Pace:
     """The pace, from the total seconds of all updates but the first."""
     lines = [json.loads(line) for line in small.folder.log.read_text().splitlines()]
     timed = [line for line in lines if metrics.SECONDS_UPDATE in line][1:]
     rolled, waited, updated = (sum(line[name] for line in timed) for name in metrics.SECONDS)
     flops = dict.fromkeys(KINDS, 0.0)
-    phases = predict(small, device_type=device_type, drawn=range(1, UPDATES)).phases
+    phases = predict(small, inputs, device_type=device_type, drawn=range(1, UPDATES)).phases
     for phase in phases:
         flops[phase.kind] += len(timed) * phase.flops
     learning = flops["learning"] / updated

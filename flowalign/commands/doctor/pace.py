@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from flowalign.commands.doctor.count import Estimate, evaluated_images
+from flowalign.commands.doctor.count import Estimate
 from flowalign.commands.doctor.gpus import GPUS, QUANTIZED, Gpu
 from flowalign.rewards import RewardSpec
 
@@ -78,9 +78,17 @@ class Times(NamedTuple):
         return sum(self.seconds.values())
 
 
+def rewarded_images(config: Any) -> dict[str, float]:
+    """{task: images of a rollout whose reward a stage learns from}."""
+    if not config.learns_from_rewards:
+        return {}
+    images = config.rollout.images / sum(task.weight for task in config.tasks)
+    return {task.name: images * task.weight for task in config.tasks if task.reward}
+
+
 def times(estimate: Estimate, pace: Pace) -> Times:
     """How long a stage takes at a pace, with rewards and evaluations."""
-    config = estimate.config
+    config: Any = estimate.config
     seconds = {phase.name: phase.flops / pace.rates[phase.kind] for phase in estimate.phases}
     unknown: dict[str, None] = {}
     rewards = {judged.name: judged.rewards.values() for judged in config.judged}
@@ -110,15 +118,15 @@ def times(estimate: Estimate, pace: Pace) -> Times:
         return device + max(cpu / batches, cpu - sampling * (batches - 1) / batches)
 
     evaluation = 0.0
+    rewarded = rewarded_images(config)
     if pace.waiting is not None:
-        seconds["rewards"] = pace.waiting * sum(config.rewarded.values()) / estimate.processes
-    elif config.rewarded:
+        seconds["rewards"] = pace.waiting * sum(rewarded.values()) / estimate.processes
+    elif rewarded:
         sampling = sum(seconds[p.name] for p in estimate.phases if p.kind == "sampling")
-        batch = config.batch_sizes["rollout.batch_size"]
-        seconds["rewards"] = waiting(config.rewarded, sampling, batch)
+        seconds["rewards"] = waiting(rewarded, sampling, config.rollout.batch_size)
     if estimate.evaluation:
         sampling = estimate.evaluation.flops / pace.rates["sampling"]
         batch = config.evaluation_sampling.batch_size
-        evaluation = sampling + waiting(evaluated_images(config), sampling, batch)
-    total = config.updates * sum(seconds.values()) + config.evaluation_count * evaluation
+        evaluation = sampling + waiting(estimate.evaluated, sampling, batch)
+    total = estimate.updates * sum(seconds.values()) + estimate.evaluations * evaluation
     return Times(seconds, evaluation, total / 3600, tuple(unknown))

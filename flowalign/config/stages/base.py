@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from pydantic import Field
 
 from flowalign.config.learning import AdvantageConfig, RewardConfig
-from flowalign.config.model import LoraConfig, ModelConfig
+from flowalign.config.model import ModelConfig
 from flowalign.config.run import BenchmarkConfig, SamplingConfig
 from flowalign.config.section import Location, Section
 from flowalign.system.folder import RunFolder
 from flowalign.types import Problem
-
-# {layer: rank} of an adapter that a stage reads, or of a fresh one
-RanksOf = Callable[[str | None, LoraConfig], Mapping[str, int]]
 
 
 @dataclass(frozen=True)
@@ -92,37 +89,13 @@ class Stage(Section):
         return []
 
     @property
-    def rewarded(self) -> dict[str, float]:
-        """{task: images of a rollout whose reward it learns from}."""
-        return {}
-
-    @property
-    def updates(self) -> int:
-        """Rollouts of a training run."""
-        return 0
-
-    @property
     def images(self) -> int:
         """Images that the rollouts of a training run draw in all."""
         return 0
 
     @property
-    def evaluation_count(self) -> int:
-        """The number of times that held-out images are sampled and scored."""
-        return 0
-
-    @property
     def evaluation_sampling(self) -> SamplingConfig:
         return SamplingConfig()
-
-    @property
-    def batch_sizes(self) -> dict[str, int]:
-        """{config key: rows of a forward pass}: what a run that lacks memory lowers."""
-        return {}
-
-    def output_ranks(self, ranks_of: RanksOf) -> Mapping[str, int]:
-        """{layer: rank} of the adapter that the stage writes; {} where it writes none."""
-        return {}
 
 
 class Job(Stage):

@@ -149,10 +149,6 @@ class EvalStage(Stage):
         return judged_at("benchmarks", self.benchmarks, models=len(self.models))
 
     @property
-    def evaluation_count(self) -> int:
-        return 1
-
-    @property
     def scales(self) -> dict[str, float]:
         scales = {f"guidance.{model}": scale for model, scale in self.guidance.items()}
         return {"sampling.guidance": self.sampling.guidance, **scales}

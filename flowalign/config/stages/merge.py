@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import operator
-from collections import Counter
-from collections.abc import Iterator, Mapping
-from functools import reduce
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from pydantic import Field
 
-from flowalign.config.model import LoraConfig
 from flowalign.config.section import Location, Seed, as_tuple
-from flowalign.config.stages.base import Job, RanksOf
+from flowalign.config.stages.base import Job
 from flowalign.types import Problem
 
 
@@ -47,15 +43,6 @@ class MergeStage(Job):
     @property
     def inputs(self) -> dict[str, str]:
         return {f"adapters.{index}": source for index, source in enumerate(self.adapters)}
-
-    def output_ranks(self, ranks_of: RanksOf) -> Mapping[str, int]:
-        """The ranks of the result. The exact sum has the sum of all ranks, and svd never more."""
-        counters = [Counter(ranks_of(source, LoraConfig())) for source in self.adapters]
-        total, largest = reduce(operator.add, counters), reduce(operator.or_, counters)
-        if self.method == "concat":
-            return dict(total)
-        ranks = {layer: self.rank or rank for layer, rank in largest.items()}
-        return dict(Counter(ranks) & total) if self.method == "svd" else ranks
 
     def problems(self) -> Iterator[Problem]:
         if self.weights is not None and len(self.weights) != len(self.adapters):

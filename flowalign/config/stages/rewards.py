@@ -286,10 +286,6 @@ class GradientStage(PolicyStage):
         """The index of the rollout's step whose state is trained."""
         return min(self.rollout.steps - 1, round(self.gradient.at * self.rollout.steps))
 
-    @property
-    def batch_sizes(self) -> dict[str, int]:
-        return super().batch_sizes | {"gradient.batch": self.gradient.batch}
-
 
 class DpoConfig(Section):
     """Flow-DPO (2501.13918): Diffusion-DPO (2311.12908) for a flow."""

@@ -13,8 +13,6 @@ from flowalign.config.stages.base import either
 from flowalign.config.stages.training import TrainingStage
 from flowalign.types import Problem
 
-FIXED_STATES = 4  # of each trajectory on which the distance to the targets is measured
-
 
 class DistillationStage(TrainingStage):
     """A student that learns from teachers: each task is routed to one of them."""
@@ -146,15 +144,6 @@ class OpdStage(DistillationStage):
     def unrewarded(self) -> bool:
         held_out = all(task.validation and not task.reward for task in self.tasks)
         return held_out and self.student.fixed_prompts > 0
-
-    @property
-    def held_out_states(self) -> int:
-        tasks = sum(task.validation is not None for task in self.tasks)
-        return tasks * self.student.fixed_prompts * FIXED_STATES
-
-    @property
-    def batch_sizes(self) -> dict[str, int]:
-        return super().batch_sizes | {"student.label_batch": self.student.label_batch}
 
     @property
     def labellers(self) -> Mapping[str, LabellerConfig]:

@@ -12,7 +12,7 @@ from flowalign.config.learning import LabellerConfig, TeacherConfig
 from flowalign.config.model import LoraConfig, ModelConfig
 from flowalign.config.rollout import RolloutConfig
 from flowalign.config.section import Seed
-from flowalign.config.stages.base import Job, Judged, RanksOf, either, judged_at, same_names
+from flowalign.config.stages.base import Job, Judged, either, judged_at, same_names
 from flowalign.types import Problem
 
 
@@ -60,10 +60,6 @@ class TrainingStage(Job):
         return {}
 
     @property
-    def updates(self) -> int:
-        return self.train.updates
-
-    @property
     def images(self) -> int:
         return self.train.updates * self.rollout.images
 
@@ -82,22 +78,10 @@ class TrainingStage(Job):
         return False
 
     @property
-    def held_out_states(self) -> int:
-        """States at which an evaluation measures the distance to the targets."""
-        return 0
-
-    @property
     def evaluates(self) -> bool:
         """Whether held-out scores are taken while training, and choose the adapter to keep."""
         scored = self.unrewarded or any(task.evaluated for task in self.tasks)
         return self.evaluation is not None and scored
-
-    @property
-    def evaluation_count(self) -> int:
-        """The number of evaluations: before the first update, at intervals, and after the last."""
-        if self.evaluation is None or not self.evaluates:
-            return 0
-        return len(range(0, self.updates, self.evaluation.every)) + 1
 
     @property
     def evaluation_sampling(self) -> run.SamplingConfig:
@@ -110,20 +94,6 @@ class TrainingStage(Job):
             seed=evaluation.seed,
             batch_size=evaluation.batch_size or rollout.batch_size,
         )
-
-    @property
-    def batch_sizes(self) -> dict[str, int]:
-        return {
-            "rollout.batch_size": self.rollout.batch_size,
-            "optimizer.micro_batch": self.optimizer.micro_batch,
-        }
-
-    @property
-    def rewarded(self) -> dict[str, float]:
-        if not self.learns_from_rewards:
-            return {}
-        images = self.rollout.images / sum(task.weight for task in self.tasks)
-        return {task.name: images * task.weight for task in self.tasks if task.reward}
 
     @property
     def watched(self) -> list[run.BenchmarkConfig]:
@@ -197,9 +167,6 @@ class TrainingStage(Job):
     def guidance_at(self, key: str) -> float:
         label = self.labellers.get(key.removesuffix(".adapter"))
         return self.guidance_of(label) if label else self.rollout.guidance
-
-    def output_ranks(self, ranks_of: RanksOf) -> Mapping[str, int]:
-        return ranks_of(self.lora.init, self.lora)
 
     def problems(self) -> Iterator[Problem]:
         rollout = self.rollout

@@ -17,12 +17,13 @@ from torch import Tensor
 
 from flowalign.backbone import Backbone
 from flowalign.config import OpdStage
-from flowalign.config.stages.students import FIXED_STATES
 from flowalign.training import metrics
 from flowalign.training.algorithm import pairs_of
 from flowalign.training.losses import velocity_error
 from flowalign.training.rollout import Noise, Stream, sample, schedule_of
 from flowalign.types import PromptBatch, Rollout, Teacher
+
+FIXED_STATES = 4  # of each trajectory
 
 
 @dataclass(frozen=True)

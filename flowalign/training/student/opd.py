@@ -21,7 +21,7 @@ from flowalign.training import metrics
 from flowalign.training.algorithm import Algorithm, Keeps, Pairs, Parts, Prepared
 from flowalign.training.losses import policy_loss, published_loss, step_weights, velocity_error
 from flowalign.training.rollout import Stream, schedule_of, window_of
-from flowalign.training.student.fixed import Fixed, distances, fixed_states
+from flowalign.training.student.fixed import FIXED_STATES, Fixed, distances, fixed_states
 from flowalign.types import Rollout, Schedule, StepLoss
 
 BETA = {"low_noise": (5.0, 2.0), "high_noise": (2.0, 5.0)}  # over the window, 0..1
@@ -57,10 +57,12 @@ class Opd(Algorithm[Labels]):
 
     @classmethod
     def keeps(cls, config: OpdStage, updates: Sequence[int] | None = None) -> Keeps:
+        held_out = sum(task.validation is not None for task in config.tasks)
         return Keeps(
             actions=config.needs_actions,
             targets=[config.student.label_dtype] * (2 if config.anchor else 1),
             labels=config.student.substeps,
+            fixed_states=held_out * config.student.fixed_prompts * FIXED_STATES,
         )
 
     @classmethod
