@@ -33,17 +33,20 @@ WORDINGS = {
 STYLE_WORDING = "a {style} drawing of {text}"  # of objects; signs have one style
 TAGS = {"two_object": 80, "counting": 80, "position": 120, "color_attr": 120}  # of 400 prompts
 TRAINING = {  # of 40 prompts that train GenEval: more of what the base seldom draws
-    "below": 7,
-    "right of": 7,
+    "below": 6,
+    "right of": 6,
     "above": 3,
     "left of": 3,
-    "counting": 10,
+    "two": 2,
+    "three": 7,
+    "four": 3,
     "color_attr": 6,
     "two_object": 4,
 }
 SIMPLE = ("single_object", "colors")  # too few to hold any out: pretraining alone draws them
 HELD_OUT_SHARE = {"two_object": 0.1, "counting": 0.12, "position": 0.1, "color_attr": 0.1}
 SIZES = {"train": 2000, "val": 400, "test": 400}  # prompts of a split
+GENEVAL_TRAIN = 1000  # "three" has no more scenes for its share
 NUMBERS = ("one", "two", "three", "four")
 OPPOSITE = {"left of": "right of", "above": "below"}
 TEST_WORDS = """
@@ -188,11 +191,14 @@ def entry(row: Metadata, wording: str, wordings: bool) -> Metadata:
 
 
 def scenes(kind: str, split: str) -> list[Metadata]:
-    """The scenes of a split that have a tag, or of "position" one relation."""
-    if kind not in RELATIONS:
-        return splits(kind)[split]
-    rows = splits("position")[split]
-    return [row for row in rows if row["include"][1]["position"][0] == kind]
+    """The scenes of a split that have a tag, or one relation, or one of NUMBERS."""
+    if kind in NUMBERS:
+        count = NUMBERS.index(kind) + 1
+        return [row for row in splits("counting")[split] if row["include"][0]["count"] == count]
+    if kind in RELATIONS:
+        rows = splits("position")[split]
+        return [row for row in rows if row["include"][1]["position"][0] == kind]
+    return splits(kind)[split]
 
 
 def objects_file(split: str, entries: int, seed: int, shares: Mapping[str, int]) -> list[Metadata]:
@@ -239,7 +245,7 @@ def files(split: str) -> dict[str, list[Metadata]]:
     entries = SIZES[split]
     seed = list(SIZES).index(split)
     if split == "train":
-        objects = objects_file(split, entries, seed, TRAINING)
+        objects = objects_file(split, GENEVAL_TRAIN, seed, TRAINING)
         mixed = dict.fromkeys(TAGS, 1)
     else:
         objects = by_turns(objects_file(split, entries, seed, TAGS))
