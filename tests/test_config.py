@@ -168,7 +168,10 @@ def test_what_is_no_path_keeps_its_signs(monkeypatch: pytest.MonkeyPatch) -> Non
     [
         ({"rollout": {"step": 3}}, ["rollout.step: unknown key", "mean `steps`?", "noise_level"]),
         ({"optimizer": {"lr": "fast"}}, ["optimizer.lr: got the text 'fast'", "example: 0.0001"]),
-        ({"model": {"gradient_checkpointing": "yes"}}, ["got the text 'yes'; want true or false."]),
+        (
+            {"model": {"id": "x", "gradient_checkpointing": "yes"}},
+            ["got the text 'yes'", "true or false"],
+        ),
         ({"rollout": {"steps": 2.5}}, ["rollout.steps: got the number 2.5; want a", "integer"]),
         ({"output": 2024}, ["output: got the whole number 2024", "quotes"]),
         ({"model": {"id": "x", "height": 500}}, ["model.height: got", "500", "multiple of 16"]),

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[2]
-TESTS, PAGE = ROOT / "tests", ROOT / "docs" / "equal.md"
+TESTS = ROOT / "tests"
+PAGE = ROOT / "docs" / "equal.md"
 TABLE = re.compile(r"(?<=<!-- table -->\n).*?(?=<!-- end -->)", re.DOTALL)
 
 
@@ -45,8 +46,12 @@ def commit(source: str, repository: str) -> str:
 
 def rows() -> Iterator[Row]:
     """Of the table. What tests/golden does not say stands here."""
-    sde, opd, forward = golden("sde_step"), golden("opd_loss"), golden("forward_process")
-    text, dpg, geneval = golden("long_text"), golden("dpg"), golden("geneval_evaluate")
+    sde = golden("sde_step")
+    opd = golden("opd_loss")
+    forward = golden("forward_process")
+    text = golden("long_text")
+    dpg = golden("dpg")
+    geneval = golden("geneval_evaluate")
     opd_commit = commit(opd["source"], "CostaliyA/Flow-OPD")
     for name in ("sde_step", "advantages", "ema", "ocr_reward"):
         assert commit(golden(name)["meta"]["source"], "CostaliyA/Flow-OPD") == opd_commit, name
@@ -172,7 +177,9 @@ def filled(page: str, differences: Mapping[str, str] | None = None) -> str:
         for test in row.tests:
             file, _, name = test.partition("::")
             assert f"def {name.partition('[')[0]}(" in (TESTS / file).read_text(), test
-        code = row.code + f"@{row.commit}" * bool(row.commit) + r" \*" * row.transcribed
+        code = f"{row.code}@{row.commit}" if row.commit else row.code
+        if row.transcribed:
+            code += r" \*"
         file = f"tests/{row.tests[0].partition('::')[0]}"
         difference = kept.get(row.what, "?")
         lines.append(f"|{row.what}|{code}|{row.cases}|{difference}|[`{file}`](../{file})|")
@@ -237,7 +244,8 @@ def measured() -> dict[str, str]:
 
     class Compared:
         def __init__(self, expected: Any, *args: Any, **options: Any) -> None:
-            self.expected, self.approx = expected, approx(expected, *args, **options)
+            self.expected = expected
+            self.approx = approx(expected, *args, **options)
 
         def __eq__(self, ours: object) -> bool:
             recorder.note(ours, self.expected)
@@ -250,7 +258,8 @@ def measured() -> dict[str, str]:
         recorder.note(ours, theirs)
         close(ours, theirs, **options)
 
-    pytest.approx, torch.testing.assert_close = Compared, assert_close
+    pytest.approx = Compared
+    torch.testing.assert_close = assert_close
     wanted = [f"{TESTS}/{test}" for row in rows() for test in row.tests]
     code = pytest.main(["-q", "-p", "no:cacheprovider", *wanted], plugins=[recorder])
     assert code == 0, recorder.failed
