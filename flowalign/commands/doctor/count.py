@@ -360,7 +360,8 @@ class _Model:
     ) -> Pass:
         """Both passes of a micro-batch. compared: other velocities that the loss asks for. summed:
         its gradients are added to those of others, which are there already."""
-        core, recomputes = self.backbone.core, config.model.gradient_checkpointing
+        core = self.backbone.core
+        recomputes = config.model.gradient_checkpointing
         x, cond = self.inputs(batch)
         velocity = partial(self.backbone.velocity, x, 0.5, cond, guidance=config.loss_guidance)
         self.checkpointed(core, recomputes)
