@@ -15,6 +15,7 @@ from rich.progress import Progress
 
 from flowalign import rewards
 from flowalign.backbone import Backbone, ModelError, placement
+from flowalign.backbone.compilation import compile_blocks
 from flowalign.checks import Launch, check_stage
 from flowalign.config import ConfigError, EvalStage
 from flowalign.eval.fidelity import Reference, load_reference
@@ -76,7 +77,8 @@ def evaluate(config: EvalStage, told: bool = False) -> Path:
 
 
 def _evaluate(config: EvalStage, accelerator: Accelerator, inputs: Inputs) -> None:
-    if accelerator.is_main_process:
+    main = accelerator.is_main_process
+    if main:
         files.remove_leftovers(config.output)
     accelerator.wait_for_everyone()
     backbone = None
@@ -99,6 +101,8 @@ def _evaluate(config: EvalStage, accelerator: Accelerator, inputs: Inputs) -> No
         base = (backbone.core, backbone.pipe.vae, *backbone.family.encoders)
         weights = placement.fingerprint(base)  # before the adapters
         load_adapters(backbone, config, inputs)
+        drawn = sum(len(images.prompts) * images.copies for images in sets)
+        compile_blocks(backbone, config.model, drawn * len(config.adapters), main=main)
         for name, source in config.adapters.items():
             digests[name] = inputs.adapter(source).digest if source else None
         update = {"max_sequence_length": backbone.text.max_sequence_length}  # if it is null
@@ -140,8 +144,6 @@ def load_adapters(backbone: Backbone, config: EvalStage, inputs: Inputs) -> None
     for name, source in config.adapters.items():
         if source is not None:
             backbone.load_adapter(adapter_name(name), inputs.adapter(source), frozen=True)
-    if config.model.compile:  # after the adapters: they change the layers
-        backbone.compile()
 
 
 def adapter_name(name: str) -> str:

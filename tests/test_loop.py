@@ -41,7 +41,7 @@ def ratio_errors(loop: Loop, rollout: Rollout, keep: Tensor, size: int) -> Tenso
         )
         x_next, old_log_prob = pairs.action()
         log_prob = sde.log_prob(gaussian, x_next)
-        assert log_prob.requires_grad
+        assert log_prob.requires_grad and old_log_prob is not None
         found.append((torch.exp(log_prob - old_log_prob) - 1).abs().detach())
     return torch.cat(found)
 

@@ -6,8 +6,9 @@ The one place with classifier-free guidance. What differs between families of mo
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from copy import copy, deepcopy
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,8 @@ from flowalign.backbone.structure import ModelSpec, bare, weightless_pipeline
 from flowalign.backbone.text import TextEncoder, joined
 from flowalign.config import ModelConfig
 from flowalign.types import Conditioning
+
+log = logging.getLogger("flowalign")
 
 COMPILATIONS = 256  # per kind of block: adapters x (rollout, update) x shapes; torch allows 8
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -203,18 +206,32 @@ class Backbone:
             x, sigma = torch.cat([x, x]), torch.cat([sigma, sigma])
             text = joined({name: part.to(x.device) for name, part in cond.negative.items()}, text)
         inputs = self.family.inputs(x.to(self.dtype), sigma, text, guidance)
-        limits = nullcontext()
-        if self.compiled:  # beyond its limit torch would silently run a block eagerly
-            limits = torch._dynamo.config.patch(recompile_limit=COMPILATIONS)
-        with limits:
-            output = self.transformer(**inputs, return_dict=False)
-        velocity = self.family.velocity(output[0], x)
+        velocity = self.family.velocity(self._output(inputs), x)
         passes = 3 if velocity.requires_grad else 1  # a backward pass counts as two
         self.evaluations += passes * (2 if doubled else 1) * batch
         if doubled:
             negative, positive = velocity.chunk(2)  # in the order of the torch.cat above
             velocity = self.family.guided(negative, positive, guidance)
         return velocity[:batch]
+
+    def _output(self, inputs: Mapping[str, Any]) -> Tensor:
+        """The transformer's. Blocks that cannot be compiled run eagerly from then on."""
+        if not self.compiled:
+            return self.transformer(**inputs, return_dict=False)[0]
+        from torch._dynamo.exc import TorchDynamoException  # seconds to import
+
+        # beyond its limit torch would silently run a block eagerly
+        with torch._dynamo.config.patch(recompile_limit=COMPILATIONS):
+            try:
+                return self.transformer(**inputs, return_dict=False)[0]
+            except TorchDynamoException as error:
+                kinds = ", ".join(sorted({type(block).__name__ for block in self._compilable}))
+                why = " ".join(str(error).split("\n")[:2])
+                log.warning("torch.compile failed in %s, which run eagerly now: %s", kinds, why)
+        for block in self._compilable:
+            block._compiled_call_impl = None  # what nn.Module.compile sets
+        self.compiled = False
+        return self._output(inputs)
 
     @contextmanager
     def uncounted(self, really: bool = True) -> Iterator[None]:
@@ -233,9 +250,13 @@ class Backbone:
     def compile(self, backend: str = "inductor") -> None:
         """torch.compile each block of the transformer (blocks of one kind share their code). Call
         it before the transformer is wrapped for several processes."""
-        for block in self.blocks or [self.core]:
+        for block in self._compilable:
             block.compile(backend=backend)
         self.compiled = True
+
+    @property
+    def _compilable(self) -> list[nn.Module]:
+        return self.blocks or [self.core]
 
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:

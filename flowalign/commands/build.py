@@ -10,6 +10,7 @@ from accelerate import Accelerator
 from accelerate.utils import set_seed
 
 from flowalign.backbone import DTYPES, Backbone
+from flowalign.backbone.compilation import compile_blocks
 from flowalign.checks.rewards import fitting
 from flowalign.config import ConfigError, StudentConfig, TrainingStage
 from flowalign.eval import suite
@@ -54,7 +55,9 @@ def wire(
         raise ConfigError(problems)
     set_seed(config.seed)  # again: what built a reward may have drawn or seeded
     backbone = student(config, accelerator.device, inputs)
-    progress = Progress(config, accelerator.is_main_process)
+    main = accelerator.is_main_process
+    compile_blocks(backbone, config.model, config.images, main=main)
+    progress = Progress(config, main)
     parts = algorithm_parts(config, backbone, accelerator, built, inputs)
     benchmarks = held_out(config, built, inputs) if config.evaluates else []
     heard = listeners(config, backbone, accelerator, progress, inputs)
@@ -118,8 +121,6 @@ def student(config: TrainingStage, device: torch.device, inputs: Inputs | None =
         backbone.load_adapter(STUDENT, (inputs or Inputs(config.model)).adapter(lora.init))
     else:
         backbone.add_adapter(STUDENT, rank=lora.rank, alpha=lora.alpha, targets=lora.targets)
-    if config.model.compile:
-        backbone.compile()
     return backbone
 
 

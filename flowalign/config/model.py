@@ -58,8 +58,9 @@ class ModelConfig(Section):
     (SDPA). In 16 bits on a GPU a family may take another (`Family.gpu_attention`)."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: slower, much less memory."""
-    compile: bool = False
-    """torch.compile the blocks of the transformer. Not in 16 bits where the loss has a ratio."""
+    compile: bool | Literal["auto"] = "auto"
+    """torch.compile the blocks of the transformer. auto: on a GPU, for 500 images or more, and not
+    with quantized weights. A block that does not compile runs eagerly, with a warning."""
 
     @property
     def size(self) -> Size:

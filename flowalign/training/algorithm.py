@@ -229,13 +229,14 @@ class Pairs:
     sigma: Tensor  # [b]
     x: Tensor  # [b,C,h,w] states
     x_next: Tensor | None  # [b,C,h,w] sampled successors; None where the rollout kept none
-    old_log_prob: Tensor | None  # [b] of x_next, under the policy that sampled it
+    # [b] of x_next, under the policy that sampled it; None where that is the student as it is
+    old_log_prob: Tensor | None
     conditioning: Conditioning
     size: int  # rows of the forward pass, at least b
 
-    def action(self) -> tuple[Tensor, Tensor]:
-        """x_next and old_log_prob of a rollout that has them."""
-        assert self.x_next is not None and self.old_log_prob is not None
+    def action(self) -> tuple[Tensor, Tensor | None]:
+        """x_next and old_log_prob of a rollout that kept its actions."""
+        assert self.x_next is not None
         return self.x_next, self.old_log_prob
 
     def velocity(self, backbone: Backbone, guidance: float) -> Tensor:

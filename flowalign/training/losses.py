@@ -13,12 +13,13 @@ from flowalign import sde
 
 
 def policy_loss(
-    log_prob: Tensor, old_log_prob: Tensor, advantage: Tensor, *, clip_range: float
+    log_prob: Tensor, old_log_prob: Tensor | None, advantage: Tensor, *, clip_range: float
 ) -> tuple[Tensor, Tensor]:
     """The clipped loss of PPO (1707.06347, eq. 7, negated) and the ratio rho, both [B].
 
     rho = exp(log_prob - old_log_prob); loss = max(-A rho, -A clip(rho, 1 - eps, 1 + eps)).
-    Only log_prob carries gradient: old_log_prob and advantage are detached. Departure from
+    Only log_prob carries gradient: old_log_prob and advantage are detached. Without old_log_prob
+    the old policy is the new one, and rho is 1. Departure from
     Flow-OPD's code: there the advantage leaks gradient (`published_loss`) and is [B,1], so that
     the loss is [B,B]; here any shape but [B] is refused.
     """
@@ -28,7 +29,7 @@ def policy_loss(
 def published_loss(
     distance: Tensor,
     log_prob: Tensor,
-    old_log_prob: Tensor,
+    old_log_prob: Tensor | None,
     *,
     clip_range: float,
     advantage_clip: float,
@@ -46,8 +47,10 @@ def published_loss(
 
 
 def _clipped(
-    log_prob: Tensor, old_log_prob: Tensor, advantage: Tensor, clip_range: float
+    log_prob: Tensor, old_log_prob: Tensor | None, advantage: Tensor, clip_range: float
 ) -> tuple[Tensor, Tensor]:
+    if old_log_prob is None:
+        old_log_prob = log_prob
     shapes = [list(t.shape) for t in (log_prob, old_log_prob, advantage)]
     if log_prob.ndim != 1 or shapes != [shapes[0]] * 3:
         raise ValueError(

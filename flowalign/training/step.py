@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from diffusers.optimization import get_scheduler
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
+from flowalign import sde
 from flowalign.backbone import Backbone
 from flowalign.config import TrainingStage
 from flowalign.training import metrics, nonfinite
@@ -20,6 +22,7 @@ from flowalign.training.algorithm import STUDENT, Algorithm, Pairs, Prepared, pa
 from flowalign.training.nonfinite import NotFinite
 from flowalign.training.run import processes
 from flowalign.training.run.processes import Means
+from flowalign.types import Rollout
 
 MEASURED = 32  # (image, step) pairs an optimizer step that are compared with the base for the log
 
@@ -64,9 +67,10 @@ class Step:
         skipped = 0
         self.fault = None
         share = len(prepared.rollout) // steps
+        if self.backbone.compiled and prepared.rollout.log_probs is not None:
+            prepared = self._with_learning_log_probs(prepared, share)
         for start in range(0, share * steps, share):
-            keep = torch.zeros(len(prepared.rollout), dtype=torch.bool)
-            keep[start : start + share] = prepared.keep[start : start + share].cpu()
+            keep = share_of(prepared.keep, start, share)
             with self.backbone.uncounted():
                 self._measure_drift(prepared, start, share, means)
             fault = self.accumulate(prepared, keep, share, means)
@@ -81,6 +85,31 @@ class Step:
             self.algorithm.learnt(self.count)
         return {**prepared.metrics, **means.over_processes(), metrics.SKIPPED: skipped}
 
+    def _with_learning_log_probs(self, prepared: Prepared, share: int) -> Prepared:
+        """With the log-probabilities of the actions as the compiled learning graph computes them.
+
+        torch compiles other graphs with gradients and without, and in bfloat16 the log-probability
+        of a rollout is off by as much as clip ranges allow; so a ratio would not begin at 1. With
+        one optimizer step a rollout there are none: the old policy is the new one. With several,
+        the steps to come are asked before the first, in the same micro-batches.
+        """
+        rollout = prepared.rollout
+        assert rollout.log_probs is not None
+        if self.settings.updates_per_rollout == 1:
+            return replace(prepared, rollout=replace(rollout, log_probs=None))
+        log_probs = rollout.log_probs.clone()
+        evaluations = self.backbone.evaluations
+        for start in range(0, share * self.settings.updates_per_rollout, share):
+            keep = share_of(prepared.keep, start, share)
+            for pairs, _, _ in self._micro_batches(rollout, keep, share):
+                with self.parallel.learning(self.backbone.transformer, last=False):
+                    velocity = self.algorithm.velocity(pairs).detach()
+                policy = sde.scheduled_transition(rollout.schedule, pairs.x, velocity, pairs.steps)
+                log_probs[pairs.rows, pairs.columns] = sde.log_prob(policy, pairs.action()[0])
+        asked = self.backbone.evaluations - evaluations
+        self.backbone.evaluations = evaluations + asked // 3  # there is no backward pass
+        return replace(prepared, rollout=replace(rollout, log_probs=log_probs))
+
     def accumulate(
         self, prepared: Prepared, keep: Tensor, share: int, means: Means
     ) -> NotFinite | None:
@@ -88,15 +117,9 @@ class Step:
         velocity or loss of this process."""
         rollout = prepared.rollout
         fault = None
-        if idle := not keep.any():  # every process takes part in the gradient's reduction
-            keep = torch.arange(len(rollout)) == 0  # with an image of weight 0
         count = share * len(rollout.steps)
-        size = min(self.settings.micro_batch, count)
-        batches = math.ceil(int(keep.sum()) * len(rollout.steps) / size)
-        batches += processes.missing_steps(batches, self.backbone.sharded)
-        for i, (pairs, weight) in enumerate(filled(pairs_of(rollout, keep, size), batches)):
-            weight = 0.0 if idle else weight
-            with self.parallel.learning(self.backbone.transformer, last=i == batches - 1):
+        for pairs, weight, last in self._micro_batches(rollout, keep, share):
+            with self.parallel.learning(self.backbone.transformer, last=last):
                 with self.backbone.uncounted(not weight):
                     velocity = self.algorithm.velocity(pairs)
                     step = self.algorithm.loss(pairs, velocity, prepared)
@@ -117,6 +140,19 @@ class Step:
                 if math.isfinite(value):
                     means.add(name, value, step.counts.get(name, len(pairs.rows)))
         return fault
+
+    def _micro_batches(
+        self, rollout: Rollout, keep: Tensor, share: int
+    ) -> Iterator[tuple[Pairs, float, bool]]:
+        """The pairs of an optimizer step's kept images, their weight (0 where they only keep other
+        processes company), and whether they are the last."""
+        if idle := not keep.any():  # every process takes part in the gradient's reduction
+            keep = torch.arange(len(rollout)) == 0  # with an image of weight 0
+        size = min(self.settings.micro_batch, share * len(rollout.steps))
+        batches = math.ceil(int(keep.sum()) * len(rollout.steps) / size)
+        batches += processes.missing_steps(batches, self.backbone.sharded)
+        for i, (pairs, weight) in enumerate(filled(pairs_of(rollout, keep, size), batches)):
+            yield pairs, 0.0 if idle else weight, i == batches - 1
 
     @torch.no_grad()
     def _measure_drift(self, prepared: Prepared, start: int, share: int, means: Means) -> None:
@@ -194,6 +230,13 @@ class Step:
         if self.accelerator.scaler and states["scaler"]:
             self.accelerator.scaler.load_state_dict(states["scaler"])
         self.count = count
+
+
+def share_of(keep: Tensor, start: int, share: int) -> Tensor:
+    """keep [B], within the `share` images of an optimizer step alone."""
+    found = torch.zeros(len(keep), dtype=torch.bool)
+    found[start : start + share] = keep[start : start + share].cpu()
+    return found
 
 
 def filled(parts: Iterable[Pairs], count: int) -> Iterator[tuple[Pairs, float]]:

@@ -177,14 +177,6 @@ class TrainingStage(Job):
                 yield Problem("rollout.kind", f"'ode' {text}")
             else:
                 yield Problem("rollout.noise_level", f"0 {text}")
-        if self.needs_actions and self.model.compile and self.model.dtype != "float32":
-            # measured by Inductor in bfloat16: 9e-5 to 4e-4 off 1, as much as clip ranges allow
-            yield Problem(
-                "model.compile",
-                f"in {self.model.dtype} the ratio of new and old policy does not begin at 1, as "
-                "torch compiles rollout and update otherwise. Use false, or a stage without a "
-                "ratio (nft, awm, sft, opd with 'pathwise').",
-            )
         if self.learns_from_rewards and rollout.group_size < 2:
             text = "an advantage compares the images of a prompt. Use 2 or more."
             yield Problem("rollout.group_size", f"got {rollout.group_size}; {text}")
