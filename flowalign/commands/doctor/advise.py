@@ -182,8 +182,8 @@ class Forecast:
             table.add_row("waiting for rewards", "", "", f"{waited:.3g}")
         console = Console(highlight=False)
         console.print(table)
-        if estimate.config.model.compile:
-            console.print("torch.compile is not in the prediction.")
+        if self.kind == "cuda" and estimate.compiled:
+            console.print("Seconds are those of compiled blocks, memory that of eager ones.")
 
 
 def forecasts(stages: Mapping[str, Stage], device: Device, inputs: Inputs) -> list[Forecast]:

@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from flowalign.backbone import DTYPES, Backbone
 from flowalign.backbone.adapters import AdapterError, Lora, weightless_lora
+from flowalign.backbone.compilation import compiles
 from flowalign.backbone.lora import CastingLinear, misfit
 from flowalign.backbone.structure import ModelSpec, bare, mismatches, model_spec, weightless
 from flowalign.backbone.text import BATCH as TEXT_BATCH
@@ -80,6 +81,11 @@ class Estimate:
     width: int  # of the transformer
 
     @property
+    def compiled(self) -> bool:
+        """Whether the run compiles its transformer on a GPU."""
+        return compiled(self.config, sum(self.evaluated.values()))
+
+    @property
     def all_phases(self) -> list[Phase]:
         return [*self.phases, *([self.evaluation] if self.evaluation else [])]
 
@@ -112,7 +118,8 @@ def predict(
     inputs: what was opened of the stage, and what an earlier stage will write. drawn: the updates
     whose drawn states are averaged; None = the first DRAWS. models: a cache for calls with the same
     device and inputs; their passes are measured once. Raises LookupError where the shapes of
-    model.id are not known. Not included: torch.compile, and the memory of rewards' activations, of
+    model.id are not known. Not included: the memory that torch.compile
+    saves, and that of rewards' activations, of
     kernels (cuDNN, GEMM workspaces) and of the device's context.
     """
     models = {} if models is None else models
@@ -145,6 +152,12 @@ def predict(
     return Estimate(
         config, processes, parts, phases, evaluation, updates, evaluations, evaluated, model.width
     )
+
+
+def compiled(stage: Stage, evaluated: int = 0) -> bool:
+    """Whether a stage, or an evaluation of so many images, compiles its transformer on a GPU."""
+    images = stage.images if stage.trains else evaluated
+    return compiles(stage.model, "cuda", images)[0]
 
 
 def judges(stage: Stage) -> Iterator[RewardSpec]:
@@ -636,6 +649,10 @@ class _Update:
             model.forward(batch, Source(c.adapter, config.loss_guidance)).flops for c in compared
         ]
         flops = meter.flops - sum((1 - c.share) * f for c, f in zip(compared, costs, strict=True))
+        several = config.optimizer.updates_per_rollout > 1
+        if model.device_type == "cuda" and compiled(config) and self.keeps.actions and several:
+            # log-probabilities by the compiled graph (`Step.learn`)
+            flops += model.forward(batch, Source(STUDENT, config.loss_guidance)).flops
         sizes = {"optimizer.micro_batch": batch}
         return Phase("update", "learning", peak, flops / batch * self.pairs, sizes)
 

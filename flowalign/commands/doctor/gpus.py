@@ -34,7 +34,7 @@ class Gpu:
     float32: float
     bandwidth: float
 
-    def rate(self, model: ModelConfig, width: int, kind: str) -> float:
+    def rate(self, model: ModelConfig, width: int, kind: str, *, compiled: bool) -> float:
         """FLOP/s that a run of a transformer of a width sustains in a kind of phase.
 
         1 / rate = 1 / (PRODUCTS peak) + bytes per FLOP / bandwidth. The bytes are what the H100's
@@ -43,7 +43,7 @@ class Gpu:
         does not count: an H200 gained nothing by it.
         """
         h100 = GPUS["h100"]
-        share = SHARES[kind][model.compile]
+        share = SHARES[kind][compiled]
         moved = (1 / share - 1 / PRODUCTS) / h100.bfloat16 * h100.bandwidth * WIDTH / width
         peak = self.bfloat16
         if model.dtype == "float32":

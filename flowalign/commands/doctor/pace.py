@@ -50,7 +50,7 @@ class Pace:
         """The pace of a GPU of the table in a stage; rewards compute in float32."""
         model = estimate.config.model
         width = estimate.width
-        rates = {kind: gpu.rate(model, width, kind) for kind in KINDS}
+        rates = {kind: gpu.rate(model, width, kind, compiled=estimate.compiled) for kind in KINDS}
         rates["rewards"] = gpu.float32 * 1e12 * REWARDS
         low, high = (f"{limit(rates[kind] for kind in KINDS) / 1e12:.3g}" for limit in (min, max))
         return cls(rates, f"{gpu.title}, {low} to {high} TFLOP/s sustained")
