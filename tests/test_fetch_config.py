@@ -12,7 +12,7 @@ from flowalign.backbone.loading import load_pipeline
 from flowalign.commands import recipe
 from flowalign.commands.cli import main
 from flowalign.commands.fetch import needed
-from flowalign.commands.prompts import actions
+from flowalign.commands.prompts import fetch as data
 from flowalign.config import Stage, load
 from flowalign.config.safe_yaml import dump_yaml
 from flowalign.rewards import RewardSpec, build
@@ -115,7 +115,7 @@ def test_prompt_sets_are_written_by_their_own_commands(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     asked: list[list[str]] = []
-    monkeypatch.setattr(actions, "fetch_set", lambda source, out, force: asked.append([out]) or [])
+    monkeypatch.setattr(data, "fetch_set", lambda source, out, force: asked.append([out]) or [])
     sets = ["data/geneval_test.jsonl", "data/drawbench.txt", "elsewhere/ocr_test.txt"]
     reward = {"name": "clipscore", "options": {"model": "me/judge"}}
     marks = [{"name": f"m{i}", "prompts": n, "reward": reward} for i, n in enumerate(sets)]

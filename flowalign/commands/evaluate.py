@@ -19,6 +19,7 @@ from pkgutil import resolve_name
 from typing import Any
 
 from flowalign.commands import CONFIGS, SD35
+from flowalign.commands.arguments import add_changes
 from flowalign.config import BenchmarkConfig, ConfigError, EvalStage, load, parse, read
 from flowalign.config.safe_yaml import dump_yaml
 from flowalign.config.section import did_you_mean
@@ -49,7 +50,6 @@ def parser() -> argparse.ArgumentParser:
     way.add_argument("--config", help="a YAML file: configs/tiny/eval.yaml")
     way.add_argument("--out", type=Path, help="without a config: folder of the results; the config "
         "is kept there")  # fmt: skip
-    add("--variant", help="of --config: a YAML file of keys by stage: other hardware")
     add("--model", help="tiny (default), a folder or a Hub id")
     some: Any = {"nargs": "+", "action": "extend"}
     add("--lora", metavar="NAME=ADAPTER", help="folders or Hub ids", **some)
@@ -58,7 +58,7 @@ def parser() -> argparse.ArgumentParser:
         "is loaded. Images larger than tiny's have the judges of the large models")  # fmt: skip
     add("--benchmarks", metavar="NAME", help="default: those of the family's eval.yaml", **some)
     add("--limit", type=int, help="only the first so many prompts of each")
-    add("overrides", nargs="*", metavar="key.path=value", help="change the config")
+    add_changes(parser)
     return parser
 
 

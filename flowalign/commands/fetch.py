@@ -13,8 +13,7 @@ from pathlib import Path
 from flowalign.backbone import adapters, loading
 from flowalign.commands import recipe
 from flowalign.commands.doctor.count import judges
-from flowalign.commands.prompts import actions as data
-from flowalign.commands.prompts.fetch import missing_sets
+from flowalign.commands.prompts import fetch as data
 from flowalign.config import ConfigError, Stage, load
 from flowalign.report.progress import quiet
 from flowalign.system.exit import refusing
@@ -30,12 +29,12 @@ def main(args: argparse.Namespace) -> int:
     if problems:
         raise ConfigError(problems)
     lacking = [*_adapters_here(stages.values()), *_files(stages.values(), args.check)]
-    for name, commands in missing_sets(stages.values()).items():
+    for name, commands in data.missing_sets(stages.values()).items():
         # an earlier one may have written it, too; they write below data/
         if commands and not (args.check or Path(name).exists()) and name.startswith("data/"):
-            wanted = {"names": commands[0].split()[-1:], "out": "data", "force": False}
-            data.main(argparse.Namespace(action="fetch", **wanted))
-    sets = missing_sets(stages.values()).items()
+            names = commands[0].split()[-1:]
+            data.main(argparse.Namespace(names=names, out="data", force=False))
+    sets = data.missing_sets(stages.values()).items()
     lacking += [f"missing: {n} ({' or '.join(commands) or 'yours'})" for n, commands in sets]
     for text in lacking:
         print(text)
