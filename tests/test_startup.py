@@ -7,7 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import judges  # scripts/judges.py
 import pytest
 
 from flowalign.commands.cli import COMMANDS
@@ -56,7 +55,3 @@ def test_it_is_answered_without_heavy_imports(words: str, answers) -> None:
     answered = words.endswith(("--help", "--version", "list"))
     assert status == (0 if answered else 2)
     assert not HEAVY & modules
-
-
-def test_the_listed_judges_are_what_their_classes_say() -> None:
-    assert json.loads(judges.FILE.read_text()) == judges.judges()  # python scripts/judges.py

@@ -11,16 +11,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args
 
+from pydantic import TypeAdapter, ValidationError
+
 from flowalign.commands.doctor.gpus import GPUS
 from flowalign.config import STAGES, ModelConfig, Stage, load, stage_names
 from flowalign.config.loading import run_config
-from flowalign.config.section import about
+from flowalign.config.section import Count, NotNegative, Pixels, Seed, Steps, about
 from flowalign.system.exit import refusing
 from flowalign.system.files import expanded
 from flowalign.training.sources import SOURCES
 
 NONE = "none"  # a task without a reward
-MULTIPLE = 16  # of pixels: the VAE's factor 8, patches of 2
 SHOWN = 256  # pixels: a grid shows wider images smaller than they are
 
 
@@ -68,27 +69,27 @@ def sample(argv: Sequence[str]) -> argparse.Namespace:
     help = "file of the grid; default: samples.png, or the next free number. Images above "
     help += f"{SHOWN} pixels, and several of a prompt, also go one by one to a folder of that name"
     add("--out", type=Path, help=help)
-    add("--images", type=_number(int, 1), default=1, metavar="N", help="per prompt")
+    add("--images", type=_value(Count), default=1, metavar="N", help="per prompt")
     of_the_model = "default: as in the LoRA's run, else as the model has it"
-    add("--steps", type=_number(int, 1), help=of_the_model)
-    add("--guidance", type=_number(float, 0), help=f"CFG scale; 1 = none; {of_the_model}")
-    add("--size", type=_number(int, MULTIPLE, MULTIPLE), help=f"pixels; {of_the_model}")
-    add("--seed", type=_number(int, 0), default=0, help="of the initial noise")
+    add("--steps", type=_value(Steps), help=of_the_model)
+    add("--guidance", type=_value(NotNegative), help=f"CFG scale; 1 = none; {of_the_model}")
+    add("--size", type=_value(Pixels), help=f"pixels; {of_the_model}")
+    add("--seed", type=_value(Seed), default=0, help="of the initial noise")
     add("--dtype", choices=dtypes, help="default: bfloat16, float32 on a CPU")
     return parser.parse_args(argv)
 
 
-def _number(kind: type[int] | type[float], least: int, multiple: int | None = None) -> Any:
-    """A parser of a finite number that is not below the least."""
+def _value(kind: Any) -> Any:
+    """A parser of one kind of a config's values."""
 
-    def number(text: str) -> float:
-        value = kind(text)
-        if not least <= value < float("inf") or multiple and value % multiple:
-            wanted = f"a multiple of {multiple}" if multiple else f"a number from {least} up"
-            raise argparse.ArgumentTypeError(f"got {text!r}; want {wanted}")
-        return value
+    def value(text: str) -> Any:
+        try:
+            return TypeAdapter(kind).validate_strings(text)
+        except ValidationError as error:
+            wrong = error.errors()[0]["msg"]
+            raise argparse.ArgumentTypeError(f"got {text!r}. {wrong}") from None
 
-    return number
+    return value
 
 
 @refusing("doctor")
