@@ -5,10 +5,9 @@ from pathlib import Path
 import fakes
 import pytest
 import torch
-from PIL import Image
 
 from flowalign import rewards
-from flowalign.commands.evaluate import main, more_benchmarks, parser, raw_config
+from flowalign.commands.evaluate import main, more_benchmarks
 from flowalign.config import BenchmarkConfig
 
 
