@@ -108,8 +108,6 @@ def gallery(
     models: Mapping[str, Sequence[Tensor | Image.Image] | Tensor],
     prompts: Sequence[str],
     captions: Mapping[str, Sequence[str | float] | Tensor] | None = None,
-    *,
-    title: str = "",
 ) -> Image.Image:
     """Several models on the same prompts, for a notebook: one row per prompt, one column per model.
 
@@ -134,7 +132,7 @@ def gallery(
         Row([models[name][row] for name in models], [caption(name, row) for name in models], prompt)
         for row, prompt in enumerate(prompts)
     ]
-    return _image(_draw([Block(title, list(models), rows)]))
+    return _image(_draw([Block("", list(models), rows)]))
 
 
 LABEL, GAP = 1.55, 0.07  # inches: left of the images, and between them
@@ -163,12 +161,12 @@ def _draw(blocks: Sequence[Block], *, cell: float = 1.6, dpi: int = 120, head: s
     y += write(0.1, y, textwrap.fill(_plain(head), int(12.5 * width)), 10)
     for block in blocks:
         y += write(0.1, y + 0.08, _plain(block.title), 11.5, weight="bold") + 0.12
-        heads = [_wrapped(text, cell) for text in block.heads]
-        most = max((text.count("\n") for text in heads), default=0)
-        for column, text in enumerate(heads):
-            padding = "\n" * (most - text.count("\n"))  # all heads end in the same line
-            height = write(left + column * (cell + GAP), y, padding + text)
-            y += (height + 0.04) * (column == len(heads) - 1)
+        heights = [
+            write(left + column * (cell + GAP), y, _wrapped(text, cell))
+            for column, text in enumerate(block.heads)
+        ]
+        if heights:
+            y += max(heights) + 0.04
         for row in block.rows:
             label = write(0.1, y, _wrapped(row.name, LABEL - 0.4), FONT + 1)
             label += write(0.1, y + label, _plain(row.note), color="0.35")
@@ -288,7 +286,7 @@ def metrics_plot(drawn: Sequence[Chart], path: Path, title: str = "") -> None:
     """Plot the `charts` of a run. Without any there is no plot."""
     if not drawn:
         return
-    columns = 2 if len(drawn) in (2, 4) else min(ACROSS, len(drawn))
+    columns = min(ACROSS, len(drawn))
     rows = -(-len(drawn) // columns)
     figure = Figure(figsize=(3.5 * columns, 3.3 * rows + 0.3), dpi=130, layout="constrained")
     axes = figure.subplots(rows, columns, squeeze=False).flatten()
