@@ -40,7 +40,7 @@ def test_images_of_any_kind_are_scored_alike(tmp_path: Path, drawn: None) -> Non
         torch.testing.assert_close(scored.scores.value, expected, rtol=0, atol=1 / 255)
     assert scored.plot().width > 100
     assert scored._repr_html_().count("<tr>") == 4 and "<th>red</th>" in scored._repr_html_()
-    assert str(scored).startswith("3 of 3 images") and "red: mean" in str(scored)
+    assert str(scored).startswith("| prompt | value | red |")
     many = flowalign.score(SHADES.repeat(8, 1, 1, 1), PROMPTS * 8, "fakes:redness").plot()
     assert 1 < many.width / many.height < 4  # three rows of eight
     same = rewards.score(fakes.redness, pictures(), PROMPTS)  # metadata is optional

@@ -53,20 +53,16 @@ class Scored:
         rows = zip(self.scores.value.tolist(), self.prompts, strict=True)
         return sheet(self.images, [f"{score_text(value)}: {prompt}" for value, prompt in rows])
 
-    def __repr__(self) -> str:
-        scores = self.scores
-        lines = [f"{int(scores.valid.sum())} of {len(self.prompts)} images have a score"]
-        lines += [f"failed: {reason}" for reason in list(scores.failures.values())[:1]]
-        for name, part in {"value": scores.value, **scores.parts}.items():
-            if len(known := part[part.isfinite()]):
-                spread = f"{known.min():.4g} to {known.max():.4g}"
-                lines.append(f"{name}: mean {known.mean():.4g} ({spread})")
-        return "\n".join(lines)
-
-    def _repr_html_(self) -> str:
+    def _table(self) -> Table:
         prompts, *numbers = self.columns.values()
         texts = ([f"{number:.4g}" for number in column] for column in numbers)
-        return Table([*self.columns], [*zip(prompts, *texts, strict=True)]).html()
+        return Table([*self.columns], [*zip(prompts, *texts, strict=True)])
+
+    def __repr__(self) -> str:
+        return self._table().markdown()
+
+    def _repr_html_(self) -> str:
+        return self._table().html()
 
 
 @dataclass(frozen=True, repr=False)

@@ -52,8 +52,7 @@ class Progress:
         self.folder = Path(config.output)
         self.on_update: OnMetrics | None = None
         self.done = 0  # updates
-        self.first: tuple[float, int] | None = None  # time and number of the first shown update
-        self.seconds: float | None = None  # per update, with evaluations and checkpoints
+        self.seconds: float | None = None  # of the last update
 
     def live(self, update: int) -> AbstractContextManager[None]:
         """Record warnings during the run, which starts after `update` updates."""
@@ -70,12 +69,7 @@ class Progress:
         elif metrics.LOST in values:
             line = "held-out scores are missing"
         else:
-            began, first = self.first = self.first or (time.monotonic(), update)
-            # the first update, which compiles and fills caches, counts until there is a second
-            spent = sum(values.get(name, 0.0) for name in metrics.SECONDS)
-            self.seconds = (
-                (time.monotonic() - began) / (update - first) if update > first else spent
-            )
+            self.seconds = sum(values.get(name, 0.0) for name in metrics.SECONDS)
         parts = [f"update {update}/{self.total}", line]
         if self.seconds is not None:
             left = timedelta(seconds=round(self.seconds * (self.total - update)))

@@ -402,8 +402,9 @@ def _cuts(listed: Sequence[Forecast], limit: float) -> dict[str, list[str]]:
 
 def _arguments(config: Any, changes: Mapping[str, Sequence[str]]) -> str:
     """Changes by stage, as arguments of `flowalign train`. The last change of a key counts."""
-    keys = {name: {t.partition("=")[0]: t for t in texts} for name, texts in changes.items()}
-    last = {name: list(texts.values()) for name, texts in keys.items()}
+    last = dict[str, list[str]]()
+    for name, texts in changes.items():
+        last[name] = list({text.partition("=")[0]: text for text in texts}.values())
     if not config.is_recipe:
         return shlex.join(text for texts in last.values() for text in texts)
     settings = {name: config.stages[name].get("set", []) for name in last}
