@@ -18,7 +18,7 @@ test-long: setup
 	$(PYTEST) -m long
 
 demo: setup
-	$(PY) -m flowalign.commands.cli demo
+	$(PY) -m flowalign.commands.cli train --config configs/tiny/demo.yaml
 
 check: setup
 	$(PY) -m ruff check .

@@ -189,7 +189,7 @@ def measured(stage: config.TrainingStage, updates: int) -> float:
         changes = [f"output={json.dumps(folder)}", f"train.updates={updates + 1}",
                    "train.trackers=[]"]  # fmt: skip
         run = config.parse(stage.model_dump(mode="json") | {"evaluation": None}, changes)
-        loop, progress, _ = build.wire(run)
+        loop, progress = build.wire(run)
         progress.main = False  # silent
         loop.run()
         lines = (Path(folder) / "metrics.jsonl").read_text().splitlines()

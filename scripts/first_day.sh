@@ -95,7 +95,7 @@ tiny_runs() { # shortened; tests/test_as_written.py has README and docs/quicksta
     step python -m flowalign.eval compare outputs/tiny/eval_base/results.json outputs/tiny/eval/results.json --models base ocr
     step flowalign eval --config configs/tiny/eval.yaml models.teacher=outputs/tiny/teacher_ocr_nft/adapter $FEW
     step accelerate launch --config_file configs/accelerate/ddp_2cpu.yaml -m flowalign.eval --config configs/tiny/eval.yaml $FEW
-    step flowalign demo stages.student.train.updates=1 stages.student.rollout.prompts=4 "stages.table.set=[${FEW// /, }]"
+    step flowalign train --config configs/tiny/demo.yaml stages.student.train.updates=1 stages.student.rollout.prompts=4 "stages.table.set=[${FEW// /, }]"
     leaves outputs/demo/table/report.html
 }
 

@@ -59,7 +59,7 @@ def test_what_ends_a_command_early_is_one_line(
     def fail(argv: object) -> int:
         raise error
 
-    monkeypatch.setattr("flowalign.commands.prompts.actions.main", fail)
+    monkeypatch.setattr("flowalign.commands.prompts.fetch.main", fail)
     assert cli.main(["data", "list"]) == status
     assert len(capsys.readouterr().err.splitlines()) == 1
 

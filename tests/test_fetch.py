@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 import flowalign.commands.prompts.fetch as module
-from flowalign.commands.prompts.fetch import FetchError, fetch_set, text_digest
+from flowalign.commands.prompts.fetch import FetchError, describe_set, fetch_set, text_digest
 from flowalign.rewards.ocr import target_of
 from flowalign.system import http
 from flowalign.training.data import load_prompts
@@ -64,11 +64,12 @@ def left(folder: Path) -> set[str]:
 
 def test_a_file_with_its_checksum_is_kept(site: Site, tmp_path, capsys) -> None:
     url = site.serve("/x")
-    (path,) = fetch_set(source(url, sha256(TEXT), "deep/set.txt"), tmp_path)
+    made = source(url, sha256(TEXT), "deep/set.txt")
+    (path,) = fetch_set(made, tmp_path)
     assert path == tmp_path / "deep/set.txt" and path.read_bytes() == TEXT
     assert left(tmp_path) == {"deep/set.txt"}
-    before = capsys.readouterr().out.split("2 prompts in")[0]
-    assert "MIT" in before and url in before and sha256(TEXT) in before
+    assert "2 prompts in" in capsys.readouterr().out
+    assert all(text in describe_set(made) for text in ("MIT", url, sha256(TEXT)))
     fetch_set(source(url, f"md5:{hashlib.md5(TEXT).hexdigest()}", "other.txt"), tmp_path)
 
 

@@ -6,9 +6,7 @@ import torch
 from PIL import Image
 
 import flowalign
-from flowalign.report.pictures import (
-    gallery,
-)
+from flowalign.report.pictures import gallery
 
 COLOURS = torch.tensor(
     [[[220, 0, 0], [0, 180, 0], [0, 0, 240]], [[240, 200, 0], [0, 200, 200], [150, 0, 150]]]
@@ -33,7 +31,7 @@ def place(picture: Image.Image, colour: torch.Tensor) -> tuple[float, float, int
 
 
 def test_models_are_columns_and_prompts_rows() -> None:
-    picture = flowalign.gallery(models(), PROMPTS, {"m0": [1.0, 2.0, 3.0]}, title="a title")
+    picture = flowalign.gallery(models(), PROMPTS, {"m0": [1.0, 2.0, 3.0]})
     places = np.array([[place(picture, COLOURS[m, p]) for p in range(3)] for m in range(2)])
     rows, columns, sizes = places[..., 0], places[..., 1], places[..., 2]
     assert np.ptp(rows, 0).max() < 2 and (np.diff(rows, axis=1) > 100).all()

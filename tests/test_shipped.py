@@ -53,7 +53,8 @@ def test_the_demo_leaves_the_pictures_that_it_names_and_readmes_are_drawn_from_i
     small = ["stages.student.train.updates=1", "stages.student.rollout={prompts: 8}",
              "stages.student.optimizer={updates_per_rollout: 1}",
              f"stages.table.set=[{limits}]", "stages.table.fidelity=null"]  # fmt: skip
-    done = command("flowalign.commands.cli", "demo", "--output", f"{tmp_path}/demo", *small)
+    given = ["--config", "configs/tiny/demo.yaml", f"output={tmp_path}/demo", *small]
+    done = command("flowalign.commands.cli", "train", *given)
     assert done.returncode == 0, done.stderr
     named = [Path(word) for word in done.stdout.split() if word.startswith(f"{tmp_path}/demo/")]
     files = {path for path in named if path.suffix in (".png", ".html")}

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from flowalign.backbone import adapters
 from flowalign.backbone.adapters import AdapterError, HubError
@@ -14,7 +14,6 @@ from flowalign.backbone.structure import known
 from flowalign.checks.launch import Launch
 from flowalign.config import ConfigError, Stage, load
 from flowalign.system.folder import RunFolder
-from flowalign.training.algorithm import algorithm_class
 from flowalign.training.inputs import Inputs
 from flowalign.types import Problem
 
@@ -59,28 +58,17 @@ def trained(config: Any, launch: Launch, inputs: Inputs) -> Iterator[Problem]:
 # As they were trained ----------------------------------------------------------------------------
 
 
-class Training(NamedTuple):
-    """How an adapter was trained. steps: the steps whose states it was trained at, in a rollout of
-    `of` steps; none if it has noise levels of its own, or they are not known."""
-
-    guidance: float
-    steps: Collection[int] = ()
-    of: int = 0
-
-
 def misused(config: Any, launch: Launch, inputs: Inputs) -> Iterator[Problem]:
-    """Adapters that are used otherwise than they were trained. A fault: a guidance scale more than
-    a factor of two away, because guidance counts once (docs/log). A note: a student that leaves out
-    steps at which its teachers were trained. An adapter is skipped if its training is not known
-    from an earlier stage or from the folder of its run."""
+    """Adapters that are used at a guidance scale more than a factor of two from that of their
+    training, because guidance counts once (docs/log). An adapter is skipped if its training is not
+    known from an earlier stage or from the folder of its run."""
     for key, source in config.inputs.items():
-        trainings = _trainings(source, launch.pending)
         used = config.guidance_at(key)
         if used is None:  # of a merge: as the first of its adapters
-            parts = (t for i in config.inputs.values() for t in _trainings(i, launch.pending))
-            used = next((t.guidance for t in parts), 1.0)
+            parts = (s for i in config.inputs.values() for s in _scales(i, launch.pending))
+            used = next(parts, 1.0)
         absorbs = key == "lora.init" and bool(config.labellers)  # what its start lacks
-        for scale in [training.guidance for training in trainings]:
+        for scale in _scales(source, launch.pending):
             if used > 2 * scale or 2 * used < scale and not absorbs:
                 yield Problem(
                     key,
@@ -89,25 +77,13 @@ def misused(config: Any, launch: Launch, inputs: Inputs) -> Iterator[Problem]:
                     "fault",
                 )
                 break
-        if not (config.stage == "opd" and key.startswith("teachers.")):
-            continue
-        for training in trainings:
-            left_out = sorted({*training.steps} - {*range(*config.rollout.trained)})
-            if left_out and training.of == config.rollout.steps:
-                yield Problem(
-                    key,
-                    f"{source} was trained at steps {sorted(training.steps)} of {training.of}, and "
-                    f"the student leaves out {left_out}. Set rollout.kind=ode, which trains all "
-                    "steps.",
-                    "note",
-                )
 
 
-def _trainings(source: str, pending: Mapping[str, Stage | None]) -> list[Training]:
-    """The trainings of an adapter, or of all that it was merged from; [] = not known. pending: as
-    in a Launch."""
+def _scales(source: str, pending: Mapping[str, Stage | None]) -> list[float]:
+    """The guidance scales at which an adapter was trained, or all that it was merged from; [] = not
+    known. pending: as in a Launch."""
     if source.startswith("tiny/"):
-        return [Training(1.0)]
+        return [1.0]
     stage: Any = pending.get(str(Path(source)))
     if not stage and not adapters.is_hub_id(source):
         with suppress(ConfigError):
@@ -116,11 +92,5 @@ def _trainings(source: str, pending: Mapping[str, Stage | None]) -> list[Trainin
     if not stage:
         return []
     if not stage.trains:
-        return [t for part in stage.inputs.values() for t in _trainings(part, pending)]
-    algorithm = algorithm_class(stage)
-    if not stage.learns_from_rewards or algorithm.keeps(stage).noise_levels:
-        return [Training(stage.guidance)]
-    steps = set[int]()
-    for update in range(stage.train.updates):
-        steps.update(algorithm.trained_steps(stage, update))
-    return [Training(stage.guidance, steps, stage.rollout.steps)]
+        return [s for part in stage.inputs.values() for s in _scales(part, pending)]
+    return [stage.guidance]

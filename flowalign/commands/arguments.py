@@ -11,16 +11,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args
 
+from pydantic import TypeAdapter, ValidationError
+
 from flowalign.commands.doctor.gpus import GPUS
 from flowalign.config import STAGES, ModelConfig, Stage, load, stage_names
 from flowalign.config.loading import run_config
-from flowalign.config.section import about
+from flowalign.config.section import Count, NotNegative, Pixels, Seed, Steps, about
 from flowalign.system.exit import refusing
 from flowalign.system.files import expanded
 from flowalign.training.sources import SOURCES
 
 NONE = "none"  # a task without a reward
-MULTIPLE = 16  # of pixels: the VAE's factor 8, patches of 2
 SHOWN = 256  # pixels: a grid shows wider images smaller than they are
 
 
@@ -68,27 +69,27 @@ def sample(argv: Sequence[str]) -> argparse.Namespace:
     help = "file of the grid; default: samples.png, or the next free number. Images above "
     help += f"{SHOWN} pixels, and several of a prompt, also go one by one to a folder of that name"
     add("--out", type=Path, help=help)
-    add("--images", type=_number(int, 1), default=1, metavar="N", help="per prompt")
+    add("--images", type=_value(Count), default=1, metavar="N", help="per prompt")
     of_the_model = "default: as in the LoRA's run, else as the model has it"
-    add("--steps", type=_number(int, 1), help=of_the_model)
-    add("--guidance", type=_number(float, 0), help=f"CFG scale; 1 = none; {of_the_model}")
-    add("--size", type=_number(int, MULTIPLE, MULTIPLE), help=f"pixels; {of_the_model}")
-    add("--seed", type=_number(int, 0), default=0, help="of the initial noise")
+    add("--steps", type=_value(Steps), help=of_the_model)
+    add("--guidance", type=_value(NotNegative), help=f"CFG scale; 1 = none; {of_the_model}")
+    add("--size", type=_value(Pixels), help=f"pixels; {of_the_model}")
+    add("--seed", type=_value(Seed), default=0, help="of the initial noise")
     add("--dtype", choices=dtypes, help="default: bfloat16, float32 on a CPU")
     return parser.parse_args(argv)
 
 
-def _number(kind: type[int] | type[float], least: int, multiple: int | None = None) -> Any:
-    """A parser of a finite number that is not below the least."""
+def _value(kind: Any) -> Any:
+    """A parser of one kind of a config's values."""
 
-    def number(text: str) -> float:
-        value = kind(text)
-        if not least <= value < float("inf") or multiple and value % multiple:
-            wanted = f"a multiple of {multiple}" if multiple else f"a number from {least} up"
-            raise argparse.ArgumentTypeError(f"got {text!r}; want {wanted}")
-        return value
+    def value(text: str) -> Any:
+        try:
+            return TypeAdapter(kind).validate_strings(text)
+        except ValidationError as error:
+            wrong = error.errors()[0]["msg"]
+            raise argparse.ArgumentTypeError(f"got {text!r}. {wrong}") from None
 
-    return number
+    return value
 
 
 @refusing("doctor")
@@ -109,8 +110,7 @@ def doctor(argv: Sequence[str]) -> argparse.Namespace:
     add("--gpu", type=str.lower, choices=list(GPUS), metavar="NAME", help=help)
     help = "propose cuts, with which the config is predicted to run for so long at most"
     add("--hours", type=float, metavar="H", help=help)
-    help = "GPUs of the run (default 1)"
-    add("--gpus", "--processes", type=int, default=1, dest="gpus", help=help)
+    add("--gpus", type=int, default=1, help="GPUs of the run (default 1)")
     add("--memory", type=float, metavar="GIB", help="plan for such a GPU")
     add("--tflops", type=float, help="the rate to plan with, TFLOP/s a GPU")
     help = "reward: score scenes with these prompts, not with those of the tiny world"
@@ -124,33 +124,17 @@ def doctor(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def data(argv: Sequence[str]) -> argparse.Namespace:
-    """Arguments of `flowalign data`; `action` is the name of a function of prompts/actions.py."""
-    parser = argparse.ArgumentParser("flowalign data", description="Prompt sets.")
-    commands = parser.add_subparsers(required=True, metavar="reword | fetch | list")
-
-    def command(name: str, text: str) -> argparse.ArgumentParser:
-        made = commands.add_parser(name, help=text, description=text)
-        made.set_defaults(action=name)
-        return made
-
-    made = command("reword", "Say prompts in other words, by a language model (chat completions).")
-    made.add_argument("file", help="a prompt set")
-    made.add_argument("--url", required=True, help="of the endpoint, such as http://host:8000/v1")
-    made.add_argument("--model", required=True, help="its name there")
-    made.add_argument("--name", default="reworded", help="of the wording (default: reworded)")
-    made.add_argument("--ask", help="what the model is told, with {prompt}")
-    made.add_argument("--token-env", metavar="NAME", help="environment variable with a token")
-    made.add_argument("--concurrency", type=int, default=8)
-    made.add_argument("--out", required=True, help="the .jsonl to write")
-    made.add_argument("--force", action="store_true", help="replace a file that differs")
-
-    made = command("fetch", "Get official sets from where they are published.")
-    made.add_argument("names", nargs="+", choices=list(SOURCES), metavar="NAME",
-                      help=f"one or more of {', '.join(SOURCES)}")  # fmt: skip
-    made.add_argument("--out", default="data", help="folder (default: data)")
-    made.add_argument("--force", action="store_true", help="replace files that differ")
-
-    command("list", "List the official sets: size, licence, source, checksums.")
+    """Arguments of `flowalign data`; no `names`: they are listed."""
+    parser = argparse.ArgumentParser("flowalign data", description="Official prompt sets.")
+    actions = parser.add_subparsers(required=True, metavar="fetch | list")
+    text = "Get official sets from where they are published."
+    add = actions.add_parser("fetch", help=text, description=text).add_argument
+    help = f"one or more of {', '.join(SOURCES)}"
+    add("names", nargs="+", choices=list(SOURCES), metavar="NAME", help=help)
+    add("--out", default="data", help="folder (default: data)")
+    add("--force", action="store_true", help="replace files that differ")
+    text = "List the official sets: size, licence, source, checksums."
+    actions.add_parser("list", help=text, description=text).set_defaults(names=())
     return parser.parse_args(argv)
 
 
@@ -158,19 +142,27 @@ def fetch(argv: Sequence[str]) -> argparse.Namespace:
     """Arguments of `flowalign fetch`."""
     text = "Download what a config reads: models, adapters, judges and prompt sets."
     parser = argparse.ArgumentParser("flowalign fetch", description=text)
-    parser.add_argument("--config", required=True, help="a YAML file of any stage or a recipe")
-    parser.add_argument("--variant", help="a YAML file of keys by stage: other hardware")
-    parser.add_argument("--check", action="store_true", help="only say what is missing: status 1")
-    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="change the config")
+    add = parser.add_argument
+    add("--config", required=True, help="a YAML file of any stage or a recipe")
+    add("--check", action="store_true", help="only say what is missing: status 1")
+    add_changes(parser)
     return parser.parse_args(argv)
+
+
+def add_changes(parser: argparse.ArgumentParser) -> None:
+    """What changes the config of --config."""
+    add = parser.add_argument
+    add("--variant", help="of --config: a YAML file of keys by stage: other hardware")
+    add("overrides", nargs="*", metavar="key.path=value", help="change the config")
 
 
 def vote(argv: Sequence[str]) -> argparse.Namespace:
     """Arguments of `flowalign vote`."""
     text = "Vote on the images of a folder, in a browser. Choices go to FOLDER/pairs.jsonl."
     parser = argparse.ArgumentParser("flowalign vote", description=text)
-    parser.add_argument("folder", type=Path, help="what `flowalign sample --images 2` wrote")
-    parser.add_argument("--port", type=int, default=8001, help="0: any that is free")
+    add = parser.add_argument
+    add("folder", type=Path, help="what `flowalign sample --images 2` wrote")
+    add("--port", type=int, default=8001, help="0: any that is free")
     return parser.parse_args(argv)
 
 
@@ -182,11 +174,12 @@ def serve_reward(argv: Sequence[str]) -> argparse.Namespace:
         description="Serve a reward over HTTP, for `name: remote` in a config elsewhere. "
         "The token that callers must show is read from FLOWALIGN_REWARD_TOKEN.",
     )
-    parser.add_argument("name", help="a reward's name, or its path as package.module:attribute")
-    parser.add_argument("pairs", nargs="*", metavar="key=value", help="options of the reward")
-    parser.add_argument("--host", default="127.0.0.1", help="default: this machine only")
-    parser.add_argument("--port", type=int, default=8000, help="0: any that is free")
-    parser.add_argument("--insecure", action="store_true", help="serve other machines untokened")
+    add = parser.add_argument
+    add("name", help="a reward's name, or its path as package.module:attribute")
+    add("pairs", nargs="*", metavar="key=value", help="options of the reward")
+    add("--host", default="127.0.0.1", help="default: this machine only")
+    add("--port", type=int, default=8000, help="0: any that is free")
+    add("--insecure", action="store_true", help="serve other machines untokened")
     for flag, name, kind, text in (
         ("--max-batch", "images", int, "images a request"),
         ("--max-bytes", "bytes", int, "of a request, and of its images once decoded"),
@@ -195,7 +188,7 @@ def serve_reward(argv: Sequence[str]) -> argparse.Namespace:
         ("--queue", "queue", int, "requests at once"),
     ):
         unset = argparse.SUPPRESS
-        parser.add_argument(flag, dest=name, type=kind, default=unset, help=f"at most: {text}")
+        add(flag, dest=name, type=kind, default=unset, help=f"at most: {text}")
     return parser.parse_intermixed_args(argv)  # NAME --port 8000 key=value
 
 
@@ -206,16 +199,17 @@ def merge(argv: Sequence[str]) -> argparse.Namespace:
     )
     text += "--out is the adapter: give it to --lora, lora.init or flowalign.load."
     parser = argparse.ArgumentParser("flowalign merge", description=text)
-    parser.add_argument("adapters", nargs="+", help="adapter folders, such as outputs/.../adapter")
-    parser.add_argument("--out", required=True, help="the adapter's folder, to be written")
-    parser.add_argument("--method", default="concat", help="concat (exact), svd, ties or dare")
-    parser.add_argument("--weights", nargs="+", type=float, help="one each; default: 1, the sum")
-    parser.add_argument("--rank", type=int, help="of the result; default: the largest given")
-    parser.add_argument("--density", type=float, default=0.5, help="what ties and dare keep")
-    parser.add_argument("--seed", type=int, default=0, help="of what dare drops")
+    add = parser.add_argument
+    add("adapters", nargs="+", help="adapter folders, such as outputs/.../adapter")
+    add("--out", required=True, help="the adapter's folder, to be written")
+    add("--method", default="concat", help="concat (exact), svd, ties or dare")
+    add("--weights", nargs="+", type=float, help="one each; default: 1, the sum")
+    add("--rank", type=int, help="of the result; default: the largest given")
+    add("--density", type=float, default=0.5, help="what ties and dare keep")
+    add("--seed", type=int, default=0, help="of what dare drops")
     depth = "scales of the first and the last block (LiNeS)"
-    parser.add_argument("--lines", nargs=2, type=float, metavar=("SHALLOW", "DEEP"), help=depth)
-    parser.add_argument("--model", help="the base, for LoRAs under another program's names")
+    add("--lines", nargs=2, type=float, metavar=("SHALLOW", "DEEP"), help=depth)
+    add("--model", help="the base, for LoRAs under another program's names")
     return parser.parse_args(argv)
 
 
@@ -227,7 +221,8 @@ def watch(argv: Sequence[str]) -> argparse.Namespace:
     )
     text += "it by itself at each evaluation and at its end."
     parser = argparse.ArgumentParser("flowalign watch", description=text)
-    parser.add_argument("run", type=Path, help="the output folder of a run or a recipe")
+    add = parser.add_argument
+    add("run", type=Path, help="the output folder of a run or a recipe")
     args = parser.parse_args(argv)
     args.run = expanded(args.run)
     run_config(args.run)

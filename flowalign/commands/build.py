@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 import torch
@@ -41,9 +41,9 @@ from flowalign.types import EvalReport, EvalRow, Example, Problem
 
 def wire(
     config: TrainingStage, clock: Clock | None = None, inputs: Inputs | None = None
-) -> tuple[Loop, Progress, dict[str, RewardBase]]:
-    """Build every part of a run from its config -> the loop, its display, its rewards. inputs: what
-    the checks have opened; None = nothing yet."""
+) -> tuple[Loop, Progress]:
+    """Build every part of a run from its config -> the loop, its display. inputs: what the checks
+    have opened; None = nothing yet."""
     inputs = inputs or Inputs(config.model)
     accelerator = processes.start(config)
     set_seed(config.seed)  # for the LoRA's initial A; everything else has its generators
@@ -58,20 +58,24 @@ def wire(
     main = accelerator.is_main_process
     compile_blocks(backbone, config.model, config.images, main=main)
     progress = Progress(config, main)
-    parts = algorithm_parts(config, backbone, accelerator, built, inputs)
-    benchmarks = held_out(config, built, inputs) if config.evaluates else []
-    heard = listeners(config, backbone, accelerator, progress, inputs)
+    sets = {task.name: inputs.prompts(task.prompts, task.name) for task in config.tasks}
+    held_out = {
+        task.name: inputs.prompts(task.validation or task.prompts, task.name)
+        for task in config.tasks
+    }
+    labelled = banks(config, backbone, inputs)
+    parts = Parts(config, backbone, accelerator, built, *labelled, sets, held_out)
     loop = Loop(
         config,
         backbone,
         accelerator,
         PromptSampler.of(config, inputs.prompts),
         algorithm_class(config)(parts),
-        evaluator(parts, benchmarks, inputs),
-        heard,
+        evaluator(parts, inputs),
+        listeners(config, backbone, accelerator, progress, inputs),
         clock,
     )
-    return loop, progress, built
+    return loop, progress
 
 
 def listeners(
@@ -103,10 +107,10 @@ def build_rewards(config: TrainingStage, device: torch.device) -> dict[str, Rewa
     built = {}
     problems = []
     for index, task in enumerate(config.tasks):
+        if not task.reward:
+            continue
         try:
-            if task.reward:
-                spec = RewardSpec(task.reward.name, task.reward.options)
-                built[task.name] = spec.build(device)
+            built[task.name] = RewardSpec(task.reward.name, task.reward.options).build(device)
         except (ImportError, ValueError, OSError) as error:
             problems.append(Problem(f"tasks.{index}.reward", str(error)))
     if problems:
@@ -114,31 +118,14 @@ def build_rewards(config: TrainingStage, device: torch.device) -> dict[str, Rewa
     return built
 
 
-def student(config: TrainingStage, device: torch.device, inputs: Inputs | None = None) -> Backbone:
+def student(config: TrainingStage, device: torch.device, inputs: Inputs) -> Backbone:
     backbone = Backbone.load(config.model, device)
     lora = config.lora
     if lora.init:
-        backbone.load_adapter(STUDENT, (inputs or Inputs(config.model)).adapter(lora.init))
+        backbone.load_adapter(STUDENT, inputs.adapter(lora.init))
     else:
         backbone.add_adapter(STUDENT, rank=lora.rank, alpha=lora.alpha, targets=lora.targets)
     return backbone
-
-
-def algorithm_parts(
-    config: TrainingStage,
-    backbone: Backbone,
-    accelerator: Accelerator,
-    rewards: Mapping[str, RewardBase],
-    inputs: Inputs,
-) -> Parts:
-    """The arguments of the config's algorithm."""
-    prompts = {task.name: inputs.prompts(task.prompts, task.name) for task in config.tasks}
-    held_out = {
-        task.name: inputs.prompts(task.validation or task.prompts, task.name)
-        for task in config.tasks
-    }
-    teachers, anchor = banks(config, backbone, inputs)
-    return Parts(config, backbone, accelerator, rewards, teachers, anchor, prompts, held_out)
 
 
 def banks(
@@ -189,12 +176,18 @@ def banks(
 # Evaluation --------------------------------------------------------------------------------------
 
 
-def evaluator(parts: Parts, benchmarks: Sequence[Benchmark], inputs: Inputs) -> Evaluate | None:
-    """A function for the loop: it scores the current adapter on held-out prompts, or samples a few
-    of them if nothing has a reward. None without held-out prompts."""
+def evaluator(parts: Parts, inputs: Inputs) -> Evaluate | None:
+    """A function for the loop: it scores the current adapter on held-out prompts, at most
+    evaluation.prompts a task, or samples a few of them if nothing has a reward. None without
+    held-out prompts."""
     config: TrainingStage = parts.config
     if config.evaluation is None or not config.evaluates:
         return None
+    benchmarks = []
+    for task in config.tasks:
+        if task.validation and task.reward:
+            prompts = subset(parts.held_out[task.name], config.evaluation.prompts)
+            benchmarks.append(Benchmark(task.name, prompts, parts.rewards[task.name]))
     settings = config.evaluation_sampling
     share = config.evaluation.max_invalid_share
     key = "evaluation.watch"
@@ -212,8 +205,8 @@ def evaluator(parts: Parts, benchmarks: Sequence[Benchmark], inputs: Inputs) -> 
         return None, replace(report, examples=[*report.examples, *pictured()])
 
     def pictured() -> Iterator[Example]:
-        for task in config.tasks:  # on every process: a sharded base needs all in a forward pass
-            prompts = inputs.prompts(task.validation or task.prompts, task.name)
+        # on every process: a sharded base needs all in a forward pass
+        for prompts in parts.held_out.values():
             shown = spread(len(prompts), HELD_OUT)
             some = prompts.select(shown)
             images = generate(parts.backbone, some, settings, shown)
@@ -221,18 +214,3 @@ def evaluator(parts: Parts, benchmarks: Sequence[Benchmark], inputs: Inputs) -> 
                 yield Example(prompt, None, png(image))
 
     return evaluate
-
-
-def held_out(
-    config: TrainingStage, rewards: Mapping[str, RewardBase], inputs: Inputs | None = None
-) -> list[Benchmark]:
-    """The validation benchmarks of a config, at most evaluation.prompts a task."""
-    assert config.evaluation
-    inputs = inputs or Inputs(config.model)
-    benchmarks = []
-    for task in config.tasks:
-        if task.validation and task.reward:
-            prompts = inputs.prompts(task.validation, task.name)
-            prompts = subset(prompts, config.evaluation.prompts)
-            benchmarks.append(Benchmark(task.name, prompts, rewards[task.name]))
-    return benchmarks

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import platform
 import re
 import sys
@@ -49,9 +48,9 @@ COMMANDS = {
         "flowalign.teachers.merge:main",
     ),
     "data": (
-        "Prompt sets: fetch, reword, list.",
+        "Official prompt sets: fetch, list.",
         "flowalign.commands.arguments:data",
-        "flowalign.commands.prompts.actions:main",
+        "flowalign.commands.prompts.fetch:main",
     ),
     "fetch": (
         "Download what a config reads.",
@@ -68,14 +67,9 @@ COMMANDS = {
         "flowalign.commands.arguments:serve_reward",
         "flowalign.rewards.service.server:main",
     ),
-    "demo": (
-        "Distil three tiny teachers into one student, in minutes.",
-        "flowalign.commands.train:demo",
-    ),
 }
 """Name -> (what it does, module:function from arguments to exit status). Where the module imports
 torch, a function of `commands.arguments` comes first, and the next takes what it returns."""
-REMOVED = {"push": "Upload an adapter with `hf upload OWNER/NAME RUN/adapter`."}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -95,11 +89,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(version())
         return 0
     if name not in COMMANDS:
-        close = difflib.get_close_matches(name, COMMANDS, n=1)
-        hint = f" Did you mean {close[0]!r}?" if close else ""
-        hint = f" {REMOVED[name]}" if name in REMOVED else hint
-        text = f"no command {name!r}.{hint} Possible: {', '.join(COMMANDS)}."
-        print(f"flowalign: {text}", file=sys.stderr)
+        from flowalign.config.section import did_you_mean
+
+        text = f"no command {name!r}.{did_you_mean(name, COMMANDS)} Possible: {', '.join(COMMANDS)}"
+        print(f"flowalign: {text}.", file=sys.stderr)
         return 2
     status = exit.run(name, rest, *COMMANDS[name][1:])
     if of_process:

@@ -8,17 +8,16 @@ of every model). The same command continues a run that was killed.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import re
 import sys
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
 from flowalign.commands import CONFIGS, SD35
+from flowalign.commands.arguments import add_changes
 from flowalign.config import BenchmarkConfig, ConfigError, EvalStage, load, parse, read
 from flowalign.config.safe_yaml import dump_yaml
 from flowalign.config.section import did_you_mean
@@ -32,7 +31,6 @@ OTHERS = {  # what follows `eval` -> module:function
     "list": "flowalign.commands.evaluate:list_benchmarks",
     "compare": "flowalign.eval.compare:main",
     "table": "flowalign.eval.seeds:main",
-    "curves": "flowalign.eval.curves:main",
 }
 FLAGS = ("model", "lora", "images", "benchmarks", "limit")  # what a config says itself
 
@@ -49,16 +47,15 @@ def parser() -> argparse.ArgumentParser:
     way.add_argument("--config", help="a YAML file: configs/tiny/eval.yaml")
     way.add_argument("--out", type=Path, help="without a config: folder of the results; the config "
         "is kept there")  # fmt: skip
-    add("--variant", help="of --config: a YAML file of keys by stage: other hardware")
     add("--model", help="tiny (default), a folder or a Hub id")
     some: Any = {"nargs": "+", "action": "extend"}
     add("--lora", metavar="NAME=ADAPTER", help="folders or Hub ids", **some)
     add("--images", metavar="NAME=SOURCE", **some,
         help="folders or files of images with their prompts, of --benchmarks of --model; no model "
-        "is loaded. Images larger than tiny's have the judges of the large models")  # fmt: skip
+        "is loaded")  # fmt: skip
     add("--benchmarks", metavar="NAME", help="default: those of the family's eval.yaml", **some)
     add("--limit", type=int, help="only the first so many prompts of each")
-    add("overrides", nargs="*", metavar="key.path=value", help="change the config")
+    add_changes(parser)
     return parser
 
 
@@ -126,25 +123,10 @@ def raw_config(args: argparse.Namespace) -> dict[str, Any]:
         ]
         sources = {name: {"images": source} for name, source in named_sources(named).items()}
         data["models"] = (data["models"] if args.lora else {}) | sources
-        if not args.model and any(_is_larger(s["images"], data["model"]) for s in sources.values()):
-            large = [*read(SD35 / "eval.yaml")["benchmarks"], *more_benchmarks("").values()]
-            judges = {b["name"]: {k: b[k] for k in b if k in ("reward", "rewards")} for b in large}
-            chosen = [benchmark | judges[benchmark["name"]] for benchmark in chosen]
     if args.limit is not None or args.images:
         data.pop("fidelity", None)  # a distance between sets, which needs all images
         chosen = [benchmark | {"limit": args.limit} for benchmark in chosen]
     return data | {"benchmarks": chosen}
-
-
-def _is_larger(source: str, model: Mapping[str, Any]) -> bool:
-    """Whether a source's first image is larger than the model's. Bad ones are refused later."""
-    from flowalign.eval.images import find_images
-    from flowalign.system.images import read_image
-
-    with suppress(ValueError, OSError):
-        files = next(iter(find_images(source).values()))
-        return max(read_image(files[0]).size) > max(model["height"], model["width"])
-    return False
 
 
 def more_benchmarks(model: str) -> dict[str, dict[str, Any]]:
@@ -159,8 +141,6 @@ def list_benchmarks(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser("flowalign eval list", description=list_benchmarks.__doc__)
     parser.add_argument("--model", default="tiny", help="tiny (default), a folder or a Hub id")
     model = parser.parse_args(argv).model
-    rows = []
-    judges = json.loads(Path(__file__).with_name("judges.json").read_text())
     folder = CONFIGS / "tiny"
     if model != "tiny":
         from flowalign.commands.init import family_folder
@@ -170,26 +150,16 @@ def list_benchmarks(argv: Sequence[str]) -> int:
         text = f"the family of {model} is not known here; these are Stable Diffusion 3.5's"
         print(f"flowalign eval list: note: {text}", file=sys.stderr)
     shipped = read((folder or SD35) / "eval.yaml")["benchmarks"]
-    for benchmark in [*shipped, *more_benchmarks(model).values()]:
+    rows = []
+    for raw in [*shipped, *more_benchmarks(model).values()]:
+        benchmark = BenchmarkConfig(**raw)
+        source = raw["prompts"]
         try:
-            number = str(len(load_prompts(benchmark["prompts"], "")))
+            number = str(len(load_prompts(source, "")))
         except (PromptError, OSError):
-            number = "run " + (" or ".join(commands(benchmark["prompts"])) or "missing")
-        about = [judges[key] for key in judge_keys(benchmark)]
-        sizes = {file: size for _, files in about for file, size in (files or {}).items()}
-        total = f"{sum(sizes.values()):.2g} GB" if sizes else "-"
-        download = "?" if None in [files for _, files in about] else total
-        images = str(benchmark.get("images", 1))
-        texts = "; ".join(text for text, _ in about)
-        rows.append([benchmark["name"], benchmark["prompts"], number, images, texts, download])
-    heads = ["benchmark", "prompts", "number", "images a prompt", "judge", "download"]
+            number = "run " + (" or ".join(commands(source)) or "missing")
+        judges = ", ".join(judge.name for judge in benchmark.judges.values())
+        rows.append([benchmark.name, source, number, str(benchmark.images), judges])
+    heads = ["benchmark", "prompts", "number", "images a prompt", "judge"]
     print(Table(heads, rows).markdown())
     return 0
-
-
-def judge_keys(benchmark: Mapping[str, Any]) -> list[str]:
-    """The keys in judges.json of the judges of a shipped benchmark. The file repeats `reward_line`
-    of card.py and `RewardBase.files` of each, because their modules import torch and
-    transformers."""
-    judges = BenchmarkConfig(**benchmark).judges.values()
-    return [f"{judge.name} {json.dumps(judge.options, sort_keys=True)}" for judge in judges]

@@ -7,14 +7,13 @@ data`. The code that loads a file says what is to be downloaded.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from flowalign.backbone import adapters, loading
 from flowalign.commands import recipe
 from flowalign.commands.doctor.count import judges
-from flowalign.commands.prompts import actions as data
-from flowalign.commands.prompts.fetch import missing_sets
+from flowalign.commands.prompts import fetch as data
 from flowalign.config import ConfigError, Stage, load
 from flowalign.report.progress import quiet
 from flowalign.system.exit import refusing
@@ -29,13 +28,13 @@ def main(args: argparse.Namespace) -> int:
     stages, problems = recipe.read_stages(config, Path(args.config).parent)
     if problems:
         raise ConfigError(problems)
-    lacking = [*_adapters_here(stages.values()), *_files(stages.values(), args.check)]
-    for name, commands in missing_sets(stages.values()).items():
+    lacking = list(_files(stages.values(), args.check))
+    for name, commands in data.missing_sets(stages.values()).items():
         # an earlier one may have written it, too; they write below data/
         if commands and not (args.check or Path(name).exists()) and name.startswith("data/"):
-            wanted = {"names": commands[0].split()[-1:], "out": "data", "force": False}
-            data.main(argparse.Namespace(action="fetch", **wanted))
-    sets = missing_sets(stages.values()).items()
+            names = commands[0].split()[-1:]
+            data.main(argparse.Namespace(names=names, out="data", force=False))
+    sets = data.missing_sets(stages.values()).items()
     lacking += [f"missing: {n} ({' or '.join(commands) or 'yours'})" for n, commands in sets]
     for text in lacking:
         print(text)
@@ -57,19 +56,6 @@ def needed(stages: Iterable[Stage]) -> dict[HubFiles, str]:
             if not files and judge.downloads is None:
                 print(f"not looked at: what reward {judge.name} downloads by itself")
     return needs
-
-
-def _adapters_here(stages: Collection[Stage]) -> Iterator[str]:
-    """Messages about adapters that are missing on this machine, shipped ones too, unless one of the
-    stages writes them."""
-    written = {str(stage.folder.adapter) for stage in stages}
-    sources = dict.fromkeys(source for stage in stages for source in stage.inputs.values())
-    for source in sources:
-        if source not in written and not adapters.is_hub_id(source):
-            try:
-                adapters.adapter_file(adapters.adapter_folder(source))
-            except adapters.AdapterError as error:
-                yield f"missing: {source!r}: {error}"
 
 
 def _files(stages: Iterable[Stage], check: bool) -> Iterator[str]:

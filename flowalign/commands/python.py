@@ -6,7 +6,6 @@ They run the configs that the commands run; a mapping, a file and a typed config
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,27 +19,19 @@ from flowalign import rewards as registry
 from flowalign.commands import SD35, run
 from flowalign.commands.init import family_folder
 from flowalign.config import EvalStage, Stage, load, parse, read
-from flowalign.config.loading import run_config
-from flowalign.eval.compare import load_results
 from flowalign.eval.evaluation import evaluate as run_evaluation
 from flowalign.report.pictures import score_text, sheet
-from flowalign.report.progress import OnMetrics, figures
+from flowalign.report.progress import OnMetrics
 from flowalign.report.summary import kept_adapter
 from flowalign.system.files import expanded, read_lines, replacing
 from flowalign.system.folder import RunFolder
 from flowalign.system.images import image_files, in_order, read_image, stacked
-from flowalign.system.packages import require
 from flowalign.system.table import Table
-from flowalign.training import metrics
 from flowalign.training.data import load_prompts
-from flowalign.training.run import lock
 from flowalign.types import Scores
 
 Prompts = str | Path | Sequence[str | Mapping[str, Any]]
 """A prompt set as in a config, or a list: texts, or mappings with `prompt` and metadata."""
-
-
-LINES = 5  # of what `print` shows
 
 
 @dataclass(frozen=True, repr=False)
@@ -62,24 +53,16 @@ class Scored:
         rows = zip(self.scores.value.tolist(), self.prompts, strict=True)
         return sheet(self.images, [f"{score_text(value)}: {prompt}" for value, prompt in rows])
 
-    def to_pandas(self) -> Any:
-        """`columns` as a DataFrame. Raises MissingPackage without pandas."""
-        return require("pandas", "to_pandas needs").DataFrame(self.columns)
-
-    def __repr__(self) -> str:
-        scores = self.scores
-        lines = [f"{int(scores.valid.sum())} of {len(self.prompts)} images have a score"]
-        lines += [f"failed: {reason}" for reason in list(scores.failures.values())[:1]]
-        for name, part in {"value": scores.value, **scores.parts}.items():
-            if len(known := part[part.isfinite()]):
-                spread = f"{known.min():.4g} to {known.max():.4g}"
-                lines.append(f"{name}: mean {known.mean():.4g} ({spread})")
-        return "\n".join(lines[:LINES])
-
-    def _repr_html_(self) -> str:
+    def _table(self) -> Table:
         prompts, *numbers = self.columns.values()
         texts = ([f"{number:.4g}" for number in column] for column in numbers)
-        return Table([*self.columns], [*zip(prompts, *texts, strict=True)]).html()
+        return Table([*self.columns], [*zip(prompts, *texts, strict=True)])
+
+    def __repr__(self) -> str:
+        return self._table().markdown()
+
+    def _repr_html_(self) -> str:
+        return self._table().html()
 
 
 @dataclass(frozen=True, repr=False)
@@ -108,30 +91,19 @@ class Run:
         folder = RunFolder(self.folder)
         return read_image(folder.grid if folder.grid.is_file() else folder.curves)
 
-    def to_pandas(self) -> Any:
-        """As a DataFrame: every metric of every model of an evaluation, a row each, or the log of a
-        run. Raises MissingPackage without pandas."""
-        rows = self.metrics
-        if RunFolder(self.folder).results.is_file():
-            models = self.results["models"].items()
-            rows = [{"model": name, **row} for name, about in models for row in about["rows"]]
-        return require("pandas", "to_pandas needs").DataFrame(rows)
+    def _tables(self) -> list[Table]:
+        if not RunFolder(self.folder).results.is_file():
+            return []
+        return [Table.of(table["rows"]) for table in self.results["tables"]]
 
     def __repr__(self) -> str:
-        lines = [f"kept: {chosen}" for chosen in [kept_adapter(self.folder)] if chosen]
-        if RunFolder(self.folder).results.is_file():
-            heads, *rows, _ = self.results["tables"][0]["rows"]  # the last has the counts
-            pairs = ((name, zip(heads[1:], row, strict=True)) for name, *row in rows)
-            lines = [f"{name}: {', '.join(map(' '.join, both))}" for name, both in pairs]
-        elif log := [row for row in self.metrics if metrics.LOSS in row]:
-            numbers = ", ".join(map(" ".join, figures(log[-1])))
-            lines.insert(0, f"update {log[-1][metrics.UPDATE]}: {numbers}")
-        cut = [f"and {len(lines) - LINES + 2} more"] if len(lines) >= LINES else []
-        return "\n".join([str(self.folder), *lines[: LINES - 1 - len(cut)], *cut])
+        lines = [str(self.folder)]
+        if chosen := kept_adapter(self.folder):
+            lines.append(f"kept: {chosen}")
+        return "\n".join([*lines, *(table.markdown() for table in self._tables())])
 
     def _repr_html_(self) -> str:
-        tables = self.results.get("tables", []) if RunFolder(self.folder).results.is_file() else []
-        return "".join(Table.of(table["rows"]).html() for table in tables) or str(self.folder)
+        return "".join(table.html() for table in self._tables()) or str(self.folder)
 
 
 def score(images: Any, prompts: Prompts, reward: Any, **options: Any) -> Scored:
@@ -157,15 +129,14 @@ def evaluate(
     *,
     model: str = "tiny",
     output: str | Path = "outputs/evaluation",
-    overwrite: bool = False,
     **keys: Any,
 ) -> Run:
     """Score models on prompts, as `flowalign eval`: a table with errors and paired differences.
 
     models: {name: adapter, None for the base, or {"images": FOLDER}}; all are compared with the
-    first. rewards: names, or {name: options}. model: the base. overwrite: as for `train`. keys: of
-    the config (`flowalign.config.EvalStage`), over those of the family's shipped evaluation, such
-    as sampling={"steps": 10}.
+    first. rewards: names, or {name: options}. model: the base. keys: of the config
+    (`flowalign.config.EvalStage`), over those of the family's shipped evaluation, such as
+    sampling={"steps": 10}.
     """
     shipped = read((family_folder(model) or SD35) / "eval.yaml")
     named = rewards if isinstance(rewards, Mapping) else dict.fromkeys(rewards, {})
@@ -180,26 +151,22 @@ def evaluate(
     adapters = {name: str(s) if isinstance(s, Path) else s for name, s in models.items()}
     data = {"stage": "eval", "sampling": shipped["sampling"], "benchmarks": benchmarks, **keys}
     data |= {"model": shipped["model"] | {"id": model}, "models": adapters, "output": str(output)}
-    return train(data, overwrite=overwrite)
+    return train(data)
 
 
 def train(
     config: Stage | Mapping[str, Any] | str | Path, *, resume: bool = False,
-    overwrite: bool = False, on_update: OnMetrics | None = None,
+    on_update: OnMetrics | None = None,
 ) -> Run:  # fmt: skip
     """Run a config: a typed one (`flowalign.config.NftStage(...)`), a mapping, or a YAML file.
 
     Prompt sets may be lists. Raises ConfigError for what `flowalign train` refuses, TrainingError
-    or EvaluationError where a run has to stop. resume: go on from the last checkpoint. overwrite:
-    first remove the run or the evaluation that `output` holds, for a cell of a notebook that is run
-    again. on_update: `on_update(metrics)` is called by the main process with each row of
-    metrics.jsonl as it is written, a dict with `update`: after every update and every held-out
-    evaluation of training. An exception in it ends the run.
+    or EvaluationError where a run has to stop. resume: go on from the last checkpoint. on_update:
+    `on_update(metrics)` is called by the main process with each row of metrics.jsonl as it is
+    written, a dict with `update`: after every update and every held-out evaluation of training. An
+    exception in it ends the run.
     """
-    if resume and overwrite:
-        raise ValueError("resume goes on from what overwrite removes. Give one of them.")
     home = Path()
-    raw = config
     if isinstance(config, str | Path):
         config = expanded(config)
         home = Path(config).parent
@@ -208,29 +175,10 @@ def train(
     elif not isinstance(config, Stage):
         config = parse(_with_files(config), stage=Stage)
     stage: Any = config
-    if overwrite:  # only now: a config that is refused removes nothing
-        remove_run(Path(stage.output))
-        if isinstance(raw, Mapping):
-            _with_files(raw)
     if stage.command == EvalStage.command:
         return Run(run_evaluation(stage))
     run.run_job(stage, home, resume, on_update=on_update)
     return Run(Path(stage.output))
-
-
-def remove_run(folder: Path) -> None:
-    """Remove the folder of a run, a recipe or an evaluation, if it holds one and none runs there.
-    Raises ValueError for a folder that is another's."""
-    run = RunFolder(folder)
-    ran = run.config.is_file()
-    if not (ran or run.results.is_file()):
-        return
-    lock.check_free(folder)
-    keys = run_config(folder) if ran else load_results(folder)["config"]
-    whole = folder.resolve()
-    if Path(keys["output"]).resolve() != whole or Path.cwd().is_relative_to(whole):
-        raise ValueError(f"overwrite: {folder} is not the output of a run. Remove it yourself.")
-    shutil.rmtree(folder)
 
 
 def _rows(prompts: Prompts) -> list[dict[str, Any]]:

@@ -38,21 +38,16 @@ def main(config: Job, args: argparse.Namespace, began: float) -> int:
     status."""
     quiet()
     rewards.add_config_folder(args.config)
-    with exit_status() as status:
+    with processes.ExitStatus(
+        refused=(ConfigError, ModelError),
+        stopped=(TrainingError, EvaluationError),
+        interrupted="--resume continues from the last checkpoint, if there is one",
+    ) as status:
         home = Path(args.config).parent
         run_job(config, home, args.resume, began, args.allow_world_change)
         if processes.state().is_main_process:
             print(summary.stage_summary(config), flush=True)
     return status.code
-
-
-def exit_status() -> processes.ExitStatus:
-    """The exit status of the command, by the way in which a run ends."""
-    return processes.ExitStatus(
-        refused=(ConfigError, ModelError),
-        stopped=(TrainingError, EvaluationError),
-        interrupted="--resume continues from the last checkpoint, if there is one",
-    )
 
 
 def run_job(
@@ -64,23 +59,21 @@ def run_job(
     None = now. on_update: as for `train`."""
     began = time.monotonic() if began is None else began
     config: Any = job
-    if config.trains:
-        folder = Path(config.output)
-        if resume and not checkpoints(folder):
-            text = "--resume: no checkpoint in %s: from the first update"
-            log.warning(text, config.folder.checkpoints)
-        clock = Clock(began, config.train.max_minutes)
-        return train(config, resume=resume, any_world=any_world, clock=clock, on_update=on_update)
 
-    def train_stage(stage: TrainingStage) -> Path:
+    def train_stage(stage: TrainingStage, resume: bool = True, told: bool = True) -> Path:
         clock = Clock(began, stage.train.max_minutes)
         if config.is_recipe and config.max_minutes:
             clock = Clock(began, config.max_minutes, "max_minutes")
         return train(
-            stage, resume=True, any_world=any_world, clock=clock, on_update=on_update, told=True
+            stage, resume=resume, any_world=any_world, clock=clock, on_update=on_update, told=told
         )
 
-    return recipe.run_recipe(config, home, train_stage, any_world=any_world)
+    if not config.trains:
+        return recipe.run_recipe(config, home, train_stage, any_world=any_world)
+    if resume and not checkpoints(Path(config.output)):
+        text = "--resume: no checkpoint in %s: from the first update"
+        log.warning(text, config.folder.checkpoints)
+    return train_stage(config, resume, told=False)
 
 
 def train(
@@ -114,7 +107,7 @@ def train(
         last = "" if config.evaluates else "; the adapter of the last update is kept"
         log.info("not evaluated, without `validation` and `reward`: %s%s", unscored, last)
     with lock.holding(folder, main), deterministic(config.train.deterministic):
-        loop, report, _ = wire(config, clock, inputs)
+        loop, report = wire(config, clock, inputs)
         report.on_update = on_update
         if main:
             files.remove_leftovers(folder)
@@ -127,7 +120,10 @@ def train(
         with report.live(loop.update):
             loop.run()
             if main:
-                finish_run(config)
+                if warning := summary.untrained(config):
+                    log.warning("%s", warning)
+                write_card(folder, config)
+                page.write(folder, config)
         processes.finish(loop.accelerator)
     return config.folder.adapter
 
@@ -150,13 +146,3 @@ def deterministic(on: bool) -> Iterator[None]:
     finally:
         torch.use_deterministic_algorithms(was)
         cudnn.deterministic, cudnn.benchmark = before
-
-
-def finish_run(config: TrainingStage) -> None:
-    """Finish a run after its last update: warn if nothing was learnt, write the model card and the
-    page."""
-    folder = Path(config.output)
-    if warning := summary.untrained(config):
-        log.warning("%s", warning)
-    write_card(folder, config)
-    page.write(folder, config)

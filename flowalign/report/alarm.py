@@ -47,11 +47,13 @@ class Alarm(Listener):
         """Note an update. Returns a sentence when LASTING updates in a row had too many clipped
         ratios, or were FARTHER from the teachers than the first update. Returns one, once, for a
         task whose prompts all had constant rewards for LASTING updates."""
-        reward, distance = values.get(metrics.REWARD), values.get(metrics.DISTILL)
-        value = -values.get(metrics.DISTILL, math.nan) if reward is None else reward
-        self.period += [value] if math.isfinite(value) else []
-        if distance is None:  # the loss of a policy has no scale
-            distance = values.get(metrics.LOSS, math.nan) if reward is None else math.nan
+        distance = values.get(metrics.DISTILL, math.nan)
+        value = values.get(metrics.REWARD, -distance)
+        if math.isfinite(value):
+            self.period.append(value)
+        if not {metrics.DISTILL, metrics.REWARD} & values.keys():
+            # a cold start; the loss of a policy has no scale
+            distance = values.get(metrics.LOSS, math.nan)
         if self.first_distance is None and math.isfinite(distance):
             self.first_distance = distance
         sentences = []

@@ -21,7 +21,7 @@ from urllib.parse import quote
 import jinja2
 
 from flowalign.config import AlarmConfig, TrainingStage, to_yaml
-from flowalign.config.loading import NoRun, run_config
+from flowalign.config.loading import run_config
 from flowalign.report import pictures, samples, summary
 from flowalign.report.drift.compare import Check
 from flowalign.report.progress import figures
@@ -85,23 +85,18 @@ class Page(Listener):
 
 def write(run: Path, config: TrainingStage | None = None) -> Path:
     """Write the page of a run or a recipe, and metrics.png, which it shows; returns the page. The
-    run's files may be incomplete. config: None = the one that the run wrote. The page of an
-    evaluation is not rewritten. Raises NoRun for a folder without a run."""
+    run's files may be incomplete. config: None = the one that the run wrote. Raises NoRun for a
+    folder without a run."""
     keys = config.model_dump(mode="json") if config else run_config(run)
-    kind = keys["stage"]
     folder = RunFolder(run)
-    out = folder.page
     curves = pictures.read_metrics(folder.log)
-    if kind == "eval":
-        if not out.is_file():
-            raise NoRun(f"{run} holds an evaluation without a table. Run `flowalign eval` again.")
-        return out
     charts = pictures.charts(curves)
+    name = run.absolute().name
     stages = keys.get("stages") or {}
-    pictures.metrics_plot(charts, folder.curves, title=run.absolute().name)
+    pictures.metrics_plot(charts, folder.curves, name)
     text = render(
         "run.html.j2",
-        title=f"{run.absolute().name} ({kind})",
+        title=f"{name} ({keys['stage']})",
         written=time.strftime("%Y-%m-%d %H:%M:%S"),
         folder=run,
         stages=[_stage(folder.stage(name), stage) for name, stage in stages.items()],
@@ -113,9 +108,9 @@ def write(run: Path, config: TrainingStage | None = None) -> Path:
         drifts=_drifts(run, keys.get("alarm") or {}),
         config=to_yaml(config) if config else folder.config.read_text("utf-8"),
     )
-    with replacing(out) as part:
+    with replacing(folder.page) as part:
         part.write_text(text, encoding="utf-8")
-    return out
+    return folder.page
 
 
 def _stage(folder: RunFolder, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -146,22 +141,20 @@ def _facts(
     if last := max((points[-1][0] for points in curves.values()), default=0):
         total = (config.get("train") or {}).get("updates", "?")
         facts.append(("updates", f"{last} of {total}"))
-    best_and_newest = {
-        "kept adapter": chosen and chosen.row,
-        "newest evaluation": rows and rows[-1],
-    }
-    for which, row in best_and_newest.items():
-        if row:
-            facts.append((which, f"{metrics.headline(row)} at update {row[metrics.UPDATE]}"))
+    evaluated = {"newest evaluation": rows[-1]} if rows else {}
+    if chosen:
+        evaluated = {"kept adapter": chosen.row, **evaluated}
+    for which, row in evaluated.items():
+        facts.append((which, f"{metrics.headline(row)} at update {row[metrics.UPDATE]}"))
     return facts + figures({name: points[-1][1] for name, points in curves.items()})
 
 
 def _pictures(run: Path) -> list[tuple[str, str]]:
     paths = {"Curves": RunFolder(run).curves}
-    held_out, training = (samples.updates(run, k) for k in (samples.EVALUATION, samples.TRAINING))
+    held_out = samples.updates(run, samples.EVALUATION)
     for n in [*held_out[:1], *held_out[-1:]]:  # before and after
         paths[f"Held-out prompts at update {n}"] = samples.sample_path(run, samples.EVALUATION, n)
-    for n in training[-1:]:
+    for n in samples.updates(run, samples.TRAINING)[-1:]:
         paths[f"Training samples at update {n}"] = samples.sample_path(run, samples.TRAINING, n)
     return [
         (title, f"data:image/png;base64,{base64.b64encode(path.read_bytes()).decode()}")

@@ -9,6 +9,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
+from datetime import timedelta
 from pathlib import Path
 
 from flowalign.config import TrainingStage
@@ -51,8 +52,7 @@ class Progress:
         self.folder = Path(config.output)
         self.on_update: OnMetrics | None = None
         self.done = 0  # updates
-        self.first: tuple[float, int] | None = None  # time and number of the first shown update
-        self.seconds: float | None = None  # per update, with evaluations and checkpoints
+        self.seconds: float | None = None  # of the last update
 
     def live(self, update: int) -> AbstractContextManager[None]:
         """Record warnings during the run, which starts after `update` updates."""
@@ -69,15 +69,10 @@ class Progress:
         elif metrics.LOST in values:
             line = "held-out scores are missing"
         else:
-            began, first = self.first = self.first or (time.monotonic(), update)
-            # the first update, which compiles and fills caches, counts until there is a second
-            spent = sum(values.get(name, 0.0) for name in metrics.SECONDS)
-            self.seconds = (
-                (time.monotonic() - began) / (update - first) if update > first else spent
-            )
+            self.seconds = sum(values.get(name, 0.0) for name in metrics.SECONDS)
         parts = [f"update {update}/{self.total}", line]
         if self.seconds is not None:
-            left = duration(self.seconds * (self.total - update))
+            left = timedelta(seconds=round(self.seconds * (self.total - update)))
             parts += [f"{self.seconds:.3g} s/update", f"ETA {left}"]
         # not through rich: FORCE_COLOR would put colours into a log
         print(time.strftime(CLOCK), "  ".join(filter(None, parts)), file=sys.stderr, flush=True)
@@ -110,14 +105,6 @@ def recorded(
         yield
     finally:
         logger.removeHandler(recorder)
-
-
-def duration(seconds: float) -> str:
-    """A time span for people: 45 s, 12 min, 1 h 05 min, 2 d 3 h."""
-    minutes, hours = round(seconds / 60), round(seconds / 3600)
-    if minutes < 100:
-        return f"{minutes} min" if seconds >= 100 else f"{seconds:.0f} s"
-    return f"{minutes // 60} h {minutes % 60:02d} min" if hours < 48 else f"{hours // 24} d"
 
 
 def quiet() -> None:

@@ -98,10 +98,7 @@ class Forecast:
             return replace(self, measured=measured, pace=measured)
         if not (self.estimate and self.gpu):
             return replace(self, pace=None)
-        pace = Pace.of_gpu(self.gpu, self.estimate)
-        if not (self.device.gpu or torch.cuda.is_available()):
-            pace = replace(pace, source=f"{pace.source}; --gpu plans for another")
-        return replace(self, pace=pace)
+        return replace(self, pace=Pace.of_gpu(self.gpu, self.estimate))
 
     @cached_property
     def times(self) -> Times | None:
@@ -311,15 +308,14 @@ def show_total(listed: Sequence[Forecast]) -> None:
     gpus = listed[0].device.gpus
     for f in listed:
         peak = f"{f.estimate.peak / GIB:.1f}" if f.estimate else "-"
-        if f.too_large:
-            table.add_row(f.name, peak, "-", "-", "-", "-", "does not fit", "-")
-        elif t := f.times:
+        if (t := f.times) and not f.too_large:
             drawn = [str(f.estimate.updates), f"{f.stage.images:,}"]
             numbers = [*drawn, f"{t.update:.3g}", str(f.estimate.evaluations)]
             table.add_row(f.name, peak, *numbers, *map(shown_hours, (t.hours, t.hours * gpus)))
-        else:
-            why = "not predicted" if f.stage.samples else "minutes, no GPU"
-            table.add_row(f.name, peak, "-", "-", "-", "-", why, "-")
+            continue
+        why = "not predicted" if f.stage.samples else "minutes, no GPU"
+        why = "does not fit" if f.too_large else why
+        table.add_row(f.name, peak, "-", "-", "-", "-", why, "-")
     if len(listed) > 1:
         table.add_section()
         hours = 0.0 if any(f.too_large for f in listed) else sum(f.hours for f in listed)
@@ -406,8 +402,9 @@ def _cuts(listed: Sequence[Forecast], limit: float) -> dict[str, list[str]]:
 
 def _arguments(config: Any, changes: Mapping[str, Sequence[str]]) -> str:
     """Changes by stage, as arguments of `flowalign train`. The last change of a key counts."""
-    keys = {name: {t.partition("=")[0]: t for t in texts} for name, texts in changes.items()}
-    last = {name: list(texts.values()) for name, texts in keys.items()}
+    last = dict[str, list[str]]()
+    for name, texts in changes.items():
+        last[name] = list({text.partition("=")[0]: text for text in texts}.values())
     if not config.is_recipe:
         return shlex.join(text for texts in last.values() for text in texts)
     settings = {name: config.stages[name].get("set", []) for name in last}

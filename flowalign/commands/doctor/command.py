@@ -50,8 +50,7 @@ def examine_config(args: argparse.Namespace) -> int:
     written."""
     if args.trust:
         rewards.add_config_folder(args.config)
-    elsewhere = bool(args.gpu)
-    launch = Launch(args.gpus, False, trust=args.trust, elsewhere=elsewhere, advise=True)
+    launch = Launch(args.gpus, False, trust=args.trust, elsewhere=bool(args.gpu), advise=True)
     print_findings(
         [ok("", ", ".join(f"{name} {version}" for name, version in environment().items()))]
     )

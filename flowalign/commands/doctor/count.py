@@ -35,7 +35,7 @@ from flowalign.commands.doctor.meter import (
     size,
     size_of,
 )
-from flowalign.config import Stage, TrainingStage
+from flowalign.config import Judged, Stage, TrainingStage
 from flowalign.config.model import LoraConfig
 from flowalign.eval.evaluation import adapter_name, load_adapters
 from flowalign.report.alarm import Alarm
@@ -141,14 +141,13 @@ def predict(
     parts = {name: count for name, count in held.items() if count}
     evaluation = None
     if evaluations:
-        evaluation = _evaluation(config, model, processes, sum(evaluated.values()))
+        phase = _evaluation(config, model, processes, sum(evaluated.values()))
+        evaluation = replace(phase, bytes=phase.bytes + visiting)
 
-    def scored(phase: Phase) -> Phase:  # images are scored while the next ones are sampled
-        scores = phase.kind == "sampling" and phase.name != "text"
-        return replace(phase, bytes=phase.bytes + visiting * scores)
-
-    phases = [*map(scored, phases)]
-    evaluation = evaluation and scored(evaluation)
+    for number, phase in enumerate(phases):
+        # images are scored while the next ones are sampled
+        if phase.kind == "sampling" and phase.name != "text":
+            phases[number] = replace(phase, bytes=phase.bytes + visiting)
     return Estimate(
         config, processes, parts, phases, evaluation, updates, evaluations, evaluated, model.width
     )
@@ -162,7 +161,13 @@ def compiled(stage: Stage, evaluated: int = 0) -> bool:
 
 def judges(stage: Stage) -> Iterator[RewardSpec]:
     """The rewards that a stage scores with, each as its parts. Imports no code of the user's."""
-    for reward in (r for judged in stage.judged for r in judged.rewards.values()):
+    for judged in stage.judged:
+        yield from parts_of(judged)
+
+
+def parts_of(judged: Judged) -> Iterator[RewardSpec]:
+    """The parts of the rewards of a task or a benchmark."""
+    for reward in judged.rewards.values():
         yield from RewardSpec(reward.name, reward.options, trusted=False).parts()
 
 
@@ -188,12 +193,8 @@ def judge_bytes(config: Stage) -> tuple[int, int, list[str]]:
 def judge_kept(config: Stage) -> int:
     """Bytes of an image that a judge keeps on the device for its gradient, the maximum over judges;
     0 if unknown."""
-    kept = [0.0]
-    for judge in judges(config):
-        cost = judge.cost
-        if cost and judge.options.get("device") != "cpu":
-            kept.append(cost.kept)
-    return int(max(kept))
+    costs = [judge.cost for judge in judges(config) if judge.options.get("device") != "cpu"]
+    return int(max((cost.kept for cost in costs if cost), default=0))
 
 
 def evaluated_images(config: Stage, inputs: Inputs) -> dict[str, int]:

@@ -96,7 +96,7 @@ def _train(
 ) -> Pace:
     """Findings of a small run, and its pace."""
     small = small_run(config, folder)
-    loop, progress, _ = build.wire(small, inputs=inputs)
+    loop, progress = build.wire(small, inputs=inputs)
     progress.main = False  # silent
     prepared = loop.prepare(loop.rollout(0))
     if isinstance(prepared, NotFinite):

@@ -9,9 +9,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from flowalign.commands.doctor.count import Estimate
+from flowalign.commands.doctor.count import Estimate, parts_of
 from flowalign.commands.doctor.gpus import GPUS, QUANTIZED, Gpu
-from flowalign.rewards import RewardSpec
 
 KINDS: tuple[str, ...] = ("sampling", "labels", "learning", "alarm")  # of phases
 REWARDS = 0.4  # of the float32 peak; not measured
@@ -91,7 +90,7 @@ def times(estimate: Estimate, pace: Pace) -> Times:
     config: Any = estimate.config
     seconds = {phase.name: phase.flops / pace.rates[phase.kind] for phase in estimate.phases}
     unknown: dict[str, None] = {}
-    rewards = {judged.name: judged.rewards.values() for judged in config.judged}
+    parts = {judged.name: list(parts_of(judged)) for judged in config.judged}
 
     def waiting(images: Mapping[str, float], sampling: float, batch: int) -> float:
         """Seconds that the rewards of these images of all processes add to those of sampling them.
@@ -105,14 +104,13 @@ def times(estimate: Estimate, pace: Pace) -> Times:
             if name in pace.judging:
                 cpu += pace.judging[name] * count
                 continue
-            for reward in rewards[name]:
-                for part in RewardSpec(reward.name, reward.options, trusted=False).parts():
-                    cost = part.cost
-                    if cost is None:
-                        unknown[part.name] = None
-                    else:
-                        device += cost.flops / pace.rates["rewards"] * count
-                        cpu += cost.seconds * count
+            for part in parts[name]:
+                cost = part.cost
+                if cost is None:
+                    unknown[part.name] = None
+                else:
+                    device += cost.flops / pace.rates["rewards"] * count
+                    cpu += cost.seconds * count
         total = round(sum(images.values()) / estimate.processes, 6)  # of rounded shares of tasks
         batches = max(1, math.ceil(total / batch))
         return device + max(cpu / batches, cpu - sampling * (batches - 1) / batches)

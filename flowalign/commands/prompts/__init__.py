@@ -1,1 +1,1 @@
-"""Prompt sets, the user's and official ones: reword, fetch and list them (`flowalign data`)."""
+"""Official prompt sets: fetch and list them (`flowalign data`)."""

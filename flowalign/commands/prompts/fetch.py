@@ -1,4 +1,4 @@
-"""Download official prompt sets from their publishers.
+"""`flowalign data`: official prompt sets, downloaded from their publishers.
 
 Nothing is shipped with the package. A file is written only after it is complete, its checksum holds
 and it reads as a prompt set. Of the official test sets only digests are shipped.
@@ -6,6 +6,7 @@ and it reads as a prompt set. Of the official test sets only digests are shipped
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import random
 import re
@@ -14,10 +15,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from flowalign.config import Stage
+from flowalign.system.exit import refusing
 from flowalign.system.files import expanded, replacing
 from flowalign.system.http import Client
 from flowalign.training.data import PromptError, load_prompts
-from flowalign.training.sources import File, PromptSource, commands
+from flowalign.training.sources import SOURCES, File, PromptSource, commands
 from flowalign.types import PromptBatch
 
 MAX_BYTES = 64 * 2**20  # the largest, dpg_bench.csv, has 7.4 MB
@@ -54,11 +56,20 @@ def fetch_set(source: PromptSource, out: str | Path, *, force: bool = False) -> 
     force: replace a file that differs. Raises FetchError if an address does not answer, breaks off,
     leads away from https, sends no prompts or the wrong ones, and as `write_files`.
     """
-    print(describe_set(source))
     paths: list[Path] = []
     for file in source.files:
         paths += _fetch(file, expanded(Path(out)), paths, force)
     return paths
+
+
+@refusing("data")
+def main(args: argparse.Namespace) -> int:
+    """`flowalign data fetch | list`. Exit status: 0 = done, 2 = it could not be done."""
+    for name in args.names or SOURCES:
+        print(f"{name}: {describe_set(SOURCES[name])}")
+        if args.names:
+            fetch_set(SOURCES[name], args.out, force=args.force)
+    return 0
 
 
 def missing_sets(stages: Iterable[Stage]) -> dict[str, list[str]]:
