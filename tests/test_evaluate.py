@@ -5,9 +5,10 @@ from pathlib import Path
 import fakes
 import pytest
 import torch
+from PIL import Image
 
 from flowalign import rewards
-from flowalign.commands.evaluate import main, more_benchmarks
+from flowalign.commands.evaluate import main, more_benchmarks, parser, raw_config
 from flowalign.config import BenchmarkConfig
 
 

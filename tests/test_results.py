@@ -98,8 +98,9 @@ def test_the_scores_of_a_run_with_rewards_keep_their_sign(tmp_path: Path) -> Non
     assert re.findall(r"-?\d+\.\d+", text) == ["-0.250", "-0.750", "0.500"]
 
 
+@pytest.mark.usefixtures("drawn")
 def test_a_distance_is_drawn_as_one(tmp_path: Path) -> None:
-    """Without rewards, on the page of a run."""
+    """Without rewards: on the page of a run, and by `eval curves`."""
     student = evaluated(tmp_path / "student", 1, [-1.0, -0.18])
     drawn = {chart.title: chart for chart in charts(read_metrics(student / "metrics.jsonl"))}
     assert list(drawn) == ["held-out distance to the teachers"]
@@ -108,6 +109,15 @@ def test_a_distance_is_drawn_as_one(tmp_path: Path) -> None:
     scored = evaluated(tmp_path / "scored", 1, [0.1, 0.2], **{"eval/red/reward": 0.5})
     titles = [chart.title for chart in charts(read_metrics(scored / "metrics.jsonl"))]
     assert titles == ["held-out score", "held-out distance to the teachers"]
+
+    out = tmp_path / "curves.svg"
+    assert cli.main(["eval", "curves", str(student), "--out", str(out)]) == 0
+    texts = re.findall(r"<!-- (.*?) -->", out.read_text())
+    assert "held-out distance to the teachers" in texts and "held-out score" not in texts
+    assert not [text for text in texts if text.startswith("\N{MINUS SIGN}")]
+    assert cli.main(["eval", "curves", str(student), str(scored), "--out", str(out)]) == 0
+    texts = re.findall(r"<!-- (.*?) -->", out.read_text())
+    assert {"held-out distance to the teachers", "mean of the tasks", "red"} <= {*texts}
 
 
 def test_a_student_is_looked_at_beside_its_teachers(tmp_path: Path) -> None:

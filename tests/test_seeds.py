@@ -1,4 +1,4 @@
-"""`flowalign eval table`: results of several seeds as a table
+"""`flowalign eval table` and `eval curves`: results of several seeds as a table, runs as a figure
 (tests/test_errors.py measures the error over seeds and prompts)."""
 
 import csv
@@ -213,3 +213,44 @@ def test_the_three_formats_have_the_same_numbers(results, capsys) -> None:
         and said["latex"].count(r"\\") == 4
     )
     assert main(["eval", "table", *results, "--pairs", "a-c"]) == 2
+
+
+@pytest.mark.usefixtures("drawn")
+def test_the_curves_of_runs_are_one_figure(tmp_path: Path, capsys) -> None:
+    for number, run in enumerate(("one", "two", "none")):
+        (tmp_path / run).mkdir()
+        row = (
+            {"eval/headline": 0.5, "eval/ocr/reward": 0.5, "eval/ocr/exact": 0.1}
+            if number < 2
+            else {}
+        )
+        lines = [json.dumps({"update": update, "loss": 1.0} | row) for update in (0, 5)]
+        (tmp_path / run / "metrics.jsonl").write_text("\n".join(lines))
+    runs = [str(tmp_path / "one"), f"other={tmp_path / 'two'}"]
+    for end, begin in ((".pdf", b"%PDF"), (".png", b"\x89PNG"), (".svg", b"<?xml")):
+        out = tmp_path / f"curves{end}"
+        assert main(["eval", "curves", *runs, "--out", str(out)]) == 0
+        assert out.read_bytes().startswith(begin)
+    drawn = re.findall(r"<!-- (.*?) -->", out.read_text())
+    assert {"mean of the tasks", "ocr", "other"} <= {*drawn} and "exact" not in drawn
+    lines = [{"update": 0, "eval/headline": 0.4}, {"update": 1, "evaluations": 10}]
+    lines += [{"update": 2, "evaluations": 20}, {"update": 2, "eval/headline": 0.5}]
+    (tmp_path / "counted").mkdir()
+    log = tmp_path / "counted" / "metrics.jsonl"
+    log.write_text("\n".join(map(json.dumps, lines)))
+    words = [str(log.parent), "--over", "evaluations", "--out", str(out)]
+    assert main(["eval", "curves", *words]) == 0
+    drawn = re.findall(r"<!-- (.*?) -->", out.read_text())
+    assert {"function evaluations", "0", "30"} <= {*drawn} and "40" not in drawn
+    words[0] = f"student={log.parent}+{log.parent}"  # after a teacher that cost as much
+    assert main(["eval", "curves", *words]) == 0
+    drawn = re.findall(r"<!-- (.*?) -->", out.read_text())
+    assert {"30", "60"} <= {*drawn} and not {"0", "70"} & {*drawn}
+    out.unlink()
+    for bad, key in (
+        ([str(tmp_path)], "metrics.jsonl"), ([str(tmp_path / "none")], "held-out"),
+        ([*runs, "--out", str(tmp_path / "x.txt")], "--out"),
+        ([*runs, "--over", "evaluations"], "evaluations"), ([f"{runs[0]}+{runs[0]}"], "--over"),
+    ):  # fmt: skip
+        assert main(["eval", "curves", *bad]) == 2
+        assert key in capsys.readouterr().err

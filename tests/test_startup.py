@@ -19,10 +19,10 @@ HEAVY = {
 FILES = {"train": "tiny/teacher_ocr", "eval": "tiny/eval", "doctor": "tiny/demo"}
 ANSWERED = [
     *([name, "--help"] for name in COMMANDS),
-    *(["eval", name, "--help"] for name in ("list", "compare", "table")),
+    *(["eval", name, "--help"] for name in ("list", "compare", "table", "curves")),
     *([name, "--config", f"configs/{file}.yaml", "modle.id=x"] for name, file in FILES.items()),
     *([name, "--config", "missing.yaml"] for name in FILES),
-    *(["eval", *words.split()] for words in ("compare a b", "table a", "list")),
+    *(["eval", *words.split()] for words in ("compare a b", "table a", "curves a", "list")),
     ["watch", "missing"], ["--version"], ["trian"],
 ]  # fmt: skip
 # One process answers all, one after the other, and prints what each left in sys.modules.

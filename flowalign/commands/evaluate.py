@@ -31,6 +31,7 @@ OTHERS = {  # what follows `eval` -> module:function
     "list": "flowalign.commands.evaluate:list_benchmarks",
     "compare": "flowalign.eval.compare:main",
     "table": "flowalign.eval.seeds:main",
+    "curves": "flowalign.eval.curves:main",
 }
 FLAGS = ("model", "lora", "images", "benchmarks", "limit")  # what a config says itself
 

@@ -224,6 +224,7 @@ def _save(figure: Figure, path: Path) -> None:
 ACROSS = 3  # charts in a row
 WINDOW = 9  # updates of a moving average
 NOISY, LOG = "noisy", "log"  # drawn as points with their moving average; on a logarithmic axis
+DISTANCE = "held-out distance to the teachers"
 KINDS = (  # title, axis, metrics or the beginning of their names, style
     ("training reward", "mean of the rollout", [metrics.REWARD], NOISY),
     ("held-out score", "mean of the tasks", [metrics.HEADLINE], ""),
@@ -234,7 +235,7 @@ KINDS = (  # title, axis, metrics or the beginning of their names, style
     ("KL to the teacher, by step", "KL per dimension", metrics.TEACHER_KL + metrics.STEP, LOG),
     ("velocity error, by task", "mean square", metrics.TEACHER_ERROR, NOISY),
     ("velocity error, by step", "mean square", metrics.TEACHER_ERROR + metrics.STEP, LOG),
-    ("held-out distance to the teachers", "of the base model's", metrics.FIXED_MEAN, ""),
+    (DISTANCE, "of the base model's", metrics.FIXED_MEAN, ""),
     ("shares of the images", "share",
      [metrics.KEPT_SHARE, metrics.CLIP_FRACTION, metrics.INVALID_SHARE], ""),
     ("pairs ranked as chosen", "share", [metrics.PAIR_ACCURACY], NOISY),
@@ -261,6 +262,7 @@ class Chart(NamedTuple):
     curves: Mapping[str, Curve]
     about: str
     style: str = ""
+    over: str = "rollouts"
 
 
 def charts(curves: Mapping[str, Curve]) -> list[Chart]:
@@ -296,8 +298,61 @@ def metrics_plot(drawn: Sequence[Chart], path: Path, title: str = "") -> None:
     _save(figure, path)
 
 
+def held_out_plot(
+    logs: Mapping[str, Sequence[Path]], path: Path, over: str = metrics.UPDATE
+) -> None:
+    """Plot the held-out scores of runs {name: metrics.jsonl}: a chart for the mean of the tasks and
+    one per task (its `overall` if there is one). Runs without rewards show their distance to the
+    teachers. If a name has several runs, the last one is plotted.
+
+    over: metrics.UPDATE, or EVALUATIONS, the cumulative count over all runs of a name. Raises
+    ValueError if a run has no score, or no such metric.
+    """
+    scores: dict[str, dict[str, Curve]] = {}  # by chart, then by run
+    for run, files in logs.items():
+        *before, log = map(read_metrics, files)
+        if over == metrics.EVALUATIONS:
+            log = _over_evaluations(log, before, run)
+        for name, curve in log.items():
+            task, _, metric = name.removeprefix(metrics.EVAL).partition("/")
+            overall = f"{metrics.EVAL}{task}/overall" in log
+            if name == metrics.HEADLINE and not metrics.is_scored(log):
+                scores.setdefault(DISTANCE, {})[run] = [(x, -y) for x, y in curve]
+            elif name == metrics.HEADLINE:
+                scores.setdefault("mean of the tasks", {})[run] = curve
+            elif name.startswith(metrics.EVAL) and metric == ("overall" if overall else "reward"):
+                scores.setdefault(task, {})[run] = curve
+    if not scores:
+        raise ValueError(f"no held-out score in {', '.join(str(f[-1]) for f in logs.values())}.")
+    about = "rollouts" if over == metrics.UPDATE else "function evaluations"
+    made = []
+    for title, curves in scores.items():
+        axis = "of the base model's" if title == DISTANCE else "held-out score"
+        made.append(Chart(title, axis, curves, "", over=about))
+    metrics_plot(made, path)
+
+
+def _over_evaluations(
+    log: Mapping[str, Curve], before: Sequence[Mapping[str, Curve]], run: str
+) -> dict[str, Curve]:
+    """The curves over the cumulative function evaluations; before: logs of earlier runs."""
+    if any(metrics.EVALUATIONS not in part for part in (*before, log)):
+        raise ValueError(
+            f"{run} has no {metrics.EVALUATIONS!r}: it was trained before they were logged."
+        )
+    first = sum(count for part in before for _, count in part[metrics.EVALUATIONS])
+    updates, counts = zip(*log[metrics.EVALUATIONS], strict=True)
+    sums = first + np.cumsum(counts)
+
+    def spent(update: int) -> int:
+        done = int(np.searchsorted(updates, update, "right"))
+        return int(sums[done - 1] if done else first)
+
+    return {name: [(spent(x), y) for x, y in curve] for name, curve in log.items()}
+
+
 def _draw_chart(axis: Axes, chart: Chart) -> None:
-    about = "rollouts"
+    about = chart.over
     ones = np.ones(WINDOW)
     for label, points in chart.curves.items():
         x, y = zip(*points, strict=True)
@@ -305,7 +360,7 @@ def _draw_chart(axis: Axes, chart: Chart) -> None:
         smooth = chart.style == NOISY and len(x) > WINDOW
         if smooth:  # over fewer values at the ends
             line = np.convolve(y, ones, "same") / np.convolve(np.ones(len(y)), ones, "same")
-            about = f"rollouts (line: mean of {WINDOW} points)"
+            about = f"{chart.over} (line: mean of {WINDOW} points)"
         marker = "o" if len(x) < 20 else ""  # a short run would be a bare line, or invisible
         (drawn,) = axis.plot(x, line, linewidth=1.2, marker=marker, label=_plain(label))
         if smooth:
