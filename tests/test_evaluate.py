@@ -42,6 +42,24 @@ def test_what_cannot_be_scored_is_refused_and_nothing_written(
     assert not out.exists()
 
 
+@pytest.mark.parametrize(
+    ("side", "model", "is_tiny"),
+    [(96, [], True), (512, [], False), (512, ["--model", "tiny"], True)],
+)
+def test_judges_follow_the_size_of_the_images(
+    tmp_path: Path, side: int, model: list[str], is_tiny: bool
+) -> None:
+    Image.new("RGB", (side, side)).save(tmp_path / "0.png")
+    (tmp_path / "0.txt").write_text("a sign")
+    names = ["geneval", "ocr", "preference", "cvtg2k", "longtext", "longtext_zh", "panel"]
+    given = ["--out", "out", "--images", f"x={tmp_path}", "--benchmarks", *names, *model]
+    for benchmark in raw_config(parser().parse_args(given))["benchmarks"]:
+        assert benchmark["prompts"].startswith("tiny/")
+        judges = BenchmarkConfig(**benchmark).judges
+        text = str([judge.options for judge in judges.values()])
+        assert ("tiny" in text or "96" in text) == is_tiny, benchmark
+
+
 def test_a_judge_that_shrinks_images_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
     shrinks = rewards.build("ocr", limit_side_len=96, limit_type="max")
     tiny = rewards.build("pickscore", model="tiny")

@@ -11,7 +11,8 @@ import argparse
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
@@ -53,7 +54,7 @@ def parser() -> argparse.ArgumentParser:
     add("--lora", metavar="NAME=ADAPTER", help="folders or Hub ids", **some)
     add("--images", metavar="NAME=SOURCE", **some,
         help="folders or files of images with their prompts, of --benchmarks of --model; no model "
-        "is loaded")  # fmt: skip
+        "is loaded. Images larger than tiny's have the judges of the large models")  # fmt: skip
     add("--benchmarks", metavar="NAME", help="default: those of the family's eval.yaml", **some)
     add("--limit", type=int, help="only the first so many prompts of each")
     add_changes(parser)
@@ -124,10 +125,25 @@ def raw_config(args: argparse.Namespace) -> dict[str, Any]:
         ]
         sources = {name: {"images": source} for name, source in named_sources(named).items()}
         data["models"] = (data["models"] if args.lora else {}) | sources
+        if not args.model and any(_is_larger(s["images"], data["model"]) for s in sources.values()):
+            large = [*read(SD35 / "eval.yaml")["benchmarks"], *more_benchmarks("").values()]
+            judges = {b["name"]: {k: b[k] for k in b if k in ("reward", "rewards")} for b in large}
+            chosen = [benchmark | judges[benchmark["name"]] for benchmark in chosen]
     if args.limit is not None or args.images:
         data.pop("fidelity", None)  # a distance between sets, which needs all images
         chosen = [benchmark | {"limit": args.limit} for benchmark in chosen]
     return data | {"benchmarks": chosen}
+
+
+def _is_larger(source: str, model: Mapping[str, Any]) -> bool:
+    """Whether a source's first image is larger than the model's. Bad ones are refused later."""
+    from flowalign.eval.images import find_images
+    from flowalign.system.images import read_image
+
+    with suppress(ValueError, OSError):
+        files = next(iter(find_images(source).values()))
+        return max(read_image(files[0]).size) > max(model["height"], model["width"])
+    return False
 
 
 def more_benchmarks(model: str) -> dict[str, dict[str, Any]]:
