@@ -89,8 +89,6 @@ MUTATIONS = [Mutation(*row) for row in [
     ("merge: scale of the parts", "teachers/merge.py", "up * lora.scales[name]",
      "up / lora.scales[name]", "merge"),
     ("merge: lower rank", "teachers/merge.py", "sizes[:rank].sqrt()", "sizes[:rank]", "merge"),
-    ("merge: LiNeS", "teachers/merge.py", "return shallow + (deep", "return shallow - (deep",
-     "merge"),
     ("guidance", "flowalign/backbone/family.py", "negative + scale * (positive - negative)",
      "positive + scale * (positive - negative)", "guidance backbone"),
     ("decoded images", "flowalign/backbone/base.py", ".float() / 2 + 0.5)",

@@ -213,8 +213,6 @@ def merge(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--rank", type=int, help="of the result; default: the largest given")
     parser.add_argument("--density", type=float, default=0.5, help="what ties and dare keep")
     parser.add_argument("--seed", type=int, default=0, help="of what dare drops")
-    depth = "scales of the first and the last block (LiNeS)"
-    parser.add_argument("--lines", nargs=2, type=float, metavar=("SHALLOW", "DEEP"), help=depth)
     parser.add_argument("--model", help="the base, for LoRAs under another program's names")
     return parser.parse_args(argv)
 
