@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -76,12 +74,6 @@ class Table:
         if self.foot:
             lines += ["<tfoot>", _html_row("td", self.foot, {}), "</tfoot>"]
         return "\n".join(['<table class="numbers">', *lines, "</table>"])
-
-    def csv(self) -> str:
-        file = io.StringIO()
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerows(self.texts)
-        return file.getvalue()
 
 
 def latex(tables: Sequence[Table]) -> str:
