@@ -297,9 +297,6 @@ class DpoConfig(Section):
     Flow-DPO found better than beta (1 - sigma)^2."""
     noise_levels: Steps = 4
     """Noise levels at which each pair is trained, drawn for each pair."""
-    noise: Literal["fresh", "known"] = "fresh"
-    """fresh: drawn, the same for both images of a pair. known: the noise that each image was
-    sampled from (PNAPO, 2605.09433), which `flowalign sample` and `vote` record."""
 
 
 class DpoStage(TrainingStage):
