@@ -83,8 +83,7 @@ class Dpo(Algorithm[Targets]):
     def loss(self, pairs: Pairs, velocity: Tensor, prepared: Targets) -> StepLoss:
         """The mean of `dpo_loss` over the pairs of images."""
         target = prepared.velocity[pairs.rows, pairs.columns]
-        with torch.no_grad(), self.backbone.adapter(self.reference):
-            reference = pairs.velocity(self.backbone, self.guidance)
+        reference = self.velocity_of(self.reference, pairs)
         loss, gain = dpo_loss(velocity, reference, target, beta=self.settings.beta)
         margin = gain[:, 0] - gain[:, 1]
         measured = {

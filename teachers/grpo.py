@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-import torch
 from torch import Tensor
 
 from flowalign import sde
@@ -78,6 +77,5 @@ class Grpo(Algorithm[Credit]):
 
     def _kl(self, pairs: Pairs, new: Gaussian, schedule: Schedule) -> Tensor:
         """The KL [b] of the student's transitions to the base's."""
-        with torch.no_grad(), self.backbone.base():
-            base = pairs.velocity(self.backbone, self.guidance)
+        base = self.velocity_of(None, pairs)
         return sde.kl(new, sde.scheduled_transition(schedule, pairs.x, base, pairs.steps))

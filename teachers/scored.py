@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor
 
@@ -71,7 +72,7 @@ class Scored:
         task = torch.tensor([names.index(task) for task in batch.tasks])
         # of all processes, on the CPU: every process computes the same and takes its part
         value, valid, group, task = (
-            self._gathered(t) for t in (scores.value, scores.valid, rollout.group, task)
+            gathered(self.accelerator, t) for t in (scores.value, scores.valid, rollout.group, task)
         )
         check_valid(valid, scores.failures.values(), self.max_invalid_share)
         more: dict[str, Tensor] = {}
@@ -108,10 +109,6 @@ class Scored:
             self.scoring.discard()
         self.scoring.submit(images, batch)
 
-    def _gathered(self, values: Tensor) -> Tensor:
-        gathered = self.accelerator.gather(values.to(self.accelerator.device))
-        return gathered.cpu()  # type: ignore[union-attr]
-
     def _parts(
         self, scores: Scores, valid: Tensor, task: Tensor, names: Sequence[str]
     ) -> dict[str, Tensor]:
@@ -119,7 +116,7 @@ class Scored:
         labels = sorted({label for name in names for label in self.weights[name]})
         lacking = torch.full((len(scores.value),), torch.nan)
         columns = torch.stack([scores.parts.get(label, lacking) for label in labels], 1)
-        parts = self._gathered(columns).T
+        parts = gathered(self.accelerator, columns).T
         table = [[self.weights[name].get(label, 0.0) for name in names] for label in labels]
         weights = torch.tensor(table)[:, task]
         for number, name in enumerate(names):
@@ -132,6 +129,11 @@ class Scored:
                         "its `weights`, or use another `advantage`."
                     )
         return {"parts": parts, "weights": weights}
+
+
+def gathered(accelerator: Accelerator, values: Tensor) -> Tensor:
+    """The values of all processes, on the CPU."""
+    return accelerator.gather(values.to(accelerator.device)).cpu()  # type: ignore[union-attr]
 
 
 def _part_means(scores: Scores) -> dict[str, float]:
