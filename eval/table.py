@@ -81,24 +81,20 @@ class Results:
         if len(diagonal) == len(cells):
             return None
         rows = {}
-        changes = {}
         first = next(iter(self.judged.values()))
         for model, judged in self.judged.items():
             row = {b.name: headline_row(b, self.rows[model]) for b in cells}
             others = [row[b.name] for b in cells if b not in diagonal]
-            change = {}
-            for b in cells:
-                change[b.name] = difference(b, first[b.name].scores, judged[b.name].scores)
+            gaps = [difference(b, first[b.name].scores, judged[b.name].scores) for b in cells]
             means = {"own": average([row[b.name] for b in diagonal]), "others": average(others)}
-            worst = min(change.values(), key=lambda gap: (math.isnan(gap.mean), gap.mean))
+            worst = min(gaps, key=lambda gap: (math.isnan(gap.mean), gap.mean))
             rows[model] = row | means | {"worst": worst}
-            changes[model] = change
         base, columns = next(iter(rows.items()))
         decimals = {column: _decimals(rows.values(), column) for column in columns}
         text = "TASK_JUDGE: another task's judge. own, others: means of the judges on their own "
         text += f"prompts, and on those of others. worst: the largest loss to {base}, paired."
         below = [text, *notes(rows.values())]
-        return Numbers("Every judge on every task's prompts", rows, decimals, False, below, changes)
+        return Numbers("Every judge on every task's prompts", rows, decimals, notes=below)
 
     def pictured(self, benchmark: Benchmark) -> list[int]:
         """The indices of the prompts that the report shows; equal for all models."""
@@ -148,8 +144,6 @@ class Numbers:
     decimals: Mapping[str, int]  # {column: decimals}
     signed: bool = False  # differences
     notes: Sequence[str] = ()  # below it
-    # {label: {column: change to the first model}}
-    changes: Mapping[str, Mapping[str, EvalRow]] | None = None
 
     @property
     def table(self) -> Table:
@@ -168,7 +162,7 @@ class Numbers:
                 interval = between(row[column], decimals)
                 kind = "best" if label in best else self.trend(label, column)
                 hint = f"95 % {interval}" if interval else ""
-                marks[number, place] = Mark(kind, hint, self.shade(label, column))
+                marks[number, place] = Mark(kind, hint)
         return Table(heads, lines, marks=marks, foot=foot)
 
     def markdown(self) -> str:
@@ -199,15 +193,6 @@ class Numbers:
         if self.signed or len(rounded) < 2:  # one number alone is not the best
             return set()
         return {label for label, value in rounded.items() if value == max(rounded.values())}
-
-    def shade(self, label: str, column: str) -> float:
-        """The shade of a cell of `matrix`: its change to the first model, in percent of the largest
-        change in its column. 0 in other tables."""
-        if not self.changes or column not in self.changes[label]:
-            return 0.0
-        gaps = {name: change[column].mean for name, change in self.changes.items()}
-        most = max((abs(gap) for gap in gaps.values() if math.isfinite(gap)), default=0.0)
-        return 100 * gaps[label] / most if most and math.isfinite(gaps[label]) else 0.0
 
     def trend(self, label: str, column: str) -> str:
         """ "better" or "worse" for a difference whose interval excludes 0, else ""."""

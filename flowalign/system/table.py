@@ -1,4 +1,4 @@
-"""A table of texts, written as Markdown, HTML, LaTeX or CSV."""
+"""A table of texts, written as Markdown, HTML or LaTeX."""
 
 from __future__ import annotations
 
@@ -15,12 +15,11 @@ class Mark(NamedTuple):
     """A highlight of a cell.
 
     kind: "best" of its column, "better" or "worse" than what it is compared with. hint: what a page
-    shows where one points at it. shade: its colour on a page, from -100 = bad to 100 = good.
+    shows where one points at it.
     """
 
     kind: str = ""
     hint: str = ""
-    shade: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -109,8 +108,5 @@ def _html_row(tag: str, texts: Sequence[str], marks: Mapping[int, Mark]) -> str:
 
 
 def _attributes(mark: Mark) -> str:
-    side = "good" if mark.shade > 0 else "bad"
-    mixed = f"color-mix(in oklab, var(--{side}) {abs(mark.shade) / 2:.0f}%, transparent)"
-    style = f"background: {mixed}" if mark.shade else ""
-    attributes = {"class": mark.kind, "title": mark.hint, "style": style}
+    attributes = {"class": mark.kind, "title": mark.hint}
     return "".join(f' {name}="{escape(text)}"' for name, text in attributes.items() if text)
