@@ -21,7 +21,6 @@ from flowalign.eval.stats import (
     headline_row,
     notes,
     number_text,
-    part_of,
     rows_of,
 )
 from flowalign.eval.suite import Benchmark, JudgedImages
@@ -108,8 +107,9 @@ class Results:
     def scores(self, model: str) -> dict[str, EvalRow]:
         """{column: number}: the benchmarks, the further parts that their judges show, fidelity if
         it was measured, and the average."""
-        fidelity = self.distances[model].row if self.distances else None
-        return self._columns(lambda b, part: headline_row(b, self.rows[model], part), fidelity)
+        return self._columns(
+            lambda b, part: headline_row(b, self.rows[model], part), self.distances.get(model)
+        )
 
     def difference(self, model: str, other: str) -> dict[str, EvalRow]:
         """{column: number} of model minus other, paired on the same prompts and noise."""
@@ -120,7 +120,7 @@ class Results:
         )
 
     def _columns(
-        self, number: Callable[[Benchmark, str | None], EvalRow], fidelity: EvalRow | None
+        self, number: Callable[[Benchmark, str | None], EvalRow], distance: Distance | None
     ) -> dict[str, EvalRow]:
         columns = {}
         averaged = []
@@ -131,8 +131,11 @@ class Results:
             if reward.averaged:
                 averaged.append(columns[name])
             columns |= {f"{name}_{part}": number(benchmark, part) for part in reward.columns}
-        columns |= {FIDELITY: fidelity} if fidelity else {}
-        return columns | ({AVERAGE: average(averaged)} if averaged else {})
+        if distance:
+            columns[FIDELITY] = distance.row
+        if averaged:
+            columns[AVERAGE] = average(averaged)
+        return columns
 
 
 @dataclass(frozen=True)
