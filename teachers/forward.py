@@ -38,7 +38,6 @@ class Policy:
     """
 
     def __init__(self, backbone: Backbone, name: str, settings: PolicyConfig) -> None:
-        self.name = name
         self.settings = settings
         backbone.copy_adapter(STUDENT, name)
         self.parameters = backbone.adapter_parameters(name)
@@ -97,13 +96,18 @@ class WithPolicies(Algorithm[P]):
             compared=compared,
         )
 
+    @property
+    def lags(self) -> bool:
+        """Whether the policy that samples differs from the student now."""
+        return self.old is not None and not self.old.is_student
+
     # What the loop asks ------------------------------------------------------------------------
 
     def sources(self, tasks: list[str]) -> list[Source] | None:
         """The old policy samples, if it is not the student."""
-        if self.old is None or self.old.is_student:
+        if not self.lags:
             return None
-        return [Source(self.old.name, self.config.rollout.guidance)] * len(tasks)
+        return [Source("old", self.config.rollout.guidance)] * len(tasks)
 
     def learnt(self, steps: int) -> None:
         for policy in self.policies.values():
@@ -118,9 +122,7 @@ class WithPolicies(Algorithm[P]):
     def old_velocity(self, pairs: Pairs, velocity: Tensor) -> Tensor:
         """The velocity [b,C,h,w] of the policy that sampled; velocity: the student's, which it is
         without another forward pass where the two have the same weights."""
-        if self.old is None or self.old.is_student:
-            return velocity.detach()
-        return self.velocity_of(self.old.name, pairs)
+        return self.velocity_of("old", pairs) if self.lags else velocity.detach()
 
     def near_base(
         self, policy: Tensor, pairs: Pairs, velocity: Tensor

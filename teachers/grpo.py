@@ -7,7 +7,6 @@ clipped ratio of PPO at every trained step, and optionally a KL to the base mode
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from torch import Tensor
 
@@ -17,7 +16,7 @@ from flowalign.teachers.scored import Credit, Scored, ratio_metrics
 from flowalign.training import metrics
 from flowalign.training.algorithm import Algorithm, Compared, Keeps, Pairs, Parts
 from flowalign.training.losses import kl_factors, policy_loss
-from flowalign.training.rollout import schedule_of, window_of
+from flowalign.training.rollout import schedule_of
 from flowalign.types import Gaussian, Rollout, Schedule, StepLoss
 
 
@@ -41,8 +40,7 @@ class Grpo(Algorithm[Credit]):
         )
 
     def plan(self, update: int) -> Schedule:
-        schedule = schedule_of(self.config, self.backbone)
-        return replace(schedule, window=window_of(self.config.rollout, update))
+        return schedule_of(self.config, self.backbone, update)
 
     def prepare(self, rollout: Rollout, update: int) -> Credit:
         """Score the images. Images without an advantage are dropped, from the KL as well, as in

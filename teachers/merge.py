@@ -51,7 +51,6 @@ class Factors:
 @dataclass(frozen=True)
 class MergeReport:
     method: str
-    adapters: list[str]
     weights: list[float]
     ranks: dict[str, int]  # by layer
     errors: dict[str, float]  # by layer: |written - merged| / |merged|, Frobenius norms
@@ -134,7 +133,7 @@ def merge(
         describe(ranks, ranks, False, base),  # alpha = rank: scales are in B
         text_length=lengths.pop() if len(lengths) == 1 else None,
     )
-    return MergeReport(method, [str(a) for a in adapters], weights, ranks, errors)
+    return MergeReport(method, weights, ranks, errors)
 
 
 def foreseen(loras: Sequence[Lora], method: str, rank: int | None) -> Lora:

@@ -65,7 +65,8 @@ def test_the_rollout_stops_at_the_last_trained_state(
     """No later step, no decoding; and no forward at that state unless its action is needed."""
     loop = fakes.wired(
         fakes.distillation(random_model, tmp_path / "run", f"student.gradient={gradient}",
-                           "student.weighting=published", "student.noise_levels={select: random, count: 1}"))  # fmt: skip
+                           "student.weighting=published",
+                           "student.noise_levels={select: random, count: 1}"))  # fmt: skip
     calls: list[int] = []
     loop.backbone.core.register_forward_pre_hook(lambda *_: calls.append(1))
     for update in range(6):

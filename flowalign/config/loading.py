@@ -288,16 +288,12 @@ def parse(
     return config
 
 
-def card_of(model: str) -> tuple[int, float] | None:
-    """(steps, guidance) of a public model's card (cards.yaml), by its Hub id or a folder of the
-    same name; None = not known."""
-    return _cards().get(Path(model).name.lower())
-
-
 @functools.cache
-def _cards() -> dict[str, tuple[int, float]]:
+def card_of(model: str) -> tuple[int, float] | None:
+    """[steps, guidance] of a public model's card (cards.yaml), by its Hub id or a folder of the
+    same name; None = not known."""
     cards = load_yaml(Path(__file__).with_name("cards.yaml").read_text(encoding="utf-8"))
-    return {name: (steps, guidance) for name, (steps, guidance) in cards.items()}
+    return cards.get(Path(model).name.lower())
 
 
 def _by_model(data: Mapping[str, Any], sections: Collection[str]) -> Mapping[str, Any]:

@@ -74,11 +74,8 @@ class Opd(Algorithm[Labels]):
     # What the loop asks ------------------------------------------------------------------------
 
     def plan(self, update: int) -> Schedule:
-        return dataclasses.replace(
-            schedule_of(self.config, self.backbone),
-            window=window_of(self.config.rollout, update),
-            chosen=self.trained_steps(self.config, update),
-        )
+        schedule = schedule_of(self.config, self.backbone, update)
+        return dataclasses.replace(schedule, chosen=self.trained_steps(self.config, update))
 
     def prepare(self, rollout: Rollout, update: int) -> Labels:
         """Label the trained states, once: the labels do not depend on the student's weights."""
