@@ -168,7 +168,8 @@ class OpdStage(DistillationStage):
             yield from self._jump_problems()
         if self.student.patience is not None and self.evaluation is None:
             yield Problem("student.patience", "it counts evaluations, and evaluation is null.")
-        states, width = self.student.noise_levels, self.rollout.width
+        states = self.student.noise_levels
+        width = len(range(*self.rollout.trained))
         if states.select != "all" and states.count > width:
             text = f"{states.count}, and rollout.window has only {width} steps"
             yield Problem("student.noise_levels.count", f"{text}. Use at most {width}.")
