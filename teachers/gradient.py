@@ -21,7 +21,7 @@ from flowalign.config import ConfigError, GradientStage
 from flowalign.report.pictures import score_text
 from flowalign.rewards.gradient import gradient_problems, value_with_gradient
 from flowalign.teachers.forward import WithPolicies
-from flowalign.teachers.scored import check_valid, gathered, reward_metrics
+from flowalign.teachers.scored import gathered, reward_metrics
 from flowalign.training import metrics
 from flowalign.training.algorithm import Keeps, Pairs, Parts, Prepared
 from flowalign.training.rollout import clean_schedule
@@ -190,8 +190,8 @@ class Gradient(WithPolicies[Moved]):
         """What is logged of the rewards [B] of all processes. Raises TrainingError where too many
         images are invalid."""
         task, value, valid = (gathered(self.accelerator, t) for t in (task, value.float(), valid))
-        check_valid(valid, reasons, self.config.train.max_invalid_share)
-        return reward_metrics(self.names, task, value, valid)
+        limit = self.config.train.max_invalid_share
+        return reward_metrics(self.names, task, value, valid, reasons, limit)
 
     def _adapt(
         self, moved: Tensor, gain: Tensor, valid: Tensor, quartile: Tensor, task: Tensor

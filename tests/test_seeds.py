@@ -243,7 +243,7 @@ def test_the_curves_of_runs_are_one_figure(tmp_path: Path, capsys) -> None:
     out.unlink()
     for bad, key in (
         ([str(tmp_path)], "metrics.jsonl"), ([str(tmp_path / "none")], "held-out"),
-        ([*runs, "--out", str(tmp_path / "x.txt")], "--out"),
+        ([*runs, "--out", str(tmp_path / "x.txt")], "txt"),
         ([*runs, "--over", "evaluations"], "evaluations"), ([f"{runs[0]}+{runs[0]}"], "--over"),
     ):  # fmt: skip
         assert main(["eval", "curves", *bad]) == 2
