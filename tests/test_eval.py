@@ -142,7 +142,7 @@ def test_what_is_missing_is_told_of_every_number(monkeypatch):
     assert (measured.row.n, measured.row.total) == (59, 60)
     assert measured.value == pytest.approx((59 * 30 - 5) / 59)
     wide = features[: enough(1)].repeat(1, 60)
-    few = distance(wide, each(wide), reference, shift)
+    few = distance(wide, each(wide), reference)
     assert math.isnan(few.value) and math.isnan(few.row.stderr)
 
 
