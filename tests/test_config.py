@@ -185,29 +185,19 @@ def test_a_wrong_value_is_explained(sections: dict[str, Any], said: list[str]) -
     assert all(part in problem for part in said), problem
 
 
-OLD_KEYS = {  # of earlier checkouts: stage, old key, new key
-    "rollout": ("grpo", "rollout.copies", "rollout.group_size"),
-    **{s: (s, f"{s}.states", f"{s}.noise_levels") for s in ("nft", "awm", "dpo", "sft")},
-    "student": ("opd", "student.states", "student.noise_levels"),
-}
-
-
 @pytest.mark.parametrize("place", ["file", "argument", "recipe", "set", "variant"])
-@pytest.mark.parametrize("section", OLD_KEYS)
-def test_an_old_key_is_refused_with_its_new_name(
-    section: str, place: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_an_unknown_key_is_refused_wherever_it_stands(
+    place: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    stage, old, new = OLD_KEYS[section]
-    part, key = old.split(".")
-    wrong = {part: {key: {"select": "all"} if section == "student" else 4}}
-    given = f"{old}={'{select: all}' if section == 'student' else 4}"
-    data, arguments = raw(stage=stage), []
+    wrong = {"rollout": {"copies": 4}}
+    given = "rollout.copies=4"
+    data, arguments = raw(stage="grpo"), []
     if place == "file":
         data |= wrong
     elif place == "argument":
         arguments = [given]
     elif place == "variant":
-        (tmp_path / "variant.yaml").write_text(dump_yaml({stage: wrong}))
+        (tmp_path / "variant.yaml").write_text(dump_yaml({"grpo": wrong}))
         arguments = ["--variant", str(tmp_path / "variant.yaml")]
     else:
         inner = data | (wrong if place == "recipe" else {"set": [given]})
@@ -215,7 +205,7 @@ def test_an_old_key_is_refused_with_its_new_name(
     path = str(write(tmp_path, dump_yaml(data)))
     assert cli.main(["doctor", "--no-model", "--config", path, *arguments]) == 2
     where = "stages.one." if place in ("recipe", "set") else ""
-    assert f"{where}{old}: now called {new}." in "".join(capsys.readouterr())
+    assert f"{where}rollout.copies: unknown key." in "".join(capsys.readouterr())
 
 
 STUDENT = {"stage": "opd", "teachers": {"ocr": {"adapter": "tiny/ocr"}}}

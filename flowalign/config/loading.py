@@ -71,10 +71,6 @@ def load(
     return parse(data, overrides, source=str(path), stage=stage)
 
 
-RENAMED = {  # keys of earlier checkouts
-    "rollout.copies": "rollout.group_size",
-    **{f"{s}.states": f"{s}.noise_levels" for s in ("nft", "awm", "sft", "dpo", "student")},
-}
 LABELS = {
     "measured": "docs/results.md has the scores of such runs",
     "tested": "CI runs them at a small size",
@@ -280,9 +276,7 @@ def parse(
         config = kind.model_validate(_by_model(data, kind.model_fields))
     except ValidationError as error:
         for e in error.errors():
-            key = ".".join(map(str, e["loc"]))
-            text = f"now called {RENAMED[key]}." if key in RENAMED else e["msg"]
-            problems.append(Problem(key, text))
+            problems.append(Problem(".".join(map(str, e["loc"])), e["msg"]))
     if problems:
         raise ConfigError(problems, source)
     return config
