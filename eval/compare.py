@@ -95,7 +95,7 @@ def differences(
         problems.append(f"no benchmark in common: {listed[0]} and {listed[1]}")
     for name in shared:
         for key, x, y in _unequal(first["benchmarks"][name], second["benchmarks"][name]):
-            if key == "average":  # only for display; older files lack it
+            if key == "average":  # only for display
                 continue
             problems.append(f"{name}: {key} is {x!r} and {y!r}")
         a, b = ([score.image for score in scores_of(model, name)] for model in models)

@@ -34,7 +34,6 @@ GROUPS = 20  # of prompts, each left out once for the jackknife error of a dista
 SCENES = 4  # tiny reference scenes per prompt: they are cheap, and few of them bias the distance
 
 Features = Callable[[Tensor], Tensor]  # images [B,3,H,W] in [0,1] -> [B,D]
-Metric = Callable[[Tensor, Tensor], float]  # features [N,D], reference [M,D] -> how far apart
 
 
 def frechet(features: ArrayLike, reference: ArrayLike) -> float:
@@ -64,27 +63,23 @@ class Distance:
     @property
     def row(self) -> EvalRow:
         """The distance and its error over draws of the images; the reference is taken as fixed."""
-        return _row(self.value, self.without, self.n, self.total)
+        freedom = len(self.without) - 1
+        # delete-a-group jackknife: sqrt((G-1)/G * sum of squared deviations)
+        error = float(self.without.std(correction=0)) * math.sqrt(freedom)
+        margin = student_t(freedom) * error
+        low = self.value - margin
+        high = self.value + margin
+        return EvalRow(FIDELITY, "frechet", self.value, error, self.n, low, high, self.total)
 
-    def minus(self, other: Distance) -> EvalRow:
+    def minus(self, other: Distance) -> Distance:
         """The paired difference: both leave out the images of the same prompts and noise."""
         without = self.without - other.without
-        return _row(self.value - other.value, without, min(self.n, other.n), self.total)
+        return Distance(self.value - other.value, without, min(self.n, other.n), self.total)
 
 
-def _row(value: float, without: Tensor, n: int, total: int | None) -> EvalRow:
-    freedom = len(without) - 1
-    # delete-a-group jackknife: sqrt((G-1)/G * sum of squared deviations)
-    error = float(without.std(correction=0)) * math.sqrt(freedom)
-    margin = student_t(freedom) * error
-    return EvalRow(FIDELITY, "frechet", value, error, n, value - margin, value + margin, total)
-
-
-def distance(
-    features: Tensor, prompts: Sequence[str], reference: Tensor, metric: Metric = frechet
-) -> Distance:
-    """The metric of features [N,D] to a reference [M,D], over all images and without each group of
-    prompts.
+def distance(features: Tensor, prompts: Sequence[str], reference: Tensor) -> Distance:
+    """The distance of features [N,D] to a reference [M,D], over all images and without each group
+    of prompts.
 
     Images without finite features are left out. The value is NaN if too few remain for a regular
     covariance. Only the error is NaN if too few remain without a group, or if there is one prompt.
@@ -97,10 +92,10 @@ def distance(
     width = features.shape[1]
     if len(features) <= width:
         return Distance(math.nan, unknown, len(features), total)
-    value = metric(features, reference)
+    value = frechet(features, reference)
     if len(features) - int(group.bincount().max()) <= width:
         return Distance(value, unknown, len(features), total)
-    without = torch.tensor([metric(features[group != g], reference) for g in range(count)])
+    without = torch.tensor([frechet(features[group != g], reference) for g in range(count)])
     return Distance(value, without.double(), len(features), total)
 
 

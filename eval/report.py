@@ -50,8 +50,7 @@ def write_files(config: EvalStage, results: Results) -> str:
     title = on if config.adapters else ", ".join(config.given)
     title = config.report.title or f"flowalign eval: {title}"
     unlearned = {name: unlearnt(adapter) for name, adapter in config.adapters.items()}
-    equal = {name: text for name, text in unlearned.items() if text}
-    remarks = [f"{name}: {text}." for name, text in equal.items()]
+    remarks = [f"{name}: {text}." for name, text in unlearned.items() if text]
     sentences = [*remarks, *conditions(config, results, versions)]
     scores = tables(results, config.compare)
     heads = [f"{escaped(text, length=1000)}\n" for text in remarks]
@@ -62,8 +61,7 @@ def write_files(config: EvalStage, results: Results) -> str:
     if config.report.images:
         drawn.append(folder.grid.name)
         legend = f"{results.shared.capitalize()} in every row; below each image its score."
-        listed = blocks(results, dict.fromkeys(equal, "kept: update 0"))
-        comparison(folder.grid, [*listed], title=f"{title}. {legend}")
+        comparison(folder.grid, [*blocks(results, unlearned)], title=f"{title}. {legend}")
     content = document(config, results, versions)
     content |= {"remarks": remarks, "tables": [numbers.plain() for numbers in scores]}
     texts = {
@@ -83,25 +81,29 @@ def write_files(config: EvalStage, results: Results) -> str:
 def document(config: EvalStage, results: Results, versions: Mapping[str, str]) -> dict[str, Any]:
     """The content of results.json: every number, every image's scores, and who scored them."""
 
-    def plain(row: EvalRow) -> dict[str, Any]:
-        return {key: value for key, value in vars(row).items() if key != "influence"}
+    def plain(row: EvalRow | None) -> dict[str, Any] | None:
+        return row and {key: value for key, value in vars(row).items() if key != "influence"}
 
-    def listed(rows: Mapping[str, EvalRow]) -> list[dict[str, Any]]:
-        return [plain(row) for row in rows.values()]
+    def about(benchmark: Benchmark) -> dict[str, Any]:
+        described = describe(benchmark.reward)
+        return {"reward": described.pop("name"), "headline": benchmark.headline} | described
+
+    def listed(model: str, other: str) -> list[Any]:
+        return [plain(row) for row in results.difference(model, other).values()]
 
     models = {}
     matrix = results.matrix
+    first = next(iter(results.judged))
     for model, judged in results.judged.items():
         scores = results.scores(model)
-        first = next(iter(results.judged))
         models[model] = {
             "adapter": config.adapters.get(model),
             "rows": [plain(row) for row in results.rows[model]],
             "settings": config.settings_of(model),
             "environment": versions,
-            "fidelity": plain(scores[FIDELITY]) if FIDELITY in scores else None,
-            "average": plain(scores[AVERAGE]) if AVERAGE in scores else None,
-            "difference": listed(results.difference(model, first)) if model != first else [],
+            "fidelity": plain(scores.get(FIDELITY)),
+            "average": plain(scores.get(AVERAGE)),
+            "difference": listed(model, first) if model != first else [],
             "matrix": {k: plain(r) for k, r in matrix.rows[model].items()} if matrix else None,
             "images": {name: [*map(to_row, images.scores)] for name, images in judged.items()},
         }
@@ -109,19 +111,14 @@ def document(config: EvalStage, results: Results, versions: Mapping[str, str]) -
         "version": VERSION,
         "config": config.model_dump(mode="json"),
         "benchmarks": {
-            b.name: _about(b) | {"average": results.counts_in(b)} for b in results.benchmarks
+            b.name: about(b) | {"average": results.counts_in(b)} for b in results.benchmarks
         },
         "models": models,
         "compare": {
-            model: {other: listed(results.difference(model, other)) for other in others}
+            model: {other: listed(model, other) for other in others}
             for model, others in config.compare.items()
         },
     }
-
-
-def _about(benchmark: Benchmark) -> dict[str, Any]:
-    about = describe(benchmark.reward)
-    return {"reward": about.pop("name"), "headline": benchmark.headline} | about
 
 
 def conditions(config: EvalStage, results: Results, versions: Mapping[str, str]) -> list[str]:
@@ -166,9 +163,9 @@ def conditions(config: EvalStage, results: Results, versions: Mapping[str, str])
 # grid.png -----------------------------------------------------------------------------------------
 
 
-def blocks(results: Results, marks: Mapping[str, str]) -> Iterator[Block]:
+def blocks(results: Results, unlearned: Mapping[str, str]) -> Iterator[Block]:
     """The blocks of grid.png: one per image set, with the first image of some of the report's
-    prompts. marks: a remark about a model."""
+    prompts. unlearned: `unlearnt` of each model."""
     for name, group in groupby(results.benchmarks, key=lambda benchmark: benchmark.image_set):
         judges = [*group]
         rows = []
@@ -184,8 +181,9 @@ def blocks(results: Results, marks: Mapping[str, str]) -> Iterator[Block]:
             numbers = [headline_row(judge, results.rows[model]).mean for judge in judges]
             lines = [f"{j.name} {score_text(n)}" for j, n in zip(judges, numbers, strict=True)]
             images = [pixels_of(results.picture(model, first, i, 0)) for i in indices]
-            note = "\n".join([*lines, *filter(None, [marks.get(model)])])
-            rows.append(Row(images, captions, model, note))
+            if unlearned.get(model):
+                lines.append("kept: update 0")
+            rows.append(Row(images, captions, model, "\n".join(lines)))
         title = f"{name}: {spread_text(indices, len(first.prompts))}"
         title += f"; the first of {copies} images each" if copies > 1 else ""
         yield Block(title, [first.prompts.prompts[index] for index in indices], rows)
@@ -210,7 +208,6 @@ class Line(NamedTuple):
     index: int
     prompt: str
     tag: str
-    disagree: bool  # result of `disagree`
     cells: Mapping[str, Sequence[ScoredImage]]  # by model, one per image
 
 
@@ -278,19 +275,9 @@ def lines(results: Results, benchmark: Benchmark) -> list[Line]:
         )
 
     result = []
-    for index, means in enumerate(zip(*(results.means(benchmark, m) for m in judged), strict=True)):
+    for index, prompt in enumerate(benchmark.prompts.prompts):
         images = range(index * copies, (index + 1) * copies)
         cells = {model: [cell(model, number) for number in images] for model in judged}
-        image = next(iter(judged.values()))[images[0]].image
-        tag = str(image.metadata.get("tag", ""))
-        result.append(Line(index, image.prompt, tag, disagree(means, high - low), cells))
+        tag = str(benchmark.prompts.metadata[index].get("tag", ""))
+        result.append(Line(index, prompt, tag, cells))
     return result
-
-
-def disagree(scores: Sequence[float], spread: float) -> bool:
-    """Whether models disagree on a prompt, by their mean scores over its images: the scores differ
-    by more than half of the spread of all scores, or only some models have none (NaN)."""
-    valid = list(filter(math.isfinite, scores))
-    if len(valid) < len(scores):
-        return bool(valid)
-    return max(scores) - min(scores) > spread / 2

@@ -52,43 +52,32 @@ class SeedTable:
     bold: Mapping[str, str]
 
     @property
-    def columns(self) -> list[str]:
-        return list(next(iter(self.rows.values())))
-
-    @property
     def tables(self) -> list[Table]:
         """The table of the numbers, then the table of the gaps if there are any."""
         seeds = f"{self.seeds} seed{'s' if self.seeds > 1 else ''}"
-        best = {(model, column) for column, model in self.bold.items()}
-        tables = [_table(seeds, self.rows, best, ".3f")]
+        tables = [_table(seeds, self.rows, self.bold, ".3f")]
         if self.gaps:
-            tables.append(_table("difference", self.gaps, self.clear, "+.3f"))
+            tables.append(_table("difference", self.gaps, None, "+.3f"))
         return tables
-
-    @property
-    def clear(self) -> set[tuple[str, str]]:
-        """The gaps that are beyond their margins: (pair, column)."""
-        clear = set()
-        for pair, gap in self.gaps.items():
-            clear |= {
-                (pair, column) for column, cell in gap.items() if abs(cell.mean) > cell.margin
-            }
-        return clear
 
 
 def _table(
     head: str,
     rows: Mapping[str, Mapping[str, SeedMean]],
-    bold: set[tuple[str, str]],
+    leaders: Mapping[str, str] | None,
     form: str,
 ) -> Table:
+    """leaders {column: the row in bold}; None = bold is what lies beyond its margin."""
     lines = []
     marks = {}
     columns = next(iter(rows.values()))
     for label, cells in rows.items():
         line = [label]
         for column, cell in cells.items():
-            if (label, column) in bold:
+            bold = abs(cell.mean) > cell.margin
+            if leaders is not None:
+                bold = leaders.get(column) == label
+            if bold:
                 marks[len(lines), len(line)] = Mark("best")
             error = "" if math.isnan(cell.error) else f" ± {cell.error:.3f}"
             line.append(f"{cell.mean:{form}}{error}")
@@ -189,18 +178,10 @@ def images(documents: Sequence[Document], model: str, name: str) -> list[list[Im
 
 
 def averages(document: Document) -> dict[str, list[str]]:
-    """{average: the benchmarks that count in it}, by their mark `average`. Older files lack the
-    mark: there NAME_JUDGE belongs to the matrix if both names are benchmarks, and diversity counts
-    in no average."""
-    judges = document["benchmarks"]
-    marks = {name: judge.get("average") for name, judge in judges.items()}
-    if not any("average" in judge for judge in judges.values()):
-        others = [n for n in judges if any(n == f"{a}_{b}" for a in judges for b in judges)]
-        diagonal = [n for n in judges if n not in others and judges[n].get("reward") != "diversity"]
-        head = "own" if others else "average"
-        marks = dict.fromkeys(diagonal, head) | dict.fromkeys(others, "others")
+    """{average: the benchmarks that count in it}, by their mark `average`."""
+    marks = {name: judge["average"] for name, judge in document["benchmarks"].items()}
     heads = [head for head in ("average", "own", "others") if head in marks.values()]
-    return {head: [name for name in judges if marks.get(name) == head] for head in heads}
+    return {head: [name for name in marks if marks[name] == head] for head in heads}
 
 
 def cells(documents: Sequence[Document], first: str, second: str = "") -> dict[str, SeedMean]:
@@ -228,20 +209,8 @@ def markdown(numbers: SeedTable) -> str:
     return "\n\n".join(table.markdown() for table in numbers.tables) + "\n"
 
 
-def comma_separated(numbers: SeedTable) -> str:
-    """Models, then gaps: a line each, with mean, standard error and margin of every column."""
-    heads = [""]
-    for column in numbers.columns:
-        heads += [column, f"{column}_stderr", f"{column}_margin"]
-    lines = []
-    for label, row in itertools.chain(numbers.rows.items(), numbers.gaps.items()):
-        lines.append([label, *map(str, itertools.chain(*row.values()))])
-    return Table(heads, lines).csv()
-
-
 FORMATS = {
     "markdown": markdown,
-    "csv": comma_separated,
     "latex": lambda numbers: latex(numbers.tables),
 }
 

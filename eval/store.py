@@ -133,7 +133,7 @@ class Store:
             for path in sorted(self.score_folder(judge.name).glob("rows.*.jsonl")):
                 for row in read_lines(path):
                     with suppress(KeyError, TypeError, AttributeError):  # not a row of this format
-                        score = from_row(row, judge.counts)
+                        score = from_row(row, judge.reward.counts)
                         key = (score.image.index, score.image.copy)
                         # a failed image may have been scored later
                         if score.image == wanted[key] and not is_valid(known.get(key)):

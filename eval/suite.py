@@ -26,7 +26,7 @@ from flowalign.config import BenchmarkConfig, ConfigError, ModelConfig, RewardCo
 from flowalign.config.section import Size
 from flowalign.config.stages.evaluation import GivenImages
 from flowalign.eval.images import ImagesError, assign, check_images, find_images
-from flowalign.eval.scores import Counts, image_score
+from flowalign.eval.scores import image_score
 from flowalign.eval.stats import average, headline_row, lost, part_of, rows_of
 from flowalign.eval.store import ImageKey, Store, is_valid
 from flowalign.report.pictures import png
@@ -75,10 +75,6 @@ class Benchmark:
     def headline(self) -> str | None:
         """The part of the scores that is the benchmark's number; None = the value itself."""
         return self.reward.headline
-
-    @property
-    def counts(self) -> Counts:
-        return self.reward.counts
 
     def image(self, key: ImageKey) -> EvalImage:
         """One of the images that it judges."""
@@ -453,4 +449,4 @@ def _score(judge: Benchmark, key: ImageKey, scores: Scores, i: int) -> ImageScor
     numbers = {"value": float(scores.value[i])}
     for name, part in scores.parts.items():
         numbers[name] = float(part[i])
-    return image_score(judge.image(key), numbers, scores.reasons.get(i), judge.counts)
+    return image_score(judge.image(key), numbers, scores.reasons.get(i), judge.reward.counts)

@@ -21,7 +21,6 @@ from flowalign.eval.stats import (
     headline_row,
     notes,
     number_text,
-    part_of,
     rows_of,
 )
 from flowalign.eval.suite import Benchmark, JudgedImages
@@ -81,24 +80,20 @@ class Results:
         if len(diagonal) == len(cells):
             return None
         rows = {}
-        changes = {}
         first = next(iter(self.judged.values()))
         for model, judged in self.judged.items():
             row = {b.name: headline_row(b, self.rows[model]) for b in cells}
             others = [row[b.name] for b in cells if b not in diagonal]
-            change = {}
-            for b in cells:
-                change[b.name] = difference(b, first[b.name].scores, judged[b.name].scores)
+            gaps = [difference(b, first[b.name].scores, judged[b.name].scores) for b in cells]
             means = {"own": average([row[b.name] for b in diagonal]), "others": average(others)}
-            worst = min(change.values(), key=lambda gap: (math.isnan(gap.mean), gap.mean))
+            worst = min(gaps, key=lambda gap: (math.isnan(gap.mean), gap.mean))
             rows[model] = row | means | {"worst": worst}
-            changes[model] = change
         base, columns = next(iter(rows.items()))
         decimals = {column: _decimals(rows.values(), column) for column in columns}
         text = "TASK_JUDGE: another task's judge. own, others: means of the judges on their own "
         text += f"prompts, and on those of others. worst: the largest loss to {base}, paired."
         below = [text, *notes(rows.values())]
-        return Numbers("Every judge on every task's prompts", rows, decimals, False, below, changes)
+        return Numbers("Every judge on every task's prompts", rows, decimals, notes=below)
 
     def pictured(self, benchmark: Benchmark) -> list[int]:
         """The indices of the prompts that the report shows; equal for all models."""
@@ -109,23 +104,12 @@ class Results:
         place = self.pictured(benchmark).index(index) * benchmark.copies + copy
         return self.judged[model][benchmark.name].pictures[place]
 
-    def means(self, benchmark: Benchmark, model: str) -> list[float]:
-        """The mean score of each prompt's images; NaN if none of them has a score."""
-        copies = benchmark.copies
-        scores = self.judged[model][benchmark.name].scores
-        means = []
-        for start in range(0, len(scores), copies):
-            group = scores[start : start + copies]
-            numbers = [score.number(part_of(benchmark)) for score in group]
-            valid = [number for number in numbers if math.isfinite(number)]
-            means.append(sum(valid) / len(valid) if valid else math.nan)
-        return means
-
     def scores(self, model: str) -> dict[str, EvalRow]:
         """{column: number}: the benchmarks, the further parts that their judges show, fidelity if
         it was measured, and the average."""
-        fidelity = self.distances[model].row if self.distances else None
-        return self._columns(lambda b, part: headline_row(b, self.rows[model], part), fidelity)
+        return self._columns(
+            lambda b, part: headline_row(b, self.rows[model], part), self.distances.get(model)
+        )
 
     def difference(self, model: str, other: str) -> dict[str, EvalRow]:
         """{column: number} of model minus other, paired on the same prompts and noise."""
@@ -136,7 +120,7 @@ class Results:
         )
 
     def _columns(
-        self, number: Callable[[Benchmark, str | None], EvalRow], fidelity: EvalRow | None
+        self, number: Callable[[Benchmark, str | None], EvalRow], distance: Distance | None
     ) -> dict[str, EvalRow]:
         columns = {}
         averaged = []
@@ -147,8 +131,11 @@ class Results:
             if reward.averaged:
                 averaged.append(columns[name])
             columns |= {f"{name}_{part}": number(benchmark, part) for part in reward.columns}
-        columns |= {FIDELITY: fidelity} if fidelity else {}
-        return columns | ({AVERAGE: average(averaged)} if averaged else {})
+        if distance:
+            columns[FIDELITY] = distance.row
+        if averaged:
+            columns[AVERAGE] = average(averaged)
+        return columns
 
 
 @dataclass(frozen=True)
@@ -160,8 +147,6 @@ class Numbers:
     decimals: Mapping[str, int]  # {column: decimals}
     signed: bool = False  # differences
     notes: Sequence[str] = ()  # below it
-    # {label: {column: change to the first model}}
-    changes: Mapping[str, Mapping[str, EvalRow]] | None = None
 
     @property
     def table(self) -> Table:
@@ -180,7 +165,7 @@ class Numbers:
                 interval = between(row[column], decimals)
                 kind = "best" if label in best else self.trend(label, column)
                 hint = f"95 % {interval}" if interval else ""
-                marks[number, place] = Mark(kind, hint, self.shade(label, column))
+                marks[number, place] = Mark(kind, hint)
         return Table(heads, lines, marks=marks, foot=foot)
 
     def markdown(self) -> str:
@@ -211,15 +196,6 @@ class Numbers:
         if self.signed or len(rounded) < 2:  # one number alone is not the best
             return set()
         return {label for label, value in rounded.items() if value == max(rounded.values())}
-
-    def shade(self, label: str, column: str) -> float:
-        """The shade of a cell of `matrix`: its change to the first model, in percent of the largest
-        change in its column. 0 in other tables."""
-        if not self.changes or column not in self.changes[label]:
-            return 0.0
-        gaps = {name: change[column].mean for name, change in self.changes.items()}
-        most = max((abs(gap) for gap in gaps.values() if math.isfinite(gap)), default=0.0)
-        return 100 * gaps[label] / most if most and math.isfinite(gaps[label]) else 0.0
 
     def trend(self, label: str, column: str) -> str:
         """ "better" or "worse" for a difference whose interval excludes 0, else ""."""

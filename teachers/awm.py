@@ -46,7 +46,7 @@ class Awm(Forward):
         elements, ratio = policy_loss(new, old, advantage, clip_range=s.clip_range)
         total, drift = self.near_base(elements.mean(), pairs, velocity)
         if s.ema_kl_weight > 0:
-            average = self.policies["average"].velocity(pairs, self.guidance)
+            average = self.velocity_of("average", pairs)
             total = total + s.ema_kl_weight * velocity_error(velocity, average).mean()
         return StepLoss(total, {**ratio_metrics(ratio, s.clip_range), **drift})
 

@@ -23,7 +23,7 @@ from flowalign.training import metrics
 from flowalign.training.algorithm import STUDENT, Algorithm, Compared, Keeps, Pairs, Parts
 from flowalign.training.losses import velocity_error
 from flowalign.training.noising import noised, stratified
-from flowalign.training.rollout import Noise, Stream
+from flowalign.training.rollout import Stream
 from flowalign.training.student.sft import Targets
 from flowalign.types import PromptBatch, Rollout, StepLoss
 
@@ -75,21 +75,15 @@ class Dpo(Algorithm[Targets]):
         batch = rollout.batch
         rows = list(zip(batch.tasks, batch.metadata, kinds, strict=True))
         clean = torch.stack([self._latent(self.folders[task] / row[k]) for task, row, k in rows])
-        noise = None
-        if self.settings.noise == "known":
-            drawn = (row[f"{kind}_noise"] for _, row, kind in rows)
-            shape = clean.shape[1:]  # as `flowalign sample` draws it
-            noise = torch.stack([Noise((s,)).draw(p, c, shape, 0)[0] for s, p, c in drawn])
         # as copies 0, so that both images of a pair draw the same noise
         pairs = replace(rollout, latents=clean, copy=torch.zeros_like(rollout.copy))
-        states, target = noised(pairs, torch.stack(levels), (*key, Stream.NOISE), noise)
+        states, target = noised(pairs, torch.stack(levels), (*key, Stream.NOISE))
         return Targets.of(replace(states, copy=rollout.copy), target)
 
     def loss(self, pairs: Pairs, velocity: Tensor, prepared: Targets) -> StepLoss:
         """The mean of `dpo_loss` over the pairs of images."""
         target = prepared.velocity[pairs.rows, pairs.columns]
-        with torch.no_grad(), self.backbone.adapter(self.reference):
-            reference = pairs.velocity(self.backbone, self.guidance)
+        reference = self.velocity_of(self.reference, pairs)
         loss, gain = dpo_loss(velocity, reference, target, beta=self.settings.beta)
         margin = gain[:, 0] - gain[:, 1]
         measured = {
@@ -109,14 +103,12 @@ class Dpo(Algorithm[Targets]):
 
 def pair_problems(config: DpoStage, folder: Path, row: Mapping[str, Any]) -> list[str]:
     """What is wrong with a row: images that cannot be read, have another size than the model's or
-    are the same, and a noise that is missing though the config wants it. folder: of the file of
-    pairs."""
+    are the same. folder: of the file of pairs."""
     height, width = config.model.size
     problems: list[str] = []
     pixels: list[bytes] = []
     for kind in IMAGES:
         name: Any = row.get(kind)
-        noise: Any = row.get(f"{kind}_noise")
         try:
             image = read_image(folder / name)
             pixels.append(image.tobytes())
@@ -126,10 +118,6 @@ def pair_problems(config: DpoStage, folder: Path, row: Mapping[str, Any]) -> lis
         except (ValueError, TypeError) as error:  # it may be no text
             text = f"`{kind}` is {name!r:.80}; want an image, by its path from the file"
             problems.append(f"{text} ({error}).")
-        whole = isinstance(noise, list) and [type(n) for n in noise] == [int] * 3
-        if config.dpo.noise == "known" and not (whole and min(noise) >= 0):
-            text = f"`{kind}_noise` is {noise!r:.80}; want [seed, prompt, image]"
-            problems.append(f"{text}, as `flowalign vote` writes it. Or use noise: fresh.")
     if len(pixels) == 2 and pixels[0] == pixels[1]:
         problems.append("`chosen` and `rejected` are the same image. Remove the row.")
     return problems

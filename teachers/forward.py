@@ -38,8 +38,6 @@ class Policy:
     """
 
     def __init__(self, backbone: Backbone, name: str, settings: PolicyConfig) -> None:
-        self.backbone = backbone
-        self.name = name
         self.settings = settings
         backbone.copy_adapter(STUDENT, name)
         self.parameters = backbone.adapter_parameters(name)
@@ -57,12 +55,6 @@ class Policy:
         decay = rising_decay(steps, **self.settings.model_dump())
         for policy, student in zip(self.parameters, self.student, strict=True):
             policy.copy_(decay * policy + (1 - decay) * student)
-
-    @torch.no_grad()
-    def velocity(self, pairs: Pairs, guidance: float) -> Tensor:
-        """The velocity [b,C,h,w] of the policy at the pairs."""
-        with self.backbone.adapter(self.name):
-            return pairs.velocity(self.backbone, guidance)
 
 
 def rising_decay(steps: int, *, decay: float, rise: float, after: int) -> float:
@@ -85,13 +77,37 @@ class WithPolicies(Algorithm[P]):
         self.policies = {name: Policy(self.backbone, name, s) for name, s in policies}
         self.old = self.policies.get("old")
 
+    @classmethod
+    def keeps(cls, config: PolicyStage, updates: Sequence[int] | None = None) -> Keeps:
+        """Images and their latents; states with a target each; the base where its distance is in
+        the loss, and the policies."""
+        updates = range(config.train.updates) if updates is None else updates
+        compared = []
+        if config.forward.kl_weight > 0:
+            compared.append(Compared(None, 1.0))
+        for name, policy in config.policies.items():
+            share = differing_share(config, policy, updates) if name == "old" else 1.0
+            compared.append(Compared(STUDENT, share))
+        return Keeps(
+            images=True,
+            latents=True,
+            targets=["float32"],
+            policies=list(config.policies),
+            compared=compared,
+        )
+
+    @property
+    def lags(self) -> bool:
+        """Whether the policy that samples differs from the student now."""
+        return self.old is not None and not self.old.is_student
+
     # What the loop asks ------------------------------------------------------------------------
 
     def sources(self, tasks: list[str]) -> list[Source] | None:
         """The old policy samples, if it is not the student."""
-        if self.old is None or self.old.is_student:
+        if not self.lags:
             return None
-        return [Source(self.old.name, self.config.rollout.guidance)] * len(tasks)
+        return [Source("old", self.config.rollout.guidance)] * len(tasks)
 
     def learnt(self, steps: int) -> None:
         for policy in self.policies.values():
@@ -106,9 +122,7 @@ class WithPolicies(Algorithm[P]):
     def old_velocity(self, pairs: Pairs, velocity: Tensor) -> Tensor:
         """The velocity [b,C,h,w] of the policy that sampled; velocity: the student's, which it is
         without another forward pass where the two have the same weights."""
-        if self.old is None or self.old.is_student:
-            return velocity.detach()
-        return self.old.velocity(pairs, self.guidance)
+        return self.velocity_of("old", pairs) if self.lags else velocity.detach()
 
     def near_base(
         self, policy: Tensor, pairs: Pairs, velocity: Tensor
@@ -129,9 +143,7 @@ class WithPolicies(Algorithm[P]):
 
     def _from_base(self, pairs: Pairs, velocity: Tensor) -> Tensor:
         """The mean of |v - v_base|^2 over b pairs."""
-        with torch.no_grad(), self.backbone.base():
-            base = pairs.velocity(self.backbone, self.guidance)
-        return velocity_error(velocity, base).mean()
+        return velocity_error(velocity, self.velocity_of(None, pairs)).mean()
 
 
 class Forward(WithPolicies[Matched]):
@@ -146,21 +158,8 @@ class Forward(WithPolicies[Matched]):
     def keeps(cls, config: ForwardStage, updates: Sequence[int] | None = None) -> Keeps:
         """Images and their latents; noised states with the velocity to match; the base where its
         distance is in the loss, and the policies."""
-        updates = range(config.train.updates) if updates is None else updates
-        compared = []
-        if config.forward.kl_weight > 0:
-            compared.append(Compared(None, 1.0))
-        for name, policy in config.policies.items():
-            share = differing_share(config, policy, updates) if name == "old" else 1.0
-            compared.append(Compared(STUDENT, share))
-        return Keeps(
-            images=True,
-            latents=True,
-            noise_levels=config.forward.noise_levels,
-            targets=["float32"],
-            policies=list(config.policies),
-            compared=compared,
-        )
+        kept = super().keeps(config, updates)
+        return replace(kept, noise_levels=config.forward.noise_levels)
 
     def prepare(self, rollout: Rollout, update: int) -> Matched:
         credit = self.scored.credit(rollout, update)

@@ -20,10 +20,10 @@ from flowalign import sde
 from flowalign.config import ConfigError, GradientStage
 from flowalign.report.pictures import score_text
 from flowalign.rewards.gradient import gradient_problems, value_with_gradient
-from flowalign.teachers.forward import WithPolicies, differing_share
-from flowalign.teachers.scored import check_valid, reward_metrics
+from flowalign.teachers.forward import WithPolicies
+from flowalign.teachers.scored import gathered, reward_metrics
 from flowalign.training import metrics
-from flowalign.training.algorithm import STUDENT, Compared, Keeps, Pairs, Parts, Prepared
+from flowalign.training.algorithm import Keeps, Pairs, Parts, Prepared
 from flowalign.training.rollout import clean_schedule
 from flowalign.training.run.processes import Means
 from flowalign.types import Problem, Rollout, Schedule, StepLoss
@@ -58,21 +58,9 @@ class Gradient(WithPolicies[Moved]):
     @classmethod
     def keeps(cls, config: GradientStage, updates: Sequence[int] | None = None) -> Keeps:
         """Images, their latents, one state each, and the shift of the velocity there."""
-        updates = range(config.train.updates) if updates is None else updates
-        compared = []
-        if config.forward.kl_weight > 0:
-            compared.append(Compared(None, 1.0))
-        for policy in config.policies.values():
-            compared.append(Compared(STUDENT, differing_share(config, policy, updates)))
-        return Keeps(
-            images=True,
-            latents=True,
-            targets=["float32"],
-            policies=list(config.policies),
-            compared=compared,
-            ascended=config.gradient.batch,
-            candidates=len(config.gradient.lengths),
-        )
+        kept = super().keeps(config, updates)
+        tried = len(config.gradient.lengths)
+        return replace(kept, ascended=config.gradient.batch, candidates=tried)
 
     @classmethod
     def trained_steps(cls, config: GradientStage, update: int) -> tuple[int, ...]:
@@ -201,13 +189,9 @@ class Gradient(WithPolicies[Moved]):
     ) -> dict[str, float]:
         """What is logged of the rewards [B] of all processes. Raises TrainingError where too many
         images are invalid."""
-        device = self.accelerator.device
-        task, value, valid = (
-            self.accelerator.gather(tensor.to(device)).cpu()  # type: ignore[union-attr]
-            for tensor in (task, value.float(), valid)
-        )
-        check_valid(valid, reasons, self.config.train.max_invalid_share)
-        return reward_metrics(self.names, task, value, valid)
+        task, value, valid = (gathered(self.accelerator, t) for t in (task, value.float(), valid))
+        limit = self.config.train.max_invalid_share
+        return reward_metrics(self.names, task, value, valid, reasons, limit)
 
     def _adapt(
         self, moved: Tensor, gain: Tensor, valid: Tensor, quartile: Tensor, task: Tensor
@@ -218,12 +202,13 @@ class Gradient(WithPolicies[Moved]):
         means = Means()
         for number, name in enumerate(self.names):
             rows = valid & (task == number)
-            moved_rows = moved & rows
-            means.add_sum(metrics.MOVED_SHARE + name, float(moved_rows.sum()), int(rows.sum()))
-            means.add_sum(
-                metrics.MOVED_GAIN + name, float(gain[moved_rows].sum()), int(moved_rows.sum())
-            )
-            means.add_sum(metrics.QUARTILE + name, float(quartile[rows].sum()), int(rows.sum()))
+            figures = {
+                metrics.MOVED_SHARE: moved[rows],
+                metrics.MOVED_GAIN: gain[moved & rows],
+                metrics.QUARTILE: quartile[rows],
+            }
+            for metric, values in figures.items():
+                means.add_sum(metric + name, float(values.sum()), len(values))
         measured = means.over_processes()
         low, high = self.settings.moved
         for number, name in enumerate(self.names):

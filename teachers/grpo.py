@@ -7,9 +7,7 @@ clipped ratio of PPO at every trained step, and optionally a KL to the base mode
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
-import torch
 from torch import Tensor
 
 from flowalign import sde
@@ -18,7 +16,7 @@ from flowalign.teachers.scored import Credit, Scored, ratio_metrics
 from flowalign.training import metrics
 from flowalign.training.algorithm import Algorithm, Compared, Keeps, Pairs, Parts
 from flowalign.training.losses import kl_factors, policy_loss
-from flowalign.training.rollout import schedule_of, window_of
+from flowalign.training.rollout import schedule_of
 from flowalign.types import Gaussian, Rollout, Schedule, StepLoss
 
 
@@ -42,8 +40,7 @@ class Grpo(Algorithm[Credit]):
         )
 
     def plan(self, update: int) -> Schedule:
-        schedule = schedule_of(self.config, self.backbone)
-        return replace(schedule, window=window_of(self.config.rollout, update))
+        return schedule_of(self.config, self.backbone)
 
     def prepare(self, rollout: Rollout, update: int) -> Credit:
         """Score the images. Images without an advantage are dropped, from the KL as well, as in
@@ -78,6 +75,5 @@ class Grpo(Algorithm[Credit]):
 
     def _kl(self, pairs: Pairs, new: Gaussian, schedule: Schedule) -> Tensor:
         """The KL [b] of the student's transitions to the base's."""
-        with torch.no_grad(), self.backbone.base():
-            base = pairs.velocity(self.backbone, self.guidance)
+        base = self.velocity_of(None, pairs)
         return sde.kl(new, sde.scheduled_transition(schedule, pairs.x, base, pairs.steps))

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import operator
-import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -39,7 +38,6 @@ from flowalign.system.folder import RunFolder
 from flowalign.system.table import Table
 
 METHODS = ("concat", "svd", "ties", "dare")
-BLOCK = re.compile(r"transformer_blocks\.(\d+)\.")
 
 
 @dataclass(frozen=True)
@@ -53,11 +51,9 @@ class Factors:
 @dataclass(frozen=True)
 class MergeReport:
     method: str
-    adapters: list[str]
     weights: list[float]
     ranks: dict[str, int]  # by layer
     errors: dict[str, float]  # by layer: |written - merged| / |merged|, Frobenius norms
-    lines: tuple[float, float] | None = None  # (shallow, deep)
 
     @property
     def worst(self) -> float:
@@ -68,9 +64,8 @@ class MergeReport:
         """The report in one line: the adapters with their weights, and the resulting rank and
         scale."""
         weights = ", ".join(f"{weight:.3g}" for weight in self.weights)
-        depth = ", scaled by depth from {:g} to {:g}".format(*self.lines) if self.lines else ""
         return (
-            f"{self.method} of {len(self.weights)} updates (weights {weights}){depth}; "
+            f"{self.method} of {len(self.weights)} updates (weights {weights}); "
             f"rank {' to '.join(map(str, sorted({*self.ranks.values()})))}, scale 1 (the alpha / r "
             f"of each adapter is in B), largest relative error {self.worst:.2e}"
         )
@@ -90,7 +85,6 @@ def merge(
     rank: int | None = None,
     density: float = 0.5,
     seed: int = 0,
-    lines: tuple[float, float] | None = None,
     model: str | None = None,
 ) -> MergeReport:
     """Write to `out` an adapter whose update merges the weighted updates w_i dW_i of the others. A
@@ -104,8 +98,6 @@ def merge(
         with it. "dare" (2311.03099): keep a random share `density` of the entries, rescaled, and
         add; drawn from `seed`. Both by peft's functions on the dense updates, then brought to
         `rank` as "svd" does.
-    lines: (shallow, deep) scales of LiNeS (2410.17146): the update of transformer block l of L is
-        multiplied by shallow + (deep - shallow) * l / (L - 1).
     model: folder or Hub id of the base, for adapters of other programs' names, or without a base's.
     Returns the report. Raises ValueError for adapters that do not fit together (another base,
     layers of other sizes, DoRA), a wrong number of weights, an unknown method or a rank for
@@ -123,17 +115,14 @@ def merge(
     updates = [_updates(source, lora) for source, lora in zip(adapters, loras, strict=True)]
     base = _common_base(adapters, loras, updates) or model
     layers = sorted(set().union(*updates), key=_natural)
-    blocks = filter(None, map(BLOCK.search, layers))
-    last = max((int(block[1]) for block in blocks), default=0)
     state, ranks, errors = {}, {}, {}
     with torch.random.fork_rng(devices=[]):  # peft draws from the global generator
         torch.default_generator.manual_seed(seed)  # torch.manual_seed would reseed GPUs as well
         for layer in layers:
-            scale = _depth_scale(layer, last, lines)
             indices = [i for i, update in enumerate(updates) if layer in update]
             parts = [updates[i][layer] for i in indices]
-            scaled = [scale * weights[i] for i in indices]
-            merged, errors[layer] = merge_layer(parts, scaled, method, rank, density)
+            shares = [weights[i] for i in indices]
+            merged, errors[layer] = merge_layer(parts, shares, method, rank, density)
             ranks[layer] = merged.down.shape[0]
             state[f"{layer}.lora_A.weight"] = merged.down.float().contiguous()
             state[f"{layer}.lora_B.weight"] = merged.up.float().contiguous()
@@ -144,7 +133,7 @@ def merge(
         describe(ranks, ranks, False, base),  # alpha = rank: scales are in B
         text_length=lengths.pop() if len(lengths) == 1 else None,
     )
-    return MergeReport(method, [str(a) for a in adapters], weights, ranks, errors, lines)
+    return MergeReport(method, weights, ranks, errors)
 
 
 def foreseen(loras: Sequence[Lora], method: str, rank: int | None) -> Lora:
@@ -201,15 +190,6 @@ def _cut(left: Tensor, sizes: Tensor, right: Tensor, rank: int) -> tuple[Factors
     factors = Factors(down=root[:, None] * right[:rank], up=left[:, :rank] * root)
     norm = float(sizes.norm())
     return factors, float(sizes[rank:].norm()) / norm if norm > 0 else 0.0
-
-
-def _depth_scale(layer: str, last: int, lines: tuple[float, float] | None) -> float:
-    if lines is None:
-        return 1.0
-    if not (block := BLOCK.search(layer)):
-        raise ValueError(f"lines: {layer!r} is in no transformer block. Merge without lines.")
-    shallow, deep = lines
-    return shallow + (deep - shallow) * int(block[1]) / max(last, 1)
 
 
 def _natural(layer: str) -> list[tuple[bool, int, str]]:

@@ -23,9 +23,8 @@ class Nft(Forward):
         policy: it then only keeps the student near it, and near the base."""
         prepared = super().prepare(rollout, update)
         s = self.settings
-        several = self.config.optimizer.updates_per_rollout > 1
-        moved = self.old is not None and (several or not self.old.is_student)
-        keep = (prepared.advantage.cpu() != 0) | moved | (s.kl_weight > 0)
+        moves = self.old is not None and self.config.optimizer.updates_per_rollout > 1
+        keep = (prepared.advantage.cpu() != 0) | moves | self.lags | (s.kl_weight > 0)
         return replace(prepared, keep=keep)
 
     def loss(self, pairs: Pairs, velocity: Tensor, prepared: Matched) -> StepLoss:

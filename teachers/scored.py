@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor
 
@@ -71,9 +72,10 @@ class Scored:
         task = torch.tensor([names.index(task) for task in batch.tasks])
         # of all processes, on the CPU: every process computes the same and takes its part
         value, valid, group, task = (
-            self._gathered(t) for t in (scores.value, scores.valid, rollout.group, task)
+            gathered(self.accelerator, t) for t in (scores.value, scores.valid, rollout.group, task)
         )
-        check_valid(valid, scores.failures.values(), self.max_invalid_share)
+        reasons = scores.failures.values()
+        of_rewards = reward_metrics(names, task, value, valid, reasons, self.max_invalid_share)
         more: dict[str, Tensor] = {}
         if self.settings.advantage == "gdpo":
             more = self._parts(scores, valid, task, names)
@@ -90,7 +92,7 @@ class Scored:
         measured = {
             metrics.KEPT_SHARE: float((advantages != 0).float().mean()),
             metrics.CLIPPED_ADVANTAGES: clipped,
-            **reward_metrics(names, task, value, valid),
+            **of_rewards,
             **_part_means(scores),
         }
         for name, rows in rows_by_task(names, task, valid):
@@ -108,10 +110,6 @@ class Scored:
             self.scoring.discard()
         self.scoring.submit(images, batch)
 
-    def _gathered(self, values: Tensor) -> Tensor:
-        gathered = self.accelerator.gather(values.to(self.accelerator.device))
-        return gathered.cpu()  # type: ignore[union-attr]
-
     def _parts(
         self, scores: Scores, valid: Tensor, task: Tensor, names: Sequence[str]
     ) -> dict[str, Tensor]:
@@ -119,7 +117,7 @@ class Scored:
         labels = sorted({label for name in names for label in self.weights[name]})
         lacking = torch.full((len(scores.value),), torch.nan)
         columns = torch.stack([scores.parts.get(label, lacking) for label in labels], 1)
-        parts = self._gathered(columns).T
+        parts = gathered(self.accelerator, columns).T
         table = [[self.weights[name].get(label, 0.0) for name in names] for label in labels]
         weights = torch.tensor(table)[:, task]
         for number, name in enumerate(names):
@@ -132,6 +130,11 @@ class Scored:
                         "its `weights`, or use another `advantage`."
                     )
         return {"parts": parts, "weights": weights}
+
+
+def gathered(accelerator: Accelerator, values: Tensor) -> Tensor:
+    """The values of all processes, on the CPU."""
+    return accelerator.gather(values.to(accelerator.device)).cpu()  # type: ignore[union-attr]
 
 
 def _part_means(scores: Scores) -> dict[str, float]:
@@ -151,26 +154,28 @@ def ratio_metrics(ratio: Tensor, clip_range: float) -> dict[str, float]:
     }
 
 
-def check_valid(valid: Tensor, reasons: Iterable[str], limit: float) -> None:
-    """Raise TrainingError where the reward failed on more than a share `limit` of the images, or on
-    all. valid [B]: of all processes; reasons: why images of this process are not. All call it."""
-    share = 1 - float(valid.float().mean())
-    if share > limit or not valid.any():
+def reward_metrics(
+    names: Sequence[str],
+    task: Tensor,
+    value: Tensor,
+    valid: Tensor,
+    reasons: Iterable[str],
+    limit: float,
+) -> dict[str, float]:
+    """What is logged of the rewards [B] of all processes. task [B]: positions in names. Raises
+    TrainingError where the reward failed on more than a share `limit` of the images, or on all.
+    reasons: why images of this process are invalid. All processes call it."""
+    invalid = 1 - float(valid.float().mean())
+    if invalid > limit or not valid.any():
         first = sorted(set(gather_object(list(set(reasons)))))[:3]
         raise TrainingError(
-            f"the reward failed on {share:.0%} of the images, more than train.max_invalid_share = "
-            f"{limit:.0%}: {'; '.join(first)}. Fix the reward and run again with --resume."
+            f"the reward failed on {invalid:.0%} of the images, more than train.max_invalid_share "
+            f"= {limit:.0%}: {'; '.join(first)}. Fix the reward and run again with --resume."
         )
-
-
-def reward_metrics(
-    names: Sequence[str], task: Tensor, value: Tensor, valid: Tensor
-) -> dict[str, float]:
-    """What is logged of the rewards [B] of all processes. task [B]: positions in names."""
     measured = {
         metrics.REWARD: float(value[valid].mean()),
         metrics.REWARD_STD: float(value[valid].std(correction=0)),
-        metrics.INVALID_SHARE: 1 - float(valid.float().mean()),
+        metrics.INVALID_SHARE: invalid,
     }
     for name, rows in rows_by_task(names, task, valid):
         measured[metrics.TASK_REWARD + name] = float(value[rows].mean())

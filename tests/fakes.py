@@ -382,15 +382,14 @@ def ascending(model: str, output: Path, *overrides: str) -> config.TrainingStage
 
 
 def write_pairs(folder: Path, rows: int = 8, size: tuple[int, int] = (32, 32)) -> Path:
-    """A file of pairs beside their images of random pixels, of height and width, with a noise."""
+    """A file of pairs beside their images of random pixels, of height and width."""
     folder.mkdir(parents=True, exist_ok=True)
     for number in range(2 * rows):
         generator = torch.Generator().manual_seed(number)
         pixels = torch.randint(256, (*size, 3), generator=generator, dtype=torch.uint8)
         Image.fromarray(pixels.numpy()).save(folder / f"{number}.png")
     listed = [
-        {"prompt": PROMPTS[row], "chosen": f"{2 * row}.png", "rejected": f"{2 * row + 1}.png",
-         "chosen_noise": [0, row, 0], "rejected_noise": [0, row, 1]}
+        {"prompt": PROMPTS[row], "chosen": f"{2 * row}.png", "rejected": f"{2 * row + 1}.png"}
         for row in range(rows)
     ]  # fmt: skip
     (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in listed))

@@ -185,29 +185,19 @@ def test_a_wrong_value_is_explained(sections: dict[str, Any], said: list[str]) -
     assert all(part in problem for part in said), problem
 
 
-OLD_KEYS = {  # of earlier checkouts: stage, old key, new key
-    "rollout": ("grpo", "rollout.copies", "rollout.group_size"),
-    **{s: (s, f"{s}.states", f"{s}.noise_levels") for s in ("nft", "awm", "dpo", "sft")},
-    "student": ("opd", "student.states", "student.noise_levels"),
-}
-
-
 @pytest.mark.parametrize("place", ["file", "argument", "recipe", "set", "variant"])
-@pytest.mark.parametrize("section", OLD_KEYS)
-def test_an_old_key_is_refused_with_its_new_name(
-    section: str, place: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_an_unknown_key_is_refused_wherever_it_stands(
+    place: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    stage, old, new = OLD_KEYS[section]
-    part, key = old.split(".")
-    wrong = {part: {key: {"select": "all"} if section == "student" else 4}}
-    given = f"{old}={'{select: all}' if section == 'student' else 4}"
-    data, arguments = raw(stage=stage), []
+    wrong = {"rollout": {"copies": 4}}
+    given = "rollout.copies=4"
+    data, arguments = raw(stage="grpo"), []
     if place == "file":
         data |= wrong
     elif place == "argument":
         arguments = [given]
     elif place == "variant":
-        (tmp_path / "variant.yaml").write_text(dump_yaml({stage: wrong}))
+        (tmp_path / "variant.yaml").write_text(dump_yaml({"grpo": wrong}))
         arguments = ["--variant", str(tmp_path / "variant.yaml")]
     else:
         inner = data | (wrong if place == "recipe" else {"set": [given]})
@@ -215,7 +205,7 @@ def test_an_old_key_is_refused_with_its_new_name(
     path = str(write(tmp_path, dump_yaml(data)))
     assert cli.main(["doctor", "--no-model", "--config", path, *arguments]) == 2
     where = "stages.one." if place in ("recipe", "set") else ""
-    assert f"{where}{old}: now called {new}." in "".join(capsys.readouterr())
+    assert f"{where}rollout.copies: unknown key." in "".join(capsys.readouterr())
 
 
 STUDENT = {"stage": "opd", "teachers": {"ocr": {"adapter": "tiny/ocr"}}}
@@ -236,9 +226,6 @@ NO_VALIDATION = {key: value for key, value in TASK.items() if key != "validation
         ("rollout.window", {"rollout": {"window": [3, 11]}}),
         ("rollout.window", {"rollout": {"kind": "cps", "window": [3, 10]}}),
         ("rollout.steps", {"rollout": {"steps": 1}}),
-        ("rollout.window.width", {"rollout": {"window": {"width": 10}}}),
-        ("rollout.window.width", {"rollout": {"window": {"every": 2}}}),
-        ("rollout.window.every", {"rollout": {"window": {"width": 2, "every": 0}}}),
         ("rollout.group_size", {"rollout": {"group_size": 1}}),
         ("rollout.prompts", {"rollout": {"prompts": 9}, "optimizer": {"updates_per_rollout": 2}}),
         ("tasks", {"tasks": [TASK, TASK]}),
@@ -262,8 +249,7 @@ def test_values_that_do_not_go_together_are_refused(key: str, sections: dict[str
     "sections",
     [
         {"rollout": {"kind": "cps", "window": [3, 9], "noise_level": 1}},
-        {"rollout": {"window": [9, 10]}}, {"rollout": {"window": {"width": 9, "every": 3}}},
-        {"rollout": {"kind": "cps", "window": {"width": 9}}},
+        {"rollout": {"window": [9, 10]}}, {"rollout": {"kind": "cps", "window": [0, 9]}},
         {"rollout": {"steps": 1, "window": [0, 1]}}, {"tasks": [NO_VALIDATION], "evaluation": None},
         {"model": {**COMPILED, "dtype": "float32"}}, {**STUDENT, "model": COMPILED},
     ],

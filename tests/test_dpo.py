@@ -17,7 +17,6 @@ from flowalign.checks import Launch, stage_problems
 from flowalign.commands.doctor.count import predict
 from flowalign.config import ConfigError
 from flowalign.teachers.dpo import dpo_loss
-from flowalign.training.rollout import Noise
 from flowalign.training.step import pairs_of
 
 FIXED = ["rollout.prompts=1", "train.updates=8", "optimizer.lr=1e-2", "ema=null"]
@@ -95,22 +94,6 @@ def test_the_reference_stays_what_the_run_began_with(random_model: str, tmp_path
     assert torch.equal(before, torch.cat([p.detach().flatten() for p in parameters]))
 
 
-def test_known_noise_is_what_an_image_was_sampled_from(random_model: str, tmp_path: Path) -> None:
-    """The noise that `generate` begins with, at each noise level."""
-    found = fakes.pairs(random_model, tmp_path / "run", "dpo.noise=known")
-    loop: Any = fakes.wired(found)
-    prepared = loop.algorithm.prepare(rollout := loop.rollout(0), 0)
-    sigma = prepared.rollout.own_sigmas[..., None, None, None]
-    noise = prepared.rollout.states + (1 - sigma) * prepared.velocity
-    for row, (copy, metadata) in enumerate(
-        zip(rollout.copy.tolist(), rollout.batch.metadata, strict=True)
-    ):
-        key = metadata[("chosen_noise", "rejected_noise")[copy]]
-        seed, prompt, copy = key
-        expected = Noise((seed,)).draw(prompt, copy, noise.shape[2:], 0)
-        assert_close(noise[row], expected.expand_as(noise[row]), atol=1e-5, rtol=0)
-
-
 @pytest.mark.parametrize(
     ("row", "said"),
     [
@@ -119,13 +102,12 @@ def test_known_noise_is_what_an_image_was_sampled_from(random_model: str, tmp_pa
         ({"prompt": "a", "chosen": "0.png", "rejected": "none.png"}, "none.png"),
         ({"prompt": "a", "chosen": "0.png", "rejected": "large.png"}, "64x32"),
         ({"prompt": "a", "chosen": "0.png", "rejected": "prompts.txt"}, "prompts.txt"),
-        ({"prompt": "a", "chosen": "0.png", "rejected": "1.png"}, "chosen_noise"),
     ],
 )
 def test_a_bad_row_is_refused_by_its_number(
     random_model: str, tmp_path: Path, row: dict[str, Any], said: str
 ) -> None:
-    found = fakes.pairs(random_model, tmp_path / "run", "dpo.noise=known")
+    found = fakes.pairs(random_model, tmp_path / "run")
     Image.new("RGB", (64, 32)).save(tmp_path / "large.png")
     with (tmp_path / "pairs.jsonl").open("a") as file:
         file.write(json.dumps(row) + "\n")

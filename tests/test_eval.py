@@ -126,7 +126,8 @@ def test_an_evaluation_that_lost_too_many_images_says_which_and_why():
     assert "'b'" in lost(GENEVAL, tag, 0.5)  # an overall of fewer tags is another number
 
 
-def test_what_is_missing_is_told_of_every_number():
+def test_what_is_missing_is_told_of_every_number(monkeypatch):
+    monkeypatch.setattr("flowalign.eval.fidelity.frechet", shift)
     rows = named(rows_of(OCR, judged("   ", [1.0, NAN, NAN], [0.5, NAN, 0.25])))
     assert (rows["reward"].n, rows["reward"].total) == (2, 3)
     overall = named(rows_of(GENEVAL, judged("aab", [1, NAN, 0])))["overall"]
@@ -137,11 +138,11 @@ def test_what_is_missing_is_told_of_every_number():
     assert (gap.n, gap.total) == (1, 2)
     features, reference = torch.arange(60.0)[:, None], torch.zeros(9, 1)
     features[5] = NAN
-    measured = distance(features, each(features), reference, shift)
+    measured = distance(features, each(features), reference)
     assert (measured.row.n, measured.row.total) == (59, 60)
     assert measured.value == pytest.approx((59 * 30 - 5) / 59)
     wide = features[: enough(1)].repeat(1, 60)
-    few = distance(wide, each(wide), reference, shift)
+    few = distance(wide, each(wide), reference)
     assert math.isnan(few.value) and math.isnan(few.row.stderr)
 
 
@@ -164,16 +165,17 @@ def shift(features: torch.Tensor, reference: torch.Tensor) -> float:
     return float((features.mean() - reference.mean()).abs())
 
 
-def test_the_error_of_a_distance_is_that_of_its_images_and_its_difference_is_paired():
+def test_the_error_of_a_distance_is_that_of_its_images_and_its_difference_is_paired(monkeypatch):
+    monkeypatch.setattr("flowalign.eval.fidelity.frechet", shift)
     draws = torch.Generator().manual_seed(0)
     features, reference = torch.randn(400, 1, generator=draws), torch.zeros(10, 1)
     prompts = each(features)
-    far, near = (distance(features + d, prompts, reference, shift) for d in (3, 1))
+    far, near = (distance(features + d, prompts, reference) for d in (3, 1))
     assert far.row.mean == pytest.approx(3 + float(features.mean()), abs=1e-5)
     assert far.row.stderr == pytest.approx(1 / 20, rel=0.4)  # 1 / sqrt(400); 20 groups
     # Student's t with 19 degrees of freedom
     assert far.row.high - far.row.mean == pytest.approx(2.093 * far.row.stderr, rel=1e-3)
-    gap = far.minus(near)
+    gap = far.minus(near).row
     assert gap.mean == pytest.approx(2, abs=1e-5) and gap.stderr < 1e-5 and gap.n == 400
 
 
@@ -186,16 +188,17 @@ def test_the_error_of_the_frechet_distance_is_its_spread_over_samples():
     assert sum(errors) / len(errors) == pytest.approx(float(spread), rel=0.25)
 
 
-def test_the_error_of_a_distance_is_over_prompts():
+def test_the_error_of_a_distance_is_over_prompts(monkeypatch):
     """Four equal images of a prompt say no more than one, wherever they stand."""
+    monkeypatch.setattr("flowalign.eval.fidelity.frechet", shift)
     features = torch.randn(100, 1, generator=torch.Generator().manual_seed(0))
     reference, prompts = torch.zeros(10, 1), each(features)
-    once = distance(features, prompts, reference, shift).row
+    once = distance(features, prompts, reference).row
     for four, texts in (
         (features.repeat(4, 1), prompts * 4),
         (features.repeat_interleave(4, 0), [p for p in prompts for _ in range(4)]),
     ):
-        row = distance(four, texts, reference, shift).row
+        row = distance(four, texts, reference).row
         assert (row.mean, row.stderr) == pytest.approx((once.mean, once.stderr), rel=1e-5)
 
 

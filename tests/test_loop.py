@@ -48,7 +48,7 @@ def ratio_errors(loop: Loop, rollout: Rollout, keep: Tensor, size: int) -> Tenso
 
 @pytest.mark.parametrize(
     ("kind", "guidance", "window"),
-    [("sde", 1, "null"), ("sde", 4.5, "{width: 2}"), ("cps", 1, "[1, 3]"), ("cps", 4.5, "null")],
+    [("sde", 1, "null"), ("sde", 4.5, "[0, 2]"), ("cps", 1, "[1, 3]"), ("cps", 4.5, "null")],
 )
 def test_the_first_ratio_is_one(random_model, tmp_path, kind: str, guidance: float, window: str):
     overrides = [f"rollout.{k}={v}" for k, v in

@@ -126,13 +126,6 @@ def test_dare_is_drawn_from_its_seed_alone(teachers: list[Path], tmp_path: Path)
     assert not all(torch.equal(a[key], c[key]) for key in a)
 
 
-def test_lines_scales_by_depth(teachers: list[Path], tmp_path: Path) -> None:
-    merge(teachers[:1], tmp_path, lines=(0.5, 2.0))
-    for layer, update in updates(teachers[0]).items():
-        scale = 0.5 if "transformer_blocks.0." in layer else 2.0  # of two blocks
-        assert_close(updates(tmp_path)[layer], scale * update, rtol=1e-5, atol=1e-6)
-
-
 @pytest.mark.parametrize("method", ["concat", "svd", "ties", "dare"])
 def test_a_layer_that_an_adapter_lacks_has_the_update_zero(
     random_model: str, teachers: list[Path], tmp_path: Path, method: str

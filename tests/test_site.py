@@ -65,7 +65,7 @@ CONTRACT = {  # what scripts outside the project call: parameters in order, * an
     "flowalign.rewards.ocr.target_of": "prompt",
     "flowalign.rewards.register": "name",
     "flowalign.rewards.build": "name options",
-    "flowalign.teachers.merge.merge": "adapters out * weights method rank density seed lines",
+    "flowalign.teachers.merge.merge": "adapters out * weights method rank density seed",
 }
 
 

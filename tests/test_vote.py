@@ -49,8 +49,6 @@ def test_a_choice_is_written_with_the_noise_of_both_images(folder: Path) -> None
     assert row["prompt"] == PROMPTS[0]
     assert (folder / row["chosen"]).read_bytes() == right.content
     assert (folder / row["rejected"]).read_bytes() == left.content
-    copies = [int(row[kind][4:6]) - 1 for kind in ("chosen", "rejected")]
-    assert [row["chosen_noise"], row["rejected_noise"]] == [[7, 0, copy] for copy in copies]
 
 
 def test_a_ballot_goes_on_where_it_stopped(folder: Path) -> None:
@@ -122,14 +120,14 @@ def test_a_folder_without_pairs_or_with_paths_out_of_it_is_refused(tmp_path: Pat
 
 
 def test_what_is_written_can_be_learnt_from(random_model, tmp_path: Path, monkeypatch) -> None:
-    """`flowalign sample`, votes, and a run with the noise that is known."""
+    """`flowalign sample`, votes, and a run."""
     monkeypatch.chdir(tmp_path)
     words = ["--model", random_model, "--size", "32", "--steps", "2", "--images", "2"]
     assert cli.main(["sample", *fakes.PROMPTS[:3], *words, "--out", "votes.png"]) == 0
     web = client(tmp_path / "votes")
     for pair, choice in enumerate((1, 0, 2)):
         assert web.post("/vote", json={"pair": pair, "choice": choice}).status_code == 200
-    given = [f"tasks.0.prompts={tmp_path}/votes/pairs.jsonl", "dpo.noise=known", "train.updates=1"]
+    given = [f"tasks.0.prompts={tmp_path}/votes/pairs.jsonl", "train.updates=1"]
     found = fakes.pairs(random_model, tmp_path / "run", *given)
     assert stage_problems(found, Launch()) == []
     loop = fakes.wired(found)

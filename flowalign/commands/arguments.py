@@ -207,8 +207,6 @@ def merge(argv: Sequence[str]) -> argparse.Namespace:
     add("--rank", type=int, help="of the result; default: the largest given")
     add("--density", type=float, default=0.5, help="what ties and dare keep")
     add("--seed", type=int, default=0, help="of what dare drops")
-    depth = "scales of the first and the last block (LiNeS)"
-    add("--lines", nargs=2, type=float, metavar=("SHALLOW", "DEEP"), help=depth)
     add("--model", help="the base, for LoRAs under another program's names")
     return parser.parse_args(argv)
 

@@ -72,9 +72,11 @@ class Ballot:
         neither."""
         chosen, rejected = self._pair(pair)[:: -1 if choice == 2 else 1]
         if pair in self.left:
-            row = {"prompt": chosen["prompt"]}
-            row |= {"chosen": chosen["file"], "chosen_noise": chosen["noise"]}
-            row |= {"rejected": rejected["file"], "rejected_noise": rejected["noise"]}
+            row = {
+                "prompt": chosen["prompt"],
+                "chosen": chosen["file"],
+                "rejected": rejected["file"],
+            }
             append(self.folder / FILES[choice], json.dumps(row, ensure_ascii=False) + "\n")
             self.left.remove(pair)
         return self.state()

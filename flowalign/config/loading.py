@@ -71,10 +71,6 @@ def load(
     return parse(data, overrides, source=str(path), stage=stage)
 
 
-RENAMED = {  # keys of earlier checkouts
-    "rollout.copies": "rollout.group_size",
-    **{f"{s}.states": f"{s}.noise_levels" for s in ("nft", "awm", "sft", "dpo", "student")},
-}
 LABELS = {
     "measured": "docs/results.md has the scores of such runs",
     "tested": "CI runs them at a small size",
@@ -280,24 +276,18 @@ def parse(
         config = kind.model_validate(_by_model(data, kind.model_fields))
     except ValidationError as error:
         for e in error.errors():
-            key = ".".join(map(str, e["loc"]))
-            text = f"now called {RENAMED[key]}." if key in RENAMED else e["msg"]
-            problems.append(Problem(key, text))
+            problems.append(Problem(".".join(map(str, e["loc"])), e["msg"]))
     if problems:
         raise ConfigError(problems, source)
     return config
 
 
-def card_of(model: str) -> tuple[int, float] | None:
-    """(steps, guidance) of a public model's card (cards.yaml), by its Hub id or a folder of the
-    same name; None = not known."""
-    return _cards().get(Path(model).name.lower())
-
-
 @functools.cache
-def _cards() -> dict[str, tuple[int, float]]:
+def card_of(model: str) -> tuple[int, float] | None:
+    """[steps, guidance] of a public model's card (cards.yaml), by its Hub id or a folder of the
+    same name; None = not known."""
     cards = load_yaml(Path(__file__).with_name("cards.yaml").read_text(encoding="utf-8"))
-    return {name: (steps, guidance) for name, (steps, guidance) in cards.items()}
+    return cards.get(Path(model).name.lower())
 
 
 def _by_model(data: Mapping[str, Any], sections: Collection[str]) -> Mapping[str, Any]:

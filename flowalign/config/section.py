@@ -143,10 +143,7 @@ def shown_value(value: Any) -> str:
     if value is None:
         return "nothing (null)"
     value = list(value) if isinstance(value, tuple) else value
-    text = repr(value)
-    return (
-        f"the {kinds.get(type(value), 'mapping')} {text if len(text) <= 80 else text[:77] + '...'}"
-    )
+    return f"the {kinds.get(type(value), 'mapping')} {value!r:.80}"
 
 
 def about(annotation: Any) -> str:

@@ -1,9 +1,7 @@
-"""A table of texts, written as Markdown, HTML, LaTeX or CSV."""
+"""A table of texts, written as Markdown, HTML or LaTeX."""
 
 from __future__ import annotations
 
-import csv
-import io
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,12 +15,11 @@ class Mark(NamedTuple):
     """A highlight of a cell.
 
     kind: "best" of its column, "better" or "worse" than what it is compared with. hint: what a page
-    shows where one points at it. shade: its colour on a page, from -100 = bad to 100 = good.
+    shows where one points at it.
     """
 
     kind: str = ""
     hint: str = ""
-    shade: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -77,12 +74,6 @@ class Table:
             lines += ["<tfoot>", _html_row("td", self.foot, {}), "</tfoot>"]
         return "\n".join(['<table class="numbers">', *lines, "</table>"])
 
-    def csv(self) -> str:
-        file = io.StringIO()
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerows(self.texts)
-        return file.getvalue()
-
 
 def latex(tables: Sequence[Table]) -> str:
     """Write tables of equal columns as one tabular for the package booktabs, with rules between
@@ -117,8 +108,5 @@ def _html_row(tag: str, texts: Sequence[str], marks: Mapping[int, Mark]) -> str:
 
 
 def _attributes(mark: Mark) -> str:
-    side = "good" if mark.shade > 0 else "bad"
-    mixed = f"color-mix(in oklab, var(--{side}) {abs(mark.shade) / 2:.0f}%, transparent)"
-    style = f"background: {mixed}" if mark.shade else ""
-    attributes = {"class": mark.kind, "title": mark.hint, "style": style}
+    attributes = {"class": mark.kind, "title": mark.hint}
     return "".join(f' {name}="{escape(text)}"' for name, text in attributes.items() if text)

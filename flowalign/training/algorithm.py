@@ -25,7 +25,7 @@ from flowalign.credit import ADVANTAGES
 from flowalign.rewards import RewardBase, load
 from flowalign.system.packages import entry_points
 from flowalign.training.nonfinite import TrainingError as TrainingError
-from flowalign.training.rollout import OnImages, clean_schedule, window_of
+from flowalign.training.rollout import OnImages, clean_schedule
 from flowalign.types import (
     Conditioning,
     PromptBatch,
@@ -61,13 +61,10 @@ def advantage_function(name: str) -> Callable[..., Tensor]:
         for number in task[valid].unique():
             rows = valid & (task == number)
             advantage = function(value[rows], group[rows])
-            count = int(rows.sum())
-            is_tensor = isinstance(advantage, Tensor)
-            seen = f"shape {list(advantage.shape)}" if is_tensor else repr(advantage)[:80]
-            if not is_tensor or advantage.shape != (count,):
-                raise TrainingError(f"advantage {name!r} returned {seen}; want a tensor [{count}].")
-            if not advantage.isfinite().all():
-                raise TrainingError(f"advantage {name!r} returned NaN or infinity.")
+            sound = isinstance(advantage, Tensor) and advantage.shape == value[rows].shape
+            if not sound or not advantage.isfinite().all():
+                wanted = f"want a tensor [{int(rows.sum())}] of finite numbers"
+                raise TrainingError(f"advantage {name!r} returned {advantage!r:.200}; {wanted}.")
             result[rows] = advantage.to(value)
         return result
 
@@ -169,7 +166,7 @@ class Algorithm(ABC, Generic[P]):
     @classmethod
     def trained_steps(cls, config: Any, update: int) -> tuple[int, ...]:
         """The steps whose states an update trains: a function of (seed, update)."""
-        return tuple(range(*window_of(config.rollout, update)))
+        return tuple(range(*config.rollout.trained))
 
     def plan(self, update: int) -> Schedule:
         """The schedule of an update's rollout and its trained states; by default all steps, without
@@ -193,6 +190,12 @@ class Algorithm(ABC, Generic[P]):
     def velocity(self, pairs: Pairs) -> Tensor:
         """The student's velocity [b,C,h,w] at the pairs, with gradient."""
         return pairs.velocity(self.backbone, self.guidance)
+
+    @torch.no_grad()
+    def velocity_of(self, adapter: str | None, pairs: Pairs) -> Tensor:
+        """The velocity [b,C,h,w] of a frozen adapter at the pairs; None = of the base."""
+        with self.backbone.adapter(adapter):
+            return pairs.velocity(self.backbone, self.guidance)
 
     def sources(self, tasks: list[str]) -> list[Source] | None:
         """The sampler of each image, by its task; None = the student samples all."""

@@ -194,11 +194,10 @@ class Loop:
         except Stop as reason:
             checkpoint.set_rng(self._rng)  # a reward may have drawn since
             with self.requests.uninterrupted():
-                self.save()
+                folder = self.save()
                 for listener in self.listeners:
                     listener.stopped(self.update)
-            latest = self.checkpoints.latest() or "missing"
-            text = f"update {self.update}: {reason} The last checkpoint is {latest}."
+            text = f"update {self.update}: {reason} The last checkpoint is {folder}."
             raise TrainingError(text) from None
         if figures:
             self._seconds[metrics.SECONDS_HEARD] = time.perf_counter() - began
@@ -325,9 +324,8 @@ class Loop:
             return False
         folder = saved.folder
         if saved.about["base"] != self.identity["base"]:
-            names = [self.config.model.id, *(base.id for base in self.config.bases.values())]
-            text = f"the weights of {' or '.join(map(repr, names))} have changed since {folder} was"
-            raise ConfigError([Problem("model.id", f"{text} written. Put those back.")])
+            text = f"the weights of a base model have changed since {folder} was written."
+            raise ConfigError([Problem("model.id", f"{text} Put those back.")])
         if self.accelerator.is_main_process:
             for path, reason in saved.skipped.items():
                 text = "--resume: %s is not used: %s. The run continues from %s."

@@ -55,23 +55,18 @@ def of_sampler(
     return sigmas[torch.from_numpy(bounds[:-1] + drawn.astype(int))]
 
 
-def noised(
-    rollout: Rollout, sigmas: Tensor, key: tuple[int, ...], noise: Tensor | None = None
-) -> tuple[Rollout, Tensor]:
+def noised(rollout: Rollout, sigmas: Tensor, key: tuple[int, ...]) -> tuple[Rollout, Tensor]:
     """A rollout whose states are its last latents at the noise levels sigmas, and the velocity eps
-    - x0 [B,S,C,h,w] there. sigmas: [S] for all images, or [B,S]. noise: [B,C,h,w] for all levels;
-    None = a separate draw for each image and level, seeded by the key."""
+    - x0 [B,S,C,h,w] there. sigmas: [S] for all images, or [B,S]. Each image and level has its own
+    noise, seeded by the key."""
     assert rollout.latents is not None
     count = sigmas.shape[-1]
     clean = rollout.latents[:, None]  # [B,1,C,h,w]
-    if noise is None:
-        source = Noise(key)
-        shape = clean.shape[2:]
-        places = zip(rollout.group.tolist(), rollout.copy.tolist(), strict=True)
-        noise = torch.stack([source.draw(*place, shape, count - 1) for place in places])
-    else:
-        noise = noise[:, None].repeat(1, count, 1, 1, 1)
-    noise = noise.to(clean)
+    source = Noise(key)
+    shape = clean.shape[2:]
+    places = zip(rollout.group.tolist(), rollout.copy.tolist(), strict=True)
+    drawn = torch.stack([source.draw(*place, shape, count - 1) for place in places])
+    noise = drawn.to(clean)
     noisy = torch.empty_like(noise)
     for level in range(count):  # one by one, which saves memory
         sigma = sigmas[..., level].to(clean).view(-1, 1, 1, 1)

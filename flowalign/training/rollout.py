@@ -10,6 +10,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from enum import IntEnum
+from itertools import product
 from types import EllipsisType
 from typing import Any, NamedTuple, TypeVar
 
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from flowalign import sde
 from flowalign.backbone import Backbone
-from flowalign.config import RolloutConfig, SamplingConfig, TrainingStage, WindowConfig
+from flowalign.config import SamplingConfig, TrainingStage
 from flowalign.training.run.processes import missing_steps
 from flowalign.training.solvers import Dpm2
 from flowalign.types import Conditioning, PromptBatch, Rollout, Schedule, Source
@@ -43,8 +44,7 @@ class Stream(IntEnum):
 
 
 def schedule_of(config: TrainingStage, backbone: Backbone) -> Schedule:
-    """The schedule of a config's rollouts, with its `trained` steps: for a moving window, all steps
-    that it reaches; see `window_of`."""
+    """The schedule of a config's rollouts."""
     r = config.rollout
     return Schedule(
         sigmas=backbone.sigmas(r.steps),
@@ -59,20 +59,6 @@ def schedule_of(config: TrainingStage, backbone: Backbone) -> Schedule:
 def clean_schedule(backbone: Backbone, steps: int, solver: str = "euler") -> Schedule:
     """A schedule for samples of which only the images are used: no noise, no trained state."""
     return Schedule(backbone.sigmas(steps), "ode", 0.0, None, solver=solver)
-
-
-def window_of(rollout: RolloutConfig, update: int) -> tuple[int, int]:
-    """[start, stop) of the steps with noise and training in an update.
-
-    A moving window (MixGRPO, 2507.21802) advances by one step every `every` updates, from high to
-    low noise. After the last position it starts again, as with `roll_back` in the authors' scripts;
-    without `roll_back` it would stay there.
-    """
-    window, (start, stop) = rollout.window, rollout.trained
-    if not isinstance(window, WindowConfig):
-        return start, stop
-    start = update // window.every % (stop - window.width + 1)
-    return start, start + window.width
 
 
 @dataclass(frozen=True)
@@ -101,7 +87,7 @@ ImagePlace = tuple[int, int]
 
 def places(prompts: int, copies: int) -> list[ImagePlace]:
     """(prompt, copy) of all images of a batch; the copies of a prompt follow one another."""
-    return [(prompt, copy) for prompt in range(prompts) for copy in range(copies)]
+    return list(product(range(prompts), range(copies)))
 
 
 def shard(prompts: int, copies: int, shares: int, rank: int, world: int) -> list[ImagePlace]:
@@ -111,8 +97,7 @@ def shard(prompts: int, copies: int, shares: int, rank: int, world: int) -> list
     has an equal part of each share, so a step learns from the same images for any `world`. The
     config and the checks refuse batches that cannot be divided so.
     """
-    size, rest = divmod(prompts // shares * copies, world)
-    assert not (prompts % shares or rest)
+    size = prompts // shares * copies // world
     images = places(prompts, copies)
     starts = range(0, len(images), size * world)
     return [images[i] for s in starts for i in range(s + rank * size, s + (rank + 1) * size)]
@@ -129,20 +114,19 @@ def sample(
     places: Sequence[ImagePlace],
     batch_size: int = 32,
     decode: bool = True,
-    finish: bool | None = None,
+    finish: bool = True,
     sources: Sequence[Source] | None = None,
     on_images: OnImages | None = None,
 ) -> Rollout:
     """Sample B images -> Rollout. batch: B rows, the prompt of each image.
 
     places: (prompt, copy) of the B images, which seed their noise. batch_size: images per forward
-    pass. decode: whether latents are decoded. finish: whether to sample to the last latents, by
-    default only to decode them; otherwise the rollout stops at the last trained state. sources: the
+    pass. decode: whether latents are decoded. finish: whether to sample to the last latents;
+    otherwise the rollout stops at the last trained state. sources: the
     sampler of each image (None = the active adapter, at `guidance`); images of one source are
     sampled together. on_images: called with each decoded batch of images before the next is sampled
     (with sources, only if all images have the same source).
     """
-    finish = decode if finish is None else finish
     cond = backbone.encode(batch.prompts)
     shape = backbone.latent_shape
     extra = len(schedule.noisy)

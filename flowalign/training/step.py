@@ -265,9 +265,8 @@ def strided(numbers: Tensor, images: int, steps: int) -> tuple[Tensor, Tensor]:
 def build_optimizer(
     config: TrainingStage, parameters: list[torch.nn.Parameter]
 ) -> torch.optim.Optimizer:
-    o = config.optimizer
-    moments: Any = {"betas": o.betas, "eps": o.eps}
-    return torch.optim.AdamW(parameters, lr=o.lr, weight_decay=o.weight_decay, **moments)
+    settings = config.optimizer.model_dump(include={"lr", "weight_decay", "betas", "eps"})
+    return torch.optim.AdamW(parameters, **settings)
 
 
 def learning_rate(config: TrainingStage, optimizer: torch.optim.Optimizer) -> LambdaLR:

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from flowalign.config.section import Location, Seed, as_tuple
+from flowalign.config.section import Location, Seed
 from flowalign.config.stages.base import Job
 from flowalign.types import Problem
 
@@ -35,10 +35,6 @@ class MergeStage(Job):
     """Share of the entries that ties and dare keep."""
     seed: Seed = 0
     """Seed of the entries that dare drops."""
-    lines: Annotated[tuple[float, float], as_tuple] | None = Field(
-        default=None, examples=[[0.5, 1]]
-    )
-    """LiNeS: scales of the first and the last block."""
 
     @property
     def inputs(self) -> dict[str, str]:

@@ -120,8 +120,12 @@ class PolicyStage(RewardStage):
 
     @property
     def policies(self) -> dict[str, PolicyConfig]:
-        """{adapter beside the trained one: how it follows that}; the one named "old" samples."""
-        raise NotImplementedError
+        """{adapter beside the trained one: how it follows that}. The one named "old" samples; there
+        is one where it can differ from the student during an update: where it is an average, or a
+        rollout has several optimizer steps."""
+        old = getattr(self.forward, "old", PolicyConfig())
+        needed = old.decay > 0 or self.optimizer.updates_per_rollout > 1
+        return {"old": old} if needed else {}
 
     @property
     def guidance(self) -> float:
@@ -185,13 +189,6 @@ class NftStage(ForwardStage):
     """Learn from rewards, on clean images."""
     nft: NftConfig = NftConfig()
 
-    @property
-    def policies(self) -> dict[str, PolicyConfig]:
-        """The old policy, where it can differ from the student during an update: where it is an
-        average, or a rollout has several optimizer steps."""
-        needed = self.nft.old.decay > 0 or self.optimizer.updates_per_rollout > 1
-        return {"old": self.nft.old} if needed else {}
-
 
 class AwmConfig(ForwardConfig):
     """Advantage weighted matching (2509.25050)."""
@@ -229,8 +226,8 @@ class AwmStage(ForwardStage):
     def policies(self) -> dict[str, PolicyConfig]:
         """The student's weights at the rollout, where that has several optimizer steps; and their
         average, where ema_kl_weight asks for it."""
-        old = {"old": PolicyConfig()} if self.optimizer.updates_per_rollout > 1 else {}
-        return old | ({"average": self.awm.average} if self.awm.ema_kl_weight > 0 else {})
+        average = {"average": self.awm.average} if self.awm.ema_kl_weight > 0 else {}
+        return super().policies | average
 
 
 class GradientConfig(PolicyLearning):
@@ -277,11 +274,6 @@ class GradientStage(PolicyStage):
         return None
 
     @property
-    def policies(self) -> dict[str, PolicyConfig]:
-        needed = self.gradient.old.decay > 0 or self.optimizer.updates_per_rollout > 1
-        return {"old": self.gradient.old} if needed else {}
-
-    @property
     def trained_step(self) -> int:
         """The index of the rollout's step whose state is trained."""
         return min(self.rollout.steps - 1, round(self.gradient.at * self.rollout.steps))
@@ -297,9 +289,6 @@ class DpoConfig(Section):
     Flow-DPO found better than beta (1 - sigma)^2."""
     noise_levels: Steps = 4
     """Noise levels at which each pair is trained, drawn for each pair."""
-    noise: Literal["fresh", "known"] = "fresh"
-    """fresh: drawn, the same for both images of a pair. known: the noise that each image was
-    sampled from (PNAPO, 2605.09433), which `flowalign sample` and `vote` record."""
 
 
 class DpoStage(TrainingStage):

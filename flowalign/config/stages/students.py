@@ -68,9 +68,8 @@ class StatesConfig(Section):
 class StudentConfig(Section):
     """On-policy distillation: the loss between the student and its teachers."""
 
-    gradient: Literal["pathwise", "policy", "published"] = "pathwise"
-    """pathwise: through the weighted velocity distance. policy: a clipped policy gradient on the
-    teacher's log-ratio. published: the official arithmetic."""
+    gradient: Literal["pathwise", "published"] = "pathwise"
+    """pathwise: through the weighted velocity distance. published: the official arithmetic."""
     weighting: Literal["kl", "published", "mean", "velocity"] = "velocity"
     """w(sigma) of the distance w |v - v_teacher|^2; see flowalign.training.losses.step_weights. The
     paper has kl and all noise levels."""
@@ -78,9 +77,9 @@ class StudentConfig(Section):
     guidance: NotNegative | None = Field(default=None, examples=[1.0])
     """CFG scale of the student in the loss; null = rollout.guidance."""
     clip_range: Positive = 1e-4
-    """PPO's epsilon (policy, published)."""
+    """PPO's epsilon (published)."""
     advantage_clip: Positive = 5.0
-    """Advantages are clipped to +- this (policy, published)."""
+    """Advantages are clipped to +- this (published)."""
     label_dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """dtype of the stored labels."""
     label_batch: Many = 64
@@ -101,7 +100,7 @@ class StudentConfig(Section):
         if self.patience is not None and not self.fixed_prompts:
             yield Problem("patience", "it needs fixed_prompts, which are 0.")
         if self.gradient == "published" and self.weighting != "published":
-            yield Problem("weighting", f"gradient {self.gradient!r} has 'published' only. Use it.")
+            yield Problem("weighting", "gradient 'published' has 'published' only. Use it.")
 
 
 class OpdStage(DistillationStage):
@@ -126,11 +125,11 @@ class OpdStage(DistillationStage):
 
     @property
     def needs_actions(self) -> bool:
-        return self.student.gradient != "pathwise"
+        return self.student.gradient == "published"
 
     @property
     def needs_noise(self) -> bool:
-        return self.needs_actions or self.student.weighting in ("kl", "published")
+        return self.student.weighting in ("kl", "published")
 
     @property
     def clip_ranges(self) -> dict[str, float]:
@@ -169,7 +168,8 @@ class OpdStage(DistillationStage):
             yield from self._jump_problems()
         if self.student.patience is not None and self.evaluation is None:
             yield Problem("student.patience", "it counts evaluations, and evaluation is null.")
-        states, width = self.student.noise_levels, self.rollout.width
+        states = self.student.noise_levels
+        width = len(range(*self.rollout.trained))
         if states.select != "all" and states.count > width:
             text = f"{states.count}, and rollout.window has only {width} steps"
             yield Problem("student.noise_levels.count", f"{text}. Use at most {width}.")

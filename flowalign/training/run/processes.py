@@ -68,13 +68,11 @@ def state(*configs: Stage) -> PartialState:
     if strategies := [f"{key}={value}" for key, value in values.items() if value not in OFF]:
         text = f"{', '.join(strategies)}: not supported. Unset it; DDP and FSDP2 share the work."
         raise ConfigError([text], "accelerate")
-    options: dict[str, Any] = {}
     timeouts = [
         getattr(getattr(c, "train", c), "timeout_seconds", None) or TIMEOUT for c in configs
     ]
-    if timeouts:
-        options["timeout"] = timedelta(seconds=max(timeouts))
-    made = PartialState(cpu=not torch.accelerator.is_available(), **options)
+    timeout = timedelta(seconds=max(timeouts, default=TIMEOUT))
+    made = PartialState(cpu=not torch.accelerator.is_available(), timeout=timeout)
     if made.num_processes == 1 < (started := int(os.environ.get("WORLD_SIZE") or 1)):
         text = (
             f"{started} processes were started, and this one sees no other. Without GPUs, say "

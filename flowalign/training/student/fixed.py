@@ -61,6 +61,7 @@ def fixed_states(
             places=[(row, 0) for row in range(len(batch))],
             batch_size=config.rollout.batch_size,
             decode=False,
+            finish=False,
             sources=teachers.sources(batch.tasks),
         )
         states.append(Fixed(metrics.FIXED_PATH + task, path, teachers(path).velocity))
