@@ -126,8 +126,7 @@ def test_an_evaluation_that_lost_too_many_images_says_which_and_why():
     assert "'b'" in lost(GENEVAL, tag, 0.5)  # an overall of fewer tags is another number
 
 
-def test_what_is_missing_is_told_of_every_number(monkeypatch):
-    monkeypatch.setattr("flowalign.eval.fidelity.frechet", shift)
+def test_what_is_missing_is_told_of_every_number():
     rows = named(rows_of(OCR, judged("   ", [1.0, NAN, NAN], [0.5, NAN, 0.25])))
     assert (rows["reward"].n, rows["reward"].total) == (2, 3)
     overall = named(rows_of(GENEVAL, judged("aab", [1, NAN, 0])))["overall"]
@@ -138,7 +137,7 @@ def test_what_is_missing_is_told_of_every_number(monkeypatch):
     assert (gap.n, gap.total) == (1, 2)
     features, reference = torch.arange(60.0)[:, None], torch.zeros(9, 1)
     features[5] = NAN
-    measured = distance(features, each(features), reference)
+    measured = distance(features, each(features), reference, shift)
     assert (measured.row.n, measured.row.total) == (59, 60)
     assert measured.value == pytest.approx((59 * 30 - 5) / 59)
     wide = features[: enough(1)].repeat(1, 60)
