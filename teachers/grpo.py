@@ -40,7 +40,7 @@ class Grpo(Algorithm[Credit]):
         )
 
     def plan(self, update: int) -> Schedule:
-        return schedule_of(self.config, self.backbone)
+        return schedule_of(self.config, self.backbone, update)
 
     def prepare(self, rollout: Rollout, update: int) -> Credit:
         """Score the images. Images without an advantage are dropped, from the KL as well, as in

@@ -13,9 +13,9 @@ from torch.testing import assert_close
 
 from flowalign import sde
 from flowalign.backbone import Backbone
-from flowalign.config import RolloutConfig
+from flowalign.config import RolloutConfig, WindowConfig
 from flowalign.training.algorithm import STUDENT
-from flowalign.training.rollout import Noise, Schedule, places, sample, shard
+from flowalign.training.rollout import Noise, Schedule, places, sample, shard, window_of
 from flowalign.types import Rollout, Source
 
 STEPS = 4
@@ -136,3 +136,14 @@ def test_by_default_all_steps_are_trained_that_can_be(
 ) -> None:
     rollout = RolloutConfig(**settings)
     assert rollout.trained == trained and not list(rollout.problems())
+    sliding = RolloutConfig(kind=rollout.kind, window=WindowConfig(width=4))
+    assert window_of(sliding, 6) == ((6, 10) if rollout.kind == "ode" else (0, 4))
+
+
+def test_a_window_slides_from_high_to_low_noise_and_starts_over() -> None:
+    """One step every `every` updates, over all places inside of all steps but the last."""
+    slow, wide = (RolloutConfig(window=WindowConfig(width=w, every=e)) for w, e in ((4, 3), (9, 1)))
+    found = [window_of(slow, update) for update in range(21)]
+    assert found[::3] == [(0, 4), (1, 5), (2, 6), (3, 7), (4, 8), (5, 9), (0, 4)]
+    assert all(found[i] == found[i - i % 3] for i in range(21))
+    assert {window_of(wide, update) for update in range(5)} == {(0, 9)}

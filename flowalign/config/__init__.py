@@ -20,7 +20,7 @@ from flowalign.config.loading import (
     to_yaml,
 )
 from flowalign.config.model import LoraConfig, ModelConfig
-from flowalign.config.rollout import RolloutConfig
+from flowalign.config.rollout import RolloutConfig, WindowConfig
 from flowalign.config.run import (
     AlarmConfig,
     BenchmarkConfig,

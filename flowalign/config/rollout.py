@@ -3,13 +3,30 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Discriminator, Field, Tag
 
 from flowalign.config.section import Count, Many, NotNegative, Section, Steps, as_tuple
 from flowalign.types import Problem
+
+
+class WindowConfig(Section):
+    """A window of steps that moves while a run goes on (MixGRPO, 2507.21802): only its steps have
+    noise and are trained."""
+
+    width: Steps = Field(examples=[4])
+    """Number of steps."""
+    every: Many = 1
+    """Updates between two moves, by one step from high to low noise; after its last place it starts
+    over. MixGRPO has 25 in runs of several hundred updates."""
+
+
+Window = Annotated[
+    Annotated[tuple[int, int], as_tuple, Tag("[fixed]")] | Annotated[WindowConfig, Tag("[moving]")],
+    Discriminator(lambda v: "[moving]" if isinstance(v, Mapping | WindowConfig) else "[fixed]"),
+]
 
 
 class RolloutConfig(Section):
@@ -25,9 +42,9 @@ class RolloutConfig(Section):
     """How an ode is solved. dpm2 (DPM-Solver++) is of second order, and costs as much."""
     guidance: NotNegative = 4.5
     """CFG scale; 1 = no unconditional pass. null = that of the model's card, else 4.5."""
-    window: Annotated[tuple[int, int], as_tuple] | None = Field(default=None, examples=[[0, 5]])
+    window: Window | None = Field(default=None, examples=[[0, 5]])
     """[start, stop): the steps with noise and training; null = all but the last, which has no noise
-    (ode: all)."""
+    (ode: all). Or {width, every}: a window of `width` steps that moves."""
     shared_noise: bool = False
     """One initial noise for all images of a prompt."""
     prompts: Count = 8
@@ -39,10 +56,16 @@ class RolloutConfig(Section):
 
     @property
     def trained(self) -> tuple[int, int]:
-        """[start, stop) of the steps with noise and training."""
-        if self.window is not None:
+        """[start, stop) of the steps with noise and training; for a moving window, of all steps
+        that it reaches."""
+        if isinstance(self.window, tuple):
             return self.window
         return 0, self.steps if self.kind == "ode" else self.steps - 1
+
+    @property
+    def width(self) -> int:
+        start, stop = self.trained
+        return self.window.width if isinstance(self.window, WindowConfig) else stop - start
 
     @property
     def images(self) -> int:
@@ -59,9 +82,13 @@ class RolloutConfig(Section):
             yield Problem(
                 "noise_level", f"got {self.noise_level}; kind 'cps' wants a value in (0, 1]."
             )
-        if self.window is None and stop == 0:
+        if not isinstance(self.window, tuple) and stop == 0:
             yield Problem(
                 "steps", "1, and the default window leaves out the last step. Use 2 or more."
+            )
+        elif isinstance(self.window, WindowConfig) and self.width > stop - start:
+            yield Problem(
+                "window.width", f"{self.width}, of {stop - start} steps that can be trained."
             )
         elif not 0 <= start < stop <= self.steps:
             wanted = f"want 0 <= start < stop <= {self.steps}, the steps."

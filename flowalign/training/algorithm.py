@@ -25,7 +25,7 @@ from flowalign.credit import ADVANTAGES
 from flowalign.rewards import RewardBase, load
 from flowalign.system.packages import entry_points
 from flowalign.training.nonfinite import TrainingError as TrainingError
-from flowalign.training.rollout import OnImages, clean_schedule
+from flowalign.training.rollout import OnImages, clean_schedule, window_of
 from flowalign.types import (
     Conditioning,
     PromptBatch,
@@ -166,7 +166,7 @@ class Algorithm(ABC, Generic[P]):
     @classmethod
     def trained_steps(cls, config: Any, update: int) -> tuple[int, ...]:
         """The steps whose states an update trains: a function of (seed, update)."""
-        return tuple(range(*config.rollout.trained))
+        return tuple(range(*window_of(config.rollout, update)))
 
     def plan(self, update: int) -> Schedule:
         """The schedule of an update's rollout and its trained states; by default all steps, without

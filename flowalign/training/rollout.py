@@ -20,7 +20,7 @@ from torch import Tensor
 
 from flowalign import sde
 from flowalign.backbone import Backbone
-from flowalign.config import SamplingConfig, TrainingStage
+from flowalign.config import RolloutConfig, SamplingConfig, TrainingStage, WindowConfig
 from flowalign.training.run.processes import missing_steps
 from flowalign.training.solvers import Dpm2
 from flowalign.types import Conditioning, PromptBatch, Rollout, Schedule, Source
@@ -43,14 +43,15 @@ class Stream(IntEnum):
     FIXED = 6  # fixed states of a run
 
 
-def schedule_of(config: TrainingStage, backbone: Backbone) -> Schedule:
-    """The schedule of a config's rollouts."""
+def schedule_of(config: TrainingStage, backbone: Backbone, update: int | None = None) -> Schedule:
+    """The schedule of an update's rollout; of all, with the steps that a moving window reaches
+    (`window_of`), if update is None."""
     r = config.rollout
     return Schedule(
         sigmas=backbone.sigmas(r.steps),
         kind=r.kind,
         noise_level=r.noise_level,
-        window=r.trained,
+        window=r.trained if update is None else window_of(r, update),
         actions=config.needs_actions,
         solver=r.solver,
     )
@@ -59,6 +60,20 @@ def schedule_of(config: TrainingStage, backbone: Backbone) -> Schedule:
 def clean_schedule(backbone: Backbone, steps: int, solver: str = "euler") -> Schedule:
     """A schedule for samples of which only the images are used: no noise, no trained state."""
     return Schedule(backbone.sigmas(steps), "ode", 0.0, None, solver=solver)
+
+
+def window_of(rollout: RolloutConfig, update: int) -> tuple[int, int]:
+    """[start, stop) of the steps with noise and training in an update.
+
+    A moving window (MixGRPO, 2507.21802) advances by one step every `every` updates, from high to
+    low noise. After the last position it starts again, as with `roll_back` in the authors' scripts;
+    without `roll_back` it would stay there.
+    """
+    window, (start, stop) = rollout.window, rollout.trained
+    if not isinstance(window, WindowConfig):
+        return start, stop
+    start = update // window.every % (stop - window.width + 1)
+    return start, start + window.width
 
 
 @dataclass(frozen=True)

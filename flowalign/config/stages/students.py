@@ -168,8 +168,7 @@ class OpdStage(DistillationStage):
             yield from self._jump_problems()
         if self.student.patience is not None and self.evaluation is None:
             yield Problem("student.patience", "it counts evaluations, and evaluation is null.")
-        states = self.student.noise_levels
-        width = len(range(*self.rollout.trained))
+        states, width = self.student.noise_levels, self.rollout.width
         if states.select != "all" and states.count > width:
             text = f"{states.count}, and rollout.window has only {width} steps"
             yield Problem("student.noise_levels.count", f"{text}. Use at most {width}.")

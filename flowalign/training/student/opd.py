@@ -20,7 +20,7 @@ from flowalign.config import OpdStage, StatesConfig
 from flowalign.training import metrics
 from flowalign.training.algorithm import Algorithm, Keeps, Pairs, Parts, Prepared
 from flowalign.training.losses import published_loss, step_weights, velocity_error
-from flowalign.training.rollout import Stream, schedule_of
+from flowalign.training.rollout import Stream, schedule_of, window_of
 from flowalign.training.student.fixed import FIXED_STATES, Fixed, distances, fixed_states
 from flowalign.types import Rollout, Schedule, StepLoss
 
@@ -68,13 +68,13 @@ class Opd(Algorithm[Labels]):
     def trained_steps(cls, config: OpdStage, update: int) -> tuple[int, ...]:
         """The trained steps of an update: its window, or a draw from it. A function of (seed,
         update)."""
-        window = list(range(*config.rollout.trained))
+        window = list(range(*window_of(config.rollout, update)))
         return chosen(config.student.noise_levels, window, (config.seed, update))
 
     # What the loop asks ------------------------------------------------------------------------
 
     def plan(self, update: int) -> Schedule:
-        schedule = schedule_of(self.config, self.backbone)
+        schedule = schedule_of(self.config, self.backbone, update)
         return dataclasses.replace(schedule, chosen=self.trained_steps(self.config, update))
 
     def prepare(self, rollout: Rollout, update: int) -> Labels:
