@@ -71,6 +71,8 @@ MUTATIONS = [Mutation(*row) for row in [
      "(velocity + target.detach()", "losses student"),
     ("student: MAR", "flowalign/training/student/opd.py", "total + self.anchor_weight * anchor",
      "total - self.anchor_weight * anchor", "student"),
+    ("student: log-ratios", "flowalign/training/student/opd.py", "- rollout.log_probs",
+     "+ rollout.log_probs", "student distillation"),
     ("teachers: extrapolation", "teachers/bank.py", "1 - member.extrapolate",
      "1 + member.extrapolate", "bank"),
     ("noised images", "flowalign/training/noising.py", "(1 - sigma) * clean[:, 0] + sigma",

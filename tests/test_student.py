@@ -58,14 +58,13 @@ def test_beta_leans_the_way_its_name_says() -> None:
     assert means["high_noise"] == pytest.approx(9 * 2 / 7 - 0.5, abs=0.3)
 
 
-@pytest.mark.parametrize(("gradient", "extra"), [("pathwise", 0), ("published", 1)])
+@pytest.mark.parametrize(("gradient", "extra"), [("pathwise", 0), ("policy", 1)])
 def test_the_rollout_stops_at_the_last_trained_state(
     random_model: str, tmp_path: Path, gradient: str, extra: int
 ) -> None:
     """No later step, no decoding; and no forward at that state unless its action is needed."""
     loop = fakes.wired(
         fakes.distillation(random_model, tmp_path / "run", f"student.gradient={gradient}",
-                           "student.weighting=published",
                            "student.noise_levels={select: random, count: 1}"))  # fmt: skip
     calls: list[int] = []
     loop.backbone.core.register_forward_pre_hook(lambda *_: calls.append(1))
@@ -128,8 +127,10 @@ def test_a_student_that_is_its_teacher_has_no_loss(random_model: str, tmp_path: 
         assert away > 0 and loss.total.item() == pytest.approx(0.5 * away)
 
 
-def test_the_ratio_is_one_and_the_published_form_leaks(random_model: str, tmp_path: Path):
-    given = ["student.gradient=published", "student.weighting=published"]
+@pytest.mark.parametrize("how", ["policy", "published"])
+def test_the_ratio_is_one_and_the_published_form_leaks(random_model: str, tmp_path: Path, how: str):
+    weighting = "kl" if how == "policy" else "published"
+    given = [f"student.gradient={how}", f"student.weighting={weighting}"]
     loop, student, labels = labelled(random_model, tmp_path / "run", *given)
     _, pairs, _ = pairs_of(labels.rollout, torch.ones(8, dtype=torch.bool), 8)  # as the rollout
     velocity = loop.algorithm.velocity(pairs)
@@ -139,7 +140,14 @@ def test_the_ratio_is_one_and_the_published_form_leaks(random_model: str, tmp_pa
     assert torch.equal(new, old)
     label = labels.velocity[pairs.rows, pairs.columns]
     error = ((velocity - label) ** 2).mean((1, 2, 3))
-    advantage = -labels.weights[pairs.steps] * error
+    distance = labels.weights[pairs.steps] * error
+    if how == "policy":
+        assert labels.advantage is not None
+        advantage = labels.advantage[pairs.rows, pairs.columns]
+        teacher = sde.scheduled_transition(labels.rollout.schedule, pairs.x, label, pairs.steps)
+        assert_close(advantage, (sde.log_prob(teacher, x_next) - old).detach())
+    else:
+        advantage = -distance
     expected = gradient(loop, (-advantage * torch.exp(new - old.detach())).mean())
     ours = gradient(loop, student.loss(pairs, loop.algorithm.velocity(pairs), labels).total)
     assert_close(ours, expected, rtol=1e-3, atol=1e-5 * float(expected.abs().max()))
@@ -283,10 +291,7 @@ def test_sft_learns_the_straight_way_to_the_teachers_images(random_model: str, t
         (["rollout.kind=ode"], ["rollout.kind", "needs"]),
         (["student.gradient=published"], ["student.weighting", "published"]),
         (["student.noise_levels={select: random, count: 4}"], ["count", "rollout.window"]),
-        (
-            ["student={gradient: published, weighting: published, guidance: 2}"],
-            ["student.guidance", "2.0", "1.0"],
-        ),
+        (["student.gradient=policy", "student.guidance=2"], ["student.guidance", "2.0", "1.0"]),
         (["teachers.odd.reference=start"], ["teachers.odd.reference", "lora.init"]),
         (["student.patience=1"], ["student.patience", "evaluation"]),
         (["student={patience: 1, fixed_prompts: 0}"], ["student.patience", "fixed_prompts"]),

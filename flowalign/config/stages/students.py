@@ -68,8 +68,9 @@ class StatesConfig(Section):
 class StudentConfig(Section):
     """On-policy distillation: the loss between the student and its teachers."""
 
-    gradient: Literal["pathwise", "published"] = "pathwise"
-    """pathwise: through the weighted velocity distance. published: the official arithmetic."""
+    gradient: Literal["pathwise", "policy", "published"] = "pathwise"
+    """pathwise: through the weighted velocity distance. policy: a clipped policy gradient on the
+    teacher's log-ratio. published: the official arithmetic."""
     weighting: Literal["kl", "published", "mean", "velocity"] = "velocity"
     """w(sigma) of the distance w |v - v_teacher|^2; see flowalign.training.losses.step_weights. The
     paper has kl and all noise levels."""
@@ -77,9 +78,9 @@ class StudentConfig(Section):
     guidance: NotNegative | None = Field(default=None, examples=[1.0])
     """CFG scale of the student in the loss; null = rollout.guidance."""
     clip_range: Positive = 1e-4
-    """PPO's epsilon (published)."""
+    """PPO's epsilon (policy, published)."""
     advantage_clip: Positive = 5.0
-    """Advantages are clipped to +- this (published)."""
+    """Advantages are clipped to +- this (policy, published)."""
     label_dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """dtype of the stored labels."""
     label_batch: Many = 64
@@ -100,7 +101,7 @@ class StudentConfig(Section):
         if self.patience is not None and not self.fixed_prompts:
             yield Problem("patience", "it needs fixed_prompts, which are 0.")
         if self.gradient == "published" and self.weighting != "published":
-            yield Problem("weighting", "gradient 'published' has 'published' only. Use it.")
+            yield Problem("weighting", f"gradient {self.gradient!r} has 'published' only. Use it.")
 
 
 class OpdStage(DistillationStage):
@@ -125,11 +126,11 @@ class OpdStage(DistillationStage):
 
     @property
     def needs_actions(self) -> bool:
-        return self.student.gradient == "published"
+        return self.student.gradient != "pathwise"
 
     @property
     def needs_noise(self) -> bool:
-        return self.student.weighting in ("kl", "published")
+        return self.needs_actions or self.student.weighting in ("kl", "published")
 
     @property
     def clip_ranges(self) -> dict[str, float]:

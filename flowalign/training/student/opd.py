@@ -19,7 +19,7 @@ from flowalign import sde
 from flowalign.config import OpdStage, StatesConfig
 from flowalign.training import metrics
 from flowalign.training.algorithm import Algorithm, Keeps, Pairs, Parts, Prepared
-from flowalign.training.losses import published_loss, step_weights, velocity_error
+from flowalign.training.losses import policy_loss, published_loss, step_weights, velocity_error
 from flowalign.training.rollout import Stream, schedule_of, window_of
 from flowalign.training.student.fixed import FIXED_STATES, Fixed, distances, fixed_states
 from flowalign.types import Rollout, Schedule, StepLoss
@@ -35,6 +35,7 @@ class Labels(Prepared):
     weights: Tensor  # [T] weights of the distances
     kl_weights: Tensor  # [T] weights that make them a KL, for the log
     anchor: Tensor | None = None  # [B,S,C,h,w] velocity of the anchor
+    advantage: Tensor | None = None  # [B,S] log-ratios of gradient "policy"
 
 
 class Opd(Algorithm[Labels]):
@@ -81,6 +82,7 @@ class Opd(Algorithm[Labels]):
         """Label the trained states, once: the labels do not depend on the student's weights."""
         assert self.teachers
         label = self.teachers(rollout)
+        policy = self.settings.gradient == "policy"
         measured = {}
         weights = weights_of(rollout.schedule, self.settings.weighting)
         for step in rollout.steps:
@@ -94,6 +96,7 @@ class Opd(Algorithm[Labels]):
             weights=weights,
             kl_weights=weights_of(rollout.schedule, "kl"),
             anchor=self.anchor(rollout).velocity if self.anchor else None,
+            advantage=self._log_ratios(rollout, label.velocity) if policy else None,
         )
 
     def loss(self, pairs: Pairs, velocity: Tensor, prepared: Labels) -> StepLoss:
@@ -123,7 +126,7 @@ class Opd(Algorithm[Labels]):
         size = self.config.optimizer.micro_batch
         return distances(self.fixed, self.backbone, self.guidance, size)
 
-    # The two gradients -------------------------------------------------------------------------
+    # The three gradients -----------------------------------------------------------------------
 
     def _distillation(
         self, pairs: Pairs, velocity: Tensor, distance: Tensor, labels: Labels
@@ -136,9 +139,25 @@ class Opd(Algorithm[Labels]):
         schedule = labels.rollout.schedule
         new = sde.scheduled_transition(schedule, pairs.x, velocity, pairs.steps)
         log_prob = sde.log_prob(new, x_next)
+        if labels.advantage is not None:  # policy
+            advantage = labels.advantage[pairs.rows, pairs.columns]
+            return policy_loss(log_prob, old, advantage, clip_range=s.clip_range)[0]
         return published_loss(
             distance, log_prob, old, clip_range=s.clip_range, advantage_clip=s.advantage_clip
         )[0]
+
+    def _log_ratios(self, rollout: Rollout, labels: Tensor) -> Tensor:
+        """log pi_teacher(a|s) - log pi_old(a|s) [B,S], from labels [B,S,C,h,w]."""
+        assert rollout.next_states is not None and rollout.log_probs is not None
+        columns = []
+        for column, step in enumerate(rollout.steps):
+            x = rollout.states[:, column]
+            label = labels[:, column].float()
+            steps = torch.full((len(x),), step, device=x.device)
+            teacher = sde.scheduled_transition(rollout.schedule, x, label, steps)
+            columns.append(sde.log_prob(teacher, rollout.next_states[:, column]))
+        ratio = torch.stack(columns, 1) - rollout.log_probs
+        return ratio.clamp(-self.settings.advantage_clip, self.settings.advantage_clip)
 
     # Diagnostics -------------------------------------------------------------------------------
 
