@@ -208,6 +208,7 @@ class Line(NamedTuple):
     index: int
     prompt: str
     tag: str
+    disagree: bool  # result of `disagree`
     cells: Mapping[str, Sequence[ScoredImage]]  # by model, one per image
 
 
@@ -275,9 +276,19 @@ def lines(results: Results, benchmark: Benchmark) -> list[Line]:
         )
 
     result = []
-    for index, prompt in enumerate(benchmark.prompts.prompts):
+    for index, means in enumerate(zip(*(results.means(benchmark, m) for m in judged), strict=True)):
         images = range(index * copies, (index + 1) * copies)
         cells = {model: [cell(model, number) for number in images] for model in judged}
-        tag = str(benchmark.prompts.metadata[index].get("tag", ""))
-        result.append(Line(index, prompt, tag, cells))
+        image = next(iter(judged.values()))[images[0]].image
+        tag = str(image.metadata.get("tag", ""))
+        result.append(Line(index, image.prompt, tag, disagree(means, high - low), cells))
     return result
+
+
+def disagree(scores: Sequence[float], spread: float) -> bool:
+    """Whether models disagree on a prompt, by their mean scores over its images: the scores differ
+    by more than half of the spread of all scores, or only some models have none (NaN)."""
+    valid = list(filter(math.isfinite, scores))
+    if len(valid) < len(scores):
+        return bool(valid)
+    return max(scores) - min(scores) > spread / 2

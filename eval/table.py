@@ -104,6 +104,18 @@ class Results:
         place = self.pictured(benchmark).index(index) * benchmark.copies + copy
         return self.judged[model][benchmark.name].pictures[place]
 
+    def means(self, benchmark: Benchmark, model: str) -> list[float]:
+        """The mean score of each prompt's images; NaN if none of them has a score."""
+        copies = benchmark.copies
+        scores = self.judged[model][benchmark.name].scores
+        means = []
+        for start in range(0, len(scores), copies):
+            group = scores[start : start + copies]
+            numbers = [score.number(part_of(benchmark)) for score in group]
+            valid = [number for number in numbers if math.isfinite(number)]
+            means.append(sum(valid) / len(valid) if valid else math.nan)
+        return means
+
     def scores(self, model: str) -> dict[str, EvalRow]:
         """{column: number}: the benchmarks, the further parts that their judges show, fidelity if
         it was measured, and the average."""
