@@ -209,7 +209,7 @@ def test_rapidocr_reads_small_signs():
     assert bool(scores.valid.all())
     assert scores.parts["exact"][:-1].mean() >= 0.9
     assert scores.value[-1] == 0
-    assert isinstance(reward, OCR) and reward.engine.name.startswith("rapidocr 3")
+    assert isinstance(reward, OCR) and reward.engines[0].name.startswith("rapidocr 3")
     said = describe(reward)
     assert (said["name"], said["rule"]) == ("ocr", "published")
     assert "PP-OCRv6 small, text_score 0.5, upscale 1, limit 128 min" in said["engine"]
