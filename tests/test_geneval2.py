@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections import defaultdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,7 +32,7 @@ BENCH: Any = SimpleNamespace(name="geneval2", headline="gm")
 
 def scored(case: dict[str, Any]) -> list[float]:
     pairs = zip(case["probabilities"], case["vqa_list"], strict=True)
-    return [question_score(table, FIRST, *pair) for table, pair in pairs]
+    return [question_score(defaultdict(float, table), FIRST, *pair) for table, pair in pairs]
 
 
 def line(*questions: tuple[str, str, str], atoms: int = 3) -> dict[str, Any]:
@@ -83,12 +84,14 @@ def test_what_is_accepted_and_what_is_its_first_token() -> None:
     words = tokenizer()
     assert FIRST.items() <= {t: words.decode([i]) for t, i in first_tokens(words).items()}.items()
     shared = {"one": "o", "One": "O", " one": " ", " One": " ", "1": "1", " 1": " "}
-    assert question_score({" ": 0.4}, shared, "How many?", "one") == pytest.approx(1.2)
+    assert question_score(
+        defaultdict(float, {" ": 0.4}), shared, "How many?", "one"
+    ) == pytest.approx(1.2)
     assert soft_tifa([0.5, 0.0]) == (0.25, 0.0)
     assert all(map(math.isnan, soft_tifa([0.5, math.nan])))
 
 
-TABLE = {"two": 0.5, " ": 0.125, "Yes": 0.25, "No": 0.0625}
+TABLE = defaultdict(float, {"two": 0.5, " ": 0.125, "Yes": 0.25, "No": 0.0625})
 
 
 class Judge:
