@@ -56,9 +56,8 @@ def clip_processor(size: int) -> Any:
 
 def batches(images: Tensor, batch_size: int) -> Iterator[list[np.ndarray]]:
     """images [B,3,H,W] in [0,1] as lists of uint8 [H,W,3]; ValueError for NaN and infinity."""
-    if len(images):  # `split` makes an empty chunk of none
-        for chunk in images.split(batch_size):
-            yield [to_uint8(image) for image in chunk]
+    for chunk in images.split(batch_size):
+        yield [to_uint8(image) for image in chunk]
 
 
 def pixel_values(processor: Any, pictures: list[np.ndarray]) -> Tensor:
@@ -136,11 +135,9 @@ class TwoTowers:
         The images pass through the preprocessing as 8-bit pixels, as files would. Raises ValueError
         for pixels that are NaN or infinite.
         """
-        parts = [torch.empty(0, self.width, device=self.device)]
         with self.placement:
-            for pictures in batches(images, self.batch_size):
-                parts.append(normalize(self._encode_images(pictures), dim=-1))
-        return torch.cat(parts)
+            pictures = batches(images, self.batch_size)
+            return torch.cat([normalize(self._encode_images(part), dim=-1) for part in pictures])
 
     def with_gradient(self, images: Tensor) -> Tensor:
         """The vectors as by `image_features`, with a gradient and without rounding to 8 bits."""
@@ -152,8 +149,7 @@ class TwoTowers:
         """Unit vectors [P,D], float32. Kept vectors are reused; a prompt too long is cut. A vector
         depends on its prompt alone, to the bit: not on other prompts, now or before."""
         with self.placement:
-            vectors = [torch.empty(0, self.width), *(self._text_vector(p)[None] for p in prompts)]
-            return torch.cat(vectors).to(self.device)
+            return torch.stack(list(map(self._text_vector, prompts))).to(self.device)
 
     def cosine(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
         """cos(image, its prompt) [B], on the CPU, of images [B,3,H,W] and their B prompts."""

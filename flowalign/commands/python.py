@@ -131,7 +131,8 @@ class Run:
 
     def _repr_html_(self) -> str:
         tables = self.results.get("tables", []) if RunFolder(self.folder).results.is_file() else []
-        return "".join(Table.of(table["rows"]).html() for table in tables) or str(self.folder)
+        rows = [table["rows"] for table in tables]
+        return "".join(Table(own[0], own[1:]).html() for own in rows) or str(self.folder)
 
 
 def score(images: Any, prompts: Prompts, reward: Any, **options: Any) -> Scored:
