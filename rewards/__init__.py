@@ -54,7 +54,6 @@ REWARDS: dict[str, str] = {
     "clipscore": "flowalign.rewards.preference:ClipScore",
     "diversity": "flowalign.rewards.preference:Diversity",
     "dpg": "flowalign.rewards.dpg:DPG",
-    "gated": "flowalign.rewards.combine:Gated",
     "geneval": "flowalign.rewards.geneval:GenEval",
     "geneval2": "flowalign.rewards.geneval2:GenEval2",
     "hpsv2": "flowalign.rewards.preference:HPSv2",

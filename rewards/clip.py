@@ -106,7 +106,7 @@ def letterbox(picture: np.ndarray, size: int) -> np.ndarray:
 class TwoTowers:
     """An image tower and a text tower; a subclass has the code that calls them.
 
-    width: D. device: where they compute, None = the GPU if there is one. batch_size: images a
+    device: where they compute, None = the GPU if there is one. batch_size: images a
     forward pass; texts are encoded one by one. offload: `flowalign.backbone.placement.Placement`.
     """
 
@@ -117,14 +117,12 @@ class TwoTowers:
     def __init__(
         self,
         model: nn.Module,
-        width: int,
         device: str | torch.device | None = None,
         batch_size: int = 64,
         offload: bool = False,
     ) -> None:
         self.placement = Placement(model, device, offload)
         self.device = self.placement.device
-        self.width = width
         self.batch_size = batch_size
         self._text_vector = lru_cache(TEXT_CACHE)(self._encode_text)
 
@@ -194,7 +192,7 @@ class Clip(TwoTowers):
         positions = self.model.text_model.embeddings.position_embedding.num_embeddings
         self.context = min(CONTEXT, positions, self.tokenizer.model_max_length)  # often 1e30
         self.scale = float(self.model.logit_scale.detach().exp())
-        super().__init__(self.model, self.model.visual_projection.out_features, *computing)
+        super().__init__(self.model, *computing)
 
     def _encode(self, values: Tensor) -> Tensor:
         return _pooled(self.model.get_image_features(values))
@@ -218,7 +216,7 @@ class Dino(TwoTowers):
         name, at = _located(model)
         self.model: Any = load_complete(AutoModel, name, **at).float()
         self.pixels = ImageProcessor.from_pretrained(name, **at)
-        super().__init__(self.model, self.model.config.hidden_size, *computing)
+        super().__init__(self.model, *computing)
 
     def _encode(self, values: Tensor) -> Tensor:
         return self.model(values).pooler_output

@@ -171,7 +171,7 @@ class OpenClipTowers(TwoTowers):
         self.tokenizer = open_clip.get_tokenizer(architecture)
         self.size = int(config["vision_cfg"]["image_size"])
         self.pixels = clip_processor(self.size)
-        super().__init__(self.model, config["embed_dim"], *computing)
+        super().__init__(self.model, *computing)
 
     def _encode_images(self, pictures: list[np.ndarray]) -> Tensor:
         return super()._encode_images([letterbox(picture, self.size) for picture in pictures])
@@ -216,8 +216,9 @@ class Aesthetic(Preference):
         offload: bool = False,
     ) -> None:
         weights = read_weights(head)  # before the large model, as the likelier to be wrong
-        self.clip = Clip(model, None, device, batch_size, offload)
-        self.head = Head(self.clip.width).requires_grad_(False).eval()
+        self.clip: Clip = Clip(model, None, device, batch_size, offload)
+        width = self.clip.model.visual_projection.out_features
+        self.head = Head(width).requires_grad_(False).eval()
         fit_weights(self.head, weights, head)
         super().__init__(normalizer, model=model, head=head)
 

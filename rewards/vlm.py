@@ -80,16 +80,11 @@ class Template:
         return score
 
 
-def _templates() -> dict[str, Template]:
-    spoken = load_yaml(Path(__file__).with_name("vlm_templates.yaml").read_text("utf-8"))
-    templates = {name: Template(**fields) for name, fields in spoken.items()}
-    strict = templates["qwenvl"]
-    plain = replace(strict, text=strict.text.replace("{strict}\n", ""))
-    strict = replace(strict, text=strict.text.replace("{strict}", "Be extremely strict."))
-    return templates | {"qwenvl": plain, "qwenvl_strict": strict}
-
-
-TEMPLATES = _templates()
+SPOKEN = load_yaml(Path(__file__).with_name("vlm_templates.yaml").read_text("utf-8"))
+TEMPLATES = {name: Template(**fields) for name, fields in SPOKEN.items()}
+LAST = "First write down"
+STRICT = TEMPLATES["qwenvl"].text.replace(LAST, f"Be extremely strict.\n{LAST}")
+TEMPLATES["qwenvl_strict"] = replace(TEMPLATES["qwenvl"], text=STRICT)
 
 
 class VLM(RewardBase):

@@ -304,7 +304,6 @@ def test_a_run_tells_a_reward_its_device_unless_its_options_do():
     part = {"name": path}
     for name, options in {
         "weighted": {"rewards": [part]},
-        "gated": {"reward": part, "gate": part, "threshold": 0.0},
         "normalized": {"reward": part, "median": 0.0, "spread": 1.0},
     }.items():
         reward = RewardSpec(name, options).build("meta")
