@@ -31,7 +31,7 @@ class Component(BaseModel, extra="forbid"):
 
     @model_validator(mode="after")
     def _is_a_reward(self) -> Component:
-        registry.check(self.name, self.options or {})
+        registry.RewardSpec(self.name, self.options or {}).check()
         return self
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from flowalign import rewards
-from flowalign.rewards import RewardSpec, build, check, check_prompts, score
+from flowalign.rewards import RewardSpec, build, score
 from flowalign.rewards.combine import Weighted
 from flowalign.types import Scores
 
@@ -170,7 +170,7 @@ def test_what_cannot_work_is_refused_before_any_model_is_loaded():
     ]
     for name, options, said in cases:
         with pytest.raises(ValueError) as caught:
-            check(name, options)
+            RewardSpec(name, options).check()
         assert said in str(caught.value), options
         assert "Value error" not in str(caught.value)
 
@@ -181,5 +181,5 @@ def test_a_component_may_refuse_prompts():
         ("normalized", {"reward": {"name": "ocr"}, "median": 0.5, "spread": 0.1}),
     ):
         with pytest.raises(ValueError, match="quotes"):
-            check_prompts(name, options, ["no text here"], [{}])
+            RewardSpec(name, options).check_prompts(["no text here"], [{}])
     assert {"weighted", "normalized", "diversity"} <= set(rewards.names())

@@ -13,7 +13,7 @@ from vision_judge import tokenizer
 
 from flowalign.eval.scores import image_score
 from flowalign.eval.stats import rows_of
-from flowalign.rewards import check, check_prompts, score
+from flowalign.rewards import RewardSpec, score
 from flowalign.rewards.base import question_counts
 from flowalign.rewards.geneval2 import (
     GenEval2,
@@ -128,9 +128,9 @@ def test_wrong_options_and_prompts_are_refused_before_anything_is_loaded() -> No
         ({"endpoint": {}}, "'endpoint'"),
     ):
         with pytest.raises(ValueError) as caught:
-            check("geneval2", options)
+            RewardSpec("geneval2", options).check()
         assert key in str(caught.value), options
-    check_prompts("geneval2", {}, ["a"], [LINE])
+    RewardSpec("geneval2").check_prompts(["a"], [LINE])
     for change in (
         {"skills": ["count"]},
         {"atom_count": "3"},
@@ -138,4 +138,4 @@ def test_wrong_options_and_prompts_are_refused_before_anything_is_loaded() -> No
         {"vqa_list": None},
     ):
         with pytest.raises(ValueError, match="flowalign data fetch geneval2"):
-            check_prompts("geneval2", {}, ["a"], [LINE | change])
+            RewardSpec("geneval2").check_prompts(["a"], [LINE | change])
