@@ -49,7 +49,9 @@ class Clause(Exclusion):
     """An include clause: a class, how many of it, and what else its objects must show."""
 
     color: str = ""
-    position: tuple[Literal["left of", "right of", "above", "below"], int] = Field(default=None)
+    position: tuple[Literal["left of", "right of", "above", "below"], int] = Field(
+        default=None  # pyright: ignore[reportArgumentType]
+    )
     """The relation, and the index of the clause that it refers to. Null is refused: `judge` looks
     whether the key is there."""
 

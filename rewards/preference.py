@@ -216,8 +216,9 @@ class Aesthetic(Preference):
         offload: bool = False,
     ) -> None:
         weights = read_weights(head)  # before the large model, as the likelier to be wrong
-        self.clip: Clip = Clip(model, None, device, batch_size, offload)
-        width = self.clip.model.visual_projection.out_features
+        clip = Clip(model, None, device, batch_size, offload)
+        width = clip.model.visual_projection.out_features
+        self.clip = clip
         self.head = Head(width).requires_grad_(False).eval()
         fit_weights(self.head, weights, head)
         super().__init__(normalizer, model=model, head=head)

@@ -112,4 +112,5 @@ def compute_in_the_bases_dtype(model: nn.Module, name: str) -> None:
             continue
         layer.cast_input_dtype_enabled = False
         for half in halves:
-            half[name].__class__ = CastingLinear  # with the same parameter
+            # the parameter stays the same
+            half[name].__class__ = CastingLinear  # pyright: ignore[reportAttributeAccessIssue]
