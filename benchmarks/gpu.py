@@ -91,6 +91,11 @@ class Case:
 # Models of random weights, and random LoRAs on them ----------------------------------------------
 
 
+def changed(whole: Architecture, part: str, **changes: Any) -> Architecture:
+    """The architecture with other entries in the config of a part."""
+    return replace(whole, parts={**whole.parts, part: {**whole.parts[part], **changes}})
+
+
 def shapes(width: float = 1.0, layers: int | None = None) -> Architecture:
     """A share of the attention heads, and the first layers (None = all 24). Where there are fewer,
     half of them attend twice, as in the whole model."""
@@ -99,14 +104,15 @@ def shapes(width: float = 1.0, layers: int | None = None) -> Architecture:
         return medium
     all_dual = medium.parts["transformer"]["dual_attention_layers"]
     dual = [i for i in all_dual if i < (layers + 1) // 2]
-    return medium.changed("transformer", num_layers=layers, dual_attention_layers=dual)
+    return changed(medium, "transformer", num_layers=layers, dual_attention_layers=dual)
 
 
 def flux(width: float = 1.0, layers: int | None = None) -> Architecture:
     """FLUX.1-dev with a share of the attention heads, and with so many double blocks and twice as
     many single ones."""
     layers = layers or 19
-    whole = public()["black-forest-labs/FLUX.1-dev"].changed(
+    whole = changed(
+        public()["black-forest-labs/FLUX.1-dev"],
         "transformer",
         num_attention_heads=max(1, round(24 * width)),
         num_layers=layers,
@@ -120,7 +126,7 @@ def scaled(whole: Architecture, width: float) -> Architecture:
     transformer = whole.parts["transformer"]
     heads = max(1, round(transformer["num_attention_heads"] * width))
     inside = heads * transformer["attention_head_dim"]
-    narrow = whole.changed("transformer", num_attention_heads=heads, caption_projection_dim=inside)
+    narrow = changed(whole, "transformer", num_attention_heads=heads, caption_projection_dim=inside)
     return with_scaled_vae(narrow, width)
 
 
@@ -129,7 +135,7 @@ def with_scaled_vae(whole: Architecture, width: float) -> Architecture:
     vae = whole.parts["vae"]
     groups = max(1, round(vae["norm_num_groups"] * width))
     channels = [groups * max(1, round(n * width / groups)) for n in vae["block_out_channels"]]
-    return whole.changed("vae", block_out_channels=channels, norm_num_groups=groups)
+    return changed(whole, "vae", block_out_channels=channels, norm_num_groups=groups)
 
 
 def with_small_text(whole: Architecture, vocabulary: int) -> Architecture:
@@ -140,7 +146,7 @@ def with_small_text(whole: Architecture, vocabulary: int) -> Architecture:
     for name, config in whole.parts.items():
         if name.startswith("text_encoder"):
             fewer = t5 if config["model_type"] == "t5" else clip
-            whole = whole.changed(name, **ends, **fewer)
+            whole = changed(whole, name, **ends, **fewer)
     return whole
 
 

@@ -21,6 +21,7 @@ from flowalign.eval.stats import (
     headline_row,
     notes,
     number_text,
+    part_of,
     rows_of,
 )
 from flowalign.eval.suite import Benchmark, JudgedImages

@@ -43,8 +43,8 @@ from flowalign.system.packages import entry_points, installed
 from flowalign.types import Metadata
 
 __all__ = [
-    "REWARDS", "Cost", "RewardBase", "RewardSpec", "add_config_folder", "build", "check",
-    "check_prompts", "describe", "load", "names", "register", "score",
+    "REWARDS", "Cost", "RewardBase", "RewardSpec", "add_config_folder", "build", "describe", "load",
+    "names", "register", "score",
 ]  # fmt: skip
 
 Factory = TypeVar("Factory", bound=Callable[..., Any])
@@ -54,7 +54,6 @@ REWARDS: dict[str, str] = {
     "clipscore": "flowalign.rewards.preference:ClipScore",
     "diversity": "flowalign.rewards.preference:Diversity",
     "dpg": "flowalign.rewards.dpg:DPG",
-    "gated": "flowalign.rewards.combine:Gated",
     "geneval": "flowalign.rewards.geneval:GenEval",
     "geneval2": "flowalign.rewards.geneval2:GenEval2",
     "hpsv2": "flowalign.rewards.preference:HPSv2",
@@ -98,7 +97,7 @@ def names() -> list[str]:
 def build(name: str, **options: Any) -> RewardBase:
     """The reward of that name (or dotted path), built with these options.
 
-    Raises ValueError as `check` does, and whatever the reward's own constructor raises.
+    Raises ValueError as `RewardSpec.check` does, and whatever the reward's own constructor raises.
     """
     spec = RewardSpec(name, options)
     spec.check()
@@ -107,25 +106,6 @@ def build(name: str, **options: Any) -> RewardBase:
     if isinstance(reward, Wrapped) and not callable(reward.reward):
         raise ValueError(f"{name!r} makes a {type(reward.reward).__name__}, which is no reward.")
     return reward
-
-
-def check(name: str, options: Mapping[str, Any]) -> None:
-    """Raise ValueError if no reward has that name, or if it does not take these options.
-
-    Imports the reward's module, but builds nothing and loads no model. What an option may be is
-    read off the reward's signature: see `flowalign.rewards.options.check_call`.
-    """
-    RewardSpec(name, options).check()
-
-
-def check_prompts(
-    name: str, options: Mapping[str, Any], prompts: Sequence[str], metadata: Metadata
-) -> None:
-    """Raise ValueError if the reward cannot judge images of one of these prompts.
-
-    name, options: as for `check`, which is called before. Loads no model.
-    """
-    RewardSpec(name, options).check_prompts(prompts, metadata)
 
 
 @dataclass(frozen=True)
@@ -166,11 +146,16 @@ class RewardSpec:
             yield from replace(self, name=component["name"], options=options).parts()
 
     def check(self) -> None:
-        """Raise ValueError if no reward has that name, or if it does not take these options."""
+        """Raise ValueError if no reward has that name, or if it does not take these options.
+
+        Imports the reward's module, but builds nothing and loads no model. What an option may be is
+        read off the reward's signature: see `flowalign.rewards.options.check_call`.
+        """
         check_call(f"reward {self.name!r}", self.reward_class, self.options)
 
     def check_prompts(self, prompts: Sequence[str], metadata: Metadata) -> None:
-        """Raise ValueError if the reward cannot judge images of one of these prompts."""
+        """Raise ValueError if the reward cannot judge images of one of these prompts. Call `check`
+        first. Loads no model."""
         for part in self.parts():
             part.reward_class.check_prompts(prompts, metadata, **part.options)
 

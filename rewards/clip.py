@@ -56,9 +56,8 @@ def clip_processor(size: int) -> Any:
 
 def batches(images: Tensor, batch_size: int) -> Iterator[list[np.ndarray]]:
     """images [B,3,H,W] in [0,1] as lists of uint8 [H,W,3]; ValueError for NaN and infinity."""
-    if len(images):  # `split` makes an empty chunk of none
-        for chunk in images.split(batch_size):
-            yield [to_uint8(image) for image in chunk]
+    for chunk in images.split(batch_size):
+        yield [to_uint8(image) for image in chunk]
 
 
 def pixel_values(processor: Any, pictures: list[np.ndarray]) -> Tensor:
@@ -107,7 +106,7 @@ def letterbox(picture: np.ndarray, size: int) -> np.ndarray:
 class TwoTowers:
     """An image tower and a text tower; a subclass has the code that calls them.
 
-    width: D. device: where they compute, None = the GPU if there is one. batch_size: images a
+    device: where they compute, None = the GPU if there is one. batch_size: images a
     forward pass; texts are encoded one by one. offload: `flowalign.backbone.placement.Placement`.
     """
 
@@ -118,14 +117,12 @@ class TwoTowers:
     def __init__(
         self,
         model: nn.Module,
-        width: int,
         device: str | torch.device | None = None,
         batch_size: int = 64,
         offload: bool = False,
     ) -> None:
         self.placement = Placement(model, device, offload)
         self.device = self.placement.device
-        self.width = width
         self.batch_size = batch_size
         self._text_vector = lru_cache(TEXT_CACHE)(self._encode_text)
 
@@ -136,11 +133,9 @@ class TwoTowers:
         The images pass through the preprocessing as 8-bit pixels, as files would. Raises ValueError
         for pixels that are NaN or infinite.
         """
-        parts = [torch.empty(0, self.width, device=self.device)]
         with self.placement:
-            for pictures in batches(images, self.batch_size):
-                parts.append(normalize(self._encode_images(pictures), dim=-1))
-        return torch.cat(parts)
+            pictures = batches(images, self.batch_size)
+            return torch.cat([normalize(self._encode_images(part), dim=-1) for part in pictures])
 
     def with_gradient(self, images: Tensor) -> Tensor:
         """The vectors as by `image_features`, with a gradient and without rounding to 8 bits."""
@@ -152,8 +147,7 @@ class TwoTowers:
         """Unit vectors [P,D], float32. Kept vectors are reused; a prompt too long is cut. A vector
         depends on its prompt alone, to the bit: not on other prompts, now or before."""
         with self.placement:
-            vectors = [torch.empty(0, self.width), *(self._text_vector(p)[None] for p in prompts)]
-            return torch.cat(vectors).to(self.device)
+            return torch.stack(list(map(self._text_vector, prompts))).to(self.device)
 
     def cosine(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
         """cos(image, its prompt) [B], on the CPU, of images [B,3,H,W] and their B prompts."""
@@ -198,7 +192,7 @@ class Clip(TwoTowers):
         positions = self.model.text_model.embeddings.position_embedding.num_embeddings
         self.context = min(CONTEXT, positions, self.tokenizer.model_max_length)  # often 1e30
         self.scale = float(self.model.logit_scale.detach().exp())
-        super().__init__(self.model, self.model.visual_projection.out_features, *computing)
+        super().__init__(self.model, *computing)
 
     def _encode(self, values: Tensor) -> Tensor:
         return _pooled(self.model.get_image_features(values))
@@ -222,7 +216,7 @@ class Dino(TwoTowers):
         name, at = _located(model)
         self.model: Any = load_complete(AutoModel, name, **at).float()
         self.pixels = ImageProcessor.from_pretrained(name, **at)
-        super().__init__(self.model, self.model.config.hidden_size, *computing)
+        super().__init__(self.model, *computing)
 
     def _encode(self, values: Tensor) -> Tensor:
         return self.model(values).pooler_output

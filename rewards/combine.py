@@ -1,4 +1,4 @@
-"""Rewards made of rewards: a weighted sum, a product, a gate, a common scale.
+"""Rewards made of rewards: a weighted sum, a product, a common scale.
 
 A component is given as in a config, {name, options}: a name of flowalign.rewards and its options.
 An image that a component failed on is invalid, with the component's reason; a component of weight 0
@@ -19,7 +19,7 @@ from torch import Tensor
 import flowalign.rewards as registry
 from flowalign.rewards.base import RewardBase
 from flowalign.rewards.options import Device, Divisor, Number
-from flowalign.rewards.scoring import assemble, score
+from flowalign.rewards.scoring import score
 from flowalign.types import Metadata, Scores
 
 
@@ -31,7 +31,7 @@ class Component(BaseModel, extra="forbid"):
 
     @model_validator(mode="after")
     def _is_a_reward(self) -> Component:
-        registry.check(self.name, self.options or {})
+        registry.RewardSpec(self.name, self.options or {}).check()
         return self
 
 
@@ -55,10 +55,9 @@ Term = Annotated[Mapping[str, Any], GetPydanticSchema(lambda _, model: model(Sum
 
 
 class Composed(RewardBase):
-    """Base: components {label: reward}, and numbers that say how they are composed."""
+    """Base: components {label: reward}."""
 
-    def __init__(self, specs: Mapping[str, Spec], device: Device, **settings: float) -> None:
-        self.settings = settings
+    def __init__(self, specs: Mapping[str, Spec], device: Device) -> None:
         self.components = {
             label: registry.RewardSpec(spec["name"], spec.get("options") or {}).build(device)
             for label, spec in specs.items()
@@ -67,12 +66,7 @@ class Composed(RewardBase):
 
     @classmethod
     def made_of(cls, **options: Any) -> list[Mapping[str, Any]]:
-        specs = (*options.get("rewards", ()), options.get("reward"), options.get("gate"))
-        return [spec for spec in specs if spec is not None]  # None: not an option of this class
-
-    def describe(self) -> dict[str, Any]:
-        parts = {label: registry.describe(reward) for label, reward in self.components.items()}
-        return {"name": self.name, **parts, **self.settings}
+        return [*options.get("rewards", ()), *filter(None, [options.get("reward")])]
 
 
 class Terms(Composed):
@@ -137,36 +131,6 @@ class Product(Terms):
         return _join(value, components, self.exponents)
 
 
-class Gated(Composed):
-    """`reward` where `gate` is at least `threshold`, else `below`: quality only counts once the
-    task is done. Images that do not pass the gate are not shown to `reward`; their parts are NaN.
-    """
-
-    name = "gated"
-
-    def __init__(
-        self,
-        reward: Spec,
-        gate: Spec,
-        threshold: Number,
-        below: Number = 0.0,
-        *,
-        device: Device = None,
-    ) -> None:
-        specs = {"reward": reward, "gate": gate}
-        super().__init__(specs, device, threshold=threshold, below=below)
-
-    def __call__(self, images: Tensor, prompts: Sequence[str], metadata: Metadata) -> Scores:
-        gate = score(self.components["gate"], images, prompts, metadata)
-        opened = gate.value >= self.settings["threshold"]  # NaN does not pass
-        rows: list[int] = opened.nonzero().flatten().tolist()
-        inputs = images[rows], [prompts[r] for r in rows], [metadata[r] for r in rows]
-        passed = assemble(len(images), [(rows, score(self.components["reward"], *inputs))])
-        passed = replace(passed, valid=passed.valid | ~opened)  # not shown is no failure
-        value = torch.where(opened, passed.value, float(self.settings["below"]))
-        return _join(value.masked_fill(~gate.valid, torch.nan), {"gate": gate, "reward": passed})
-
-
 class Normalized(Composed):
     """1 / (1 + exp(-(value - median) / spread)): the reward on a scale of (0, 1), median -> .5.
 
@@ -183,26 +147,31 @@ class Normalized(Composed):
     def __init__(
         self, reward: Spec, median: Number, spread: Divisor, *, device: Device = None
     ) -> None:
-        super().__init__({"reward": reward}, device, median=median, spread=spread)
-        self.headline = self.components["reward"].headline or "raw"  # comparable
-        self.counts = self.components["reward"].counts  # its parts are kept
+        super().__init__({"reward": reward}, device)
+        self.reward = self.components["reward"]
+        self.median = median
+        self.spread = spread
+        self.headline = self.reward.headline or "raw"  # comparable
+        self.counts = self.reward.counts  # its parts are kept
+
+    def describe(self) -> dict[str, Any]:
+        numbers = {"median": self.median, "spread": self.spread}
+        return {"name": self.name, "reward": registry.describe(self.reward), **numbers}
 
     def __call__(self, images: Tensor, prompts: Sequence[str], metadata: Metadata) -> Scores:
-        scores = score(self.components["reward"], images, prompts, metadata)
-        value = torch.sigmoid((scores.value - self.settings["median"]) / self.settings["spread"])
+        scores = score(self.reward, images, prompts, metadata)
+        value = torch.sigmoid((scores.value - self.median) / self.spread)
         return replace(scores, value=value, parts={**scores.parts, "raw": scores.value})
 
 
-def _join(
-    value: Tensor, components: Mapping[str, Scores], weights: Mapping[str, float] = {}
-) -> Scores:
+def _join(value: Tensor, components: Mapping[str, Scores], weights: Mapping[str, float]) -> Scores:
     """The value with the components' parts and reasons; invalid where a component with weight
     is."""
     valid = torch.isfinite(value)
     parts = {}
     texts: dict[int, list[str]] = {}
     for label, scores in components.items():
-        valid &= scores.valid | (weights.get(label) == 0)
+        valid &= scores.valid | (weights[label] == 0)
         parts[label] = scores.value
         parts |= {f"{label}/{name}": part for name, part in scores.parts.items()}
         for row, text in scores.reasons.items():

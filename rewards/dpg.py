@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Annotated, Any, Literal
@@ -118,14 +119,11 @@ class DPG(AskedReward):
                 reasons[row] = f"{type(error).__name__}: {error}"
                 continue
             if self.rule == "corrected" or last[prompt] == row:
-                skills_of = {
-                    n: {skill, skill.split("-")[0].strip()}
-                    for n, (_, skill, _) in by_number.items()
-                }
-                for name in set().union(*skills_of.values()):
-                    scores[name] = fmean(
-                        yes[n] for n, skills in skills_of.items() if name in skills
-                    )
+                by_skill = defaultdict[str, list[float]](list)
+                for number, (_, skill, _) in by_number.items():
+                    for name in {skill, skill.split("-")[0].strip()}:
+                        by_skill[name].append(yes[number])
+                scores |= {name: fmean(answers) for name, answers in by_skill.items()}
                 if self.rule == "official" and meta.get("first_row"):  # `_ask` skips it
                     scores["left_out"] = 1.0
             rows.append(scores)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -48,15 +49,11 @@ class Clause(Exclusion):
     """An include clause: a class, how many of it, and what else its objects must show."""
 
     color: str = ""
-    position: tuple[Literal["left of", "right of", "above", "below"], int] | None = None
-    """The relation, and the index of the clause that it refers to."""
-
-    @field_validator("position", mode="before")
-    @classmethod
-    def _check_position(cls, value: Any) -> Any:
-        if not isinstance(value, list | tuple):  # null, too: `judge` looks whether the key is there
-            raise ValueError("want a relation and the index of a clause, or leave it out")
-        return tuple(value)
+    position: tuple[Literal["left of", "right of", "above", "below"], int] = Field(
+        default=None  # pyright: ignore[reportArgumentType]
+    )
+    """The relation, and the index of the clause that it refers to. Null is refused: `judge` looks
+    whether the key is there."""
 
 
 class Form(BaseModel, strict=True):
@@ -149,7 +146,7 @@ class GenEval(RewardBase):
             read = {key: meta[key] for key in Form.model_fields if key in meta}
             where = f"number {number} of {len(prompts)}: prompt {shown(repr(prompt))}"
             try:
-                form = Form.model_validate(read)
+                form = Form.model_validate_json(json.dumps(read, default=str))
             except ValidationError as error:
                 first = error.errors()[0]
                 key = ".".join(map(str, first["loc"]))

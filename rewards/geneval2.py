@@ -29,7 +29,6 @@ MODEL = "Qwen/Qwen3-VL-8B-Instruct"  # the benchmark's own judge
 WORDS = ("one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
 YES, NO = ["Yes", "yes", " yes", " Yes"], ["No", "no", " no", " No"]
 SKILLS = {"object", "attribute", "count", "position", "verb"}
-Probabilities = Mapping[Any, float]  # {token: its probability}; that of others counts as 0
 
 
 def spellings(question: str, answer: str) -> list[str]:
@@ -48,11 +47,10 @@ def first_tokens(tokenizer: Any) -> dict[str, int]:
     return {text: tokenizer.encode(text, add_special_tokens=False)[0] for text in texts}
 
 
-def question_score(
-    table: Probabilities, first: Mapping[str, Any], question: str, answer: str
-) -> float:
-    """A token counts once for each spelling that begins with it, by `first`: it may exceed 1."""
-    return sum(table.get(first[text], 0.0) for text in spellings(question, answer))
+def question_score(table: Any, first: Mapping[str, Any], question: str, answer: str) -> float:
+    """The score by a table {token: its probability}. A token counts once for each spelling that
+    begins with it, by `first`: the score may exceed 1."""
+    return sum(float(table[first[text]]) for text in spellings(question, answer))
 
 
 def soft_tifa(scores: Sequence[float]) -> tuple[float, float]:
@@ -84,25 +82,16 @@ class Local:
         commit = getattr(self.network.config, "_commit_hash", None)
         self.settings = {"engine": "transformers, full softmax", "model": model, "revision": commit}
 
-    def ask(self, images: Tensor, questions: Sequence[tuple[int, str]]) -> list[Probabilities]:
-        """The probabilities of the tokens to begin each answer. questions: row of images [B,3,H,W],
-        question."""
-        tokens = set(self.first.values())
-        probabilities = self._probabilities(images, questions)
-        return [{token: float(p[token]) for token in tokens} for p in probabilities]
-
     def decide(self, images: Tensor, questions: Sequence[tuple[int, str]]) -> list[str]:
         """ "yes" or "no": the likelier one to begin the answer, in any of its spellings."""
-        probabilities = self._probabilities(images, questions)
-        first = self.first
-        yes, no = ([first[text] for text in texts] for texts in (YES, NO))
-        return ["yes" if p[yes].sum() > p[no].sum() else "no" for p in probabilities]
+        yes, no = ([self.first[text] for text in texts] for texts in (YES, NO))
+        answers = self.ask(images, questions)
+        return ["yes" if p[yes].sum() > p[no].sum() else "no" for p in answers]
 
     @torch.no_grad()
-    def _probabilities(
-        self, images: Tensor, questions: Sequence[tuple[int, str]]
-    ) -> Iterator[Tensor]:
-        """The probability of every token to be the first of an answer: [V], on the CPU."""
+    def ask(self, images: Tensor, questions: Sequence[tuple[int, str]]) -> Iterator[Tensor]:
+        """The probability of every token to be the first of each answer: [V], on the CPU.
+        questions: row of images [B,3,H,W], question."""
         form = {"add_generation_prompt": True, "tokenize": True, "return_dict": True}
         more = {"max_new_tokens": 1, "do_sample": False}
         more |= {"output_logits": True, "return_dict_in_generate": True}

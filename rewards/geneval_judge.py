@@ -12,6 +12,7 @@ official detector yields float32, and float32(0.3) must fail `> 0.3`.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -173,13 +174,12 @@ def summarize(rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     prompts with at least one; counts {tag: number of images}.
     Raises ValueError where there are no rows.
     """
-    by_tag: dict[str, list[bool]] = {}
-    by_prompt: dict[tuple[str, str], bool] = {}
+    by_tag = defaultdict[str, list[bool]](list)
+    by_prompt = defaultdict[tuple[str, str], bool](bool)
     for row in rows:
         correct = bool(row["correct"])
-        key = (row["tag"], row["prompt"])
-        by_tag.setdefault(row["tag"], []).append(correct)
-        by_prompt[key] = by_prompt.get(key, False) or correct
+        by_tag[row["tag"]].append(correct)
+        by_prompt[row["tag"], row["prompt"]] |= correct
     if not by_tag:
         raise ValueError("no images to summarize: rows is empty.")
     tasks = {tag: sum(hits) / len(hits) for tag, hits in by_tag.items()}
@@ -197,14 +197,13 @@ def _boxes(raw: Sequence[Sequence[float]]) -> np.ndarray:
     return np.asarray(raw, dtype=np.float32).reshape(-1, 5)  # [N,5], also where there are none
 
 
-def _area(x1: np.float32, y1: np.float32, x2: np.float32, y2: np.float32) -> np.float32:
-    zero, one = np.float32(0), np.float32(1)
-    return max(x2 - x1 + one, zero) * max(y2 - y1 + one, zero)
+def _area(upper_left: np.ndarray, lower_right: np.ndarray) -> np.float32:
+    return np.maximum(lower_right - upper_left + 1, 0).prod()
 
 
 def _iou(a: np.ndarray, b: np.ndarray) -> np.float32:
-    inner = _area(max(a[0], b[0]), max(a[1], b[1]), min(a[2], b[2]), min(a[3], b[3]))
-    union = _area(*a[:4]) + _area(*b[:4]) - inner
+    inner = _area(np.maximum(a[:2], b[:2]), np.minimum(a[2:4], b[2:4]))
+    union = _area(a[:2], a[2:4]) + _area(b[:2], b[2:4]) - inner
     return inner / union if union else np.float32(0)  # boxes without area do not overlap
 
 

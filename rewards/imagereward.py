@@ -104,7 +104,7 @@ class ImageReward(Preference):
     def raw(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
         """(r - mean) / std [B]."""
         device = self.placement.device
-        scores = [torch.empty(0)]
+        scores = []
         with self.placement:
             for number, pictures in enumerate(clip.batches(images, self.batch_size)):
                 start = number * self.batch_size

@@ -215,17 +215,14 @@ def instances(
 def tight(inside: Tensor) -> tuple[np.ndarray, list[np.ndarray]]:
     """Boxes [N,4] of masks [N,H,W], right and bottom exclusive (all 0 of an empty mask), and the
     masks within them."""
-    columns, rows = inside.any(1).cpu().numpy(), inside.any(2).cpu().numpy()
-    masks = inside.cpu().numpy()
-    filled = columns.any(1)
-    x1, y1 = columns.argmax(1), rows.argmax(1)
-    x2 = (columns.shape[1] - columns[:, ::-1].argmax(1)) * filled
-    y2 = (rows.shape[1] - rows[:, ::-1].argmax(1)) * filled
-    boxes = np.stack([x1, y1, x2, y2], 1)
-    crops = [
-        mask[top:bottom, left:right].copy()
-        for mask, (left, top, right, bottom) in zip(masks, boxes, strict=True)
-    ]
+    boxes = np.zeros((len(inside), 4), int)
+    crops = []
+    for box, mask in zip(boxes, inside.cpu().numpy(), strict=True):
+        x, y = (mask.any(axis).nonzero()[0] for axis in (0, 1))
+        if len(x):
+            box[:] = x[0], y[0], x[-1] + 1, y[-1] + 1
+        x1, y1, x2, y2 = box
+        crops.append(mask[y1:y2, x1:x2].copy())
     return boxes, crops
 
 

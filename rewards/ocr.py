@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import cache, partial
 from importlib.metadata import version
-from queue import SimpleQueue
 from statistics import fmean
 from typing import Any, Literal, Protocol
 
@@ -237,7 +236,6 @@ class RapidOCREngine:
         rec_width: Count = 320,
     ) -> None:
         rapidocr = require("rapidocr", "this reward reads text with")
-        self.longest = limit_side_len if limit_type == "max" else None
         self._ocr: Any = rapidocr.RapidOCR(
             params={
                 "Global.log_level": "critical",
@@ -366,7 +364,7 @@ class OCR(RewardBase):
     and a prompt without a target raise: see `flowalign.rewards.score`.
     parts: "exact", 1 where the text equals the target but for case and spaces, else 0, and the
     value under the length of the target; of several texts those of their rule.
-    `engine.name` names the engine, its models and settings. workers change no result.
+    The name of an engine says its models and settings. workers change no result.
     """
 
     name = "ocr"
@@ -387,13 +385,12 @@ class OCR(RewardBase):
         workers: Count = 1,
         **engine_options: Any,
     ) -> None:
-        self.engines = [engine]
+        self.engines: list[Any] = [engine]
         self.alphabet = partial(alphabet, str(engine), engine_options.get("lang", "en"))
         if isinstance(engine, str):
             self.engines = [ENGINES[engine](**engine_options) for _ in range(workers)]
-        self.engine: Any = self.engines[0]
         self.rule = RULES[rule]
-        self.settings = {"engine": self.engine.name, "rule": rule}
+        self.settings = {"engine": self.engines[0].name, "rule": rule}
 
     @classmethod
     def check_options(cls, engine: str | Engine = "rapidocr", **options: Any) -> None:
@@ -444,22 +441,16 @@ class OCR(RewardBase):
             reasons[row] = f"read {repr(read) if read else 'nothing'} for {wanted!r}"
         return Scores.of_rows(rows, reasons)
 
-    def resize_factor(self, height: int, width: int) -> float:
-        limit = getattr(self.engine, "longest", None)
-        return limit / max(height, width) if limit else 1.0
-
     def _read(self, pictures: Sequence[np.ndarray]) -> list[list[Line]]:
         """The lines of each picture; every worker has an engine of its own."""
-        free: SimpleQueue[Any] = SimpleQueue()
-        for engine in self.engines:
-            free.put(engine)
+        free = list(self.engines)
 
         def read(picture: np.ndarray) -> list[Line]:
-            engine = free.get()  # never waits: there are as many threads as engines
+            engine = free.pop()  # never empty: there are as many threads as engines
             try:
                 return engine.read(picture)
             finally:
-                free.put(engine)
+                free.append(engine)
 
         with ThreadPoolExecutor(len(self.engines)) as pool:  # the engines release the GIL
             return list(pool.map(read, pictures))

@@ -56,10 +56,6 @@ class Preference(RewardBase):
         """The published score [B], on the CPU, of images [B,3,H,W] in [0,1] and their prompts."""
         return self.clip.scale * self.clip.cosine(images, prompts)
 
-    def resize_factor(self, height: int, width: int) -> float:
-        pixels = getattr(self, "pixels", None) or self.clip.pixels
-        return (pixels.size.get("shortest_edge") or min(height, width)) / min(height, width)
-
     def with_gradient(self, images: Tensor, prompts: Sequence[str], metadata: Metadata) -> Tensor:
         return self._raw_with_gradient(images, prompts) / self.normalizer
 
@@ -175,7 +171,7 @@ class OpenClipTowers(TwoTowers):
         self.tokenizer = open_clip.get_tokenizer(architecture)
         self.size = int(config["vision_cfg"]["image_size"])
         self.pixels = clip_processor(self.size)
-        super().__init__(self.model, config["embed_dim"], *computing)
+        super().__init__(self.model, *computing)
 
     def _encode_images(self, pictures: list[np.ndarray]) -> Tensor:
         return super()._encode_images([letterbox(picture, self.size) for picture in pictures])
@@ -220,8 +216,10 @@ class Aesthetic(Preference):
         offload: bool = False,
     ) -> None:
         weights = read_weights(head)  # before the large model, as the likelier to be wrong
-        self.clip = Clip(model, None, device, batch_size, offload)
-        self.head = Head(self.clip.width).requires_grad_(False).eval()
+        clip = Clip(model, None, device, batch_size, offload)
+        width = clip.model.visual_projection.out_features
+        self.clip = clip
+        self.head = Head(width).requires_grad_(False).eval()
         fit_weights(self.head, weights, head)
         super().__init__(normalizer, model=model, head=head)
 

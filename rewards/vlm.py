@@ -80,16 +80,11 @@ class Template:
         return score
 
 
-def _templates() -> dict[str, Template]:
-    spoken = load_yaml(Path(__file__).with_name("vlm_templates.yaml").read_text("utf-8"))
-    templates = {name: Template(**fields) for name, fields in spoken.items()}
-    strict = templates["qwenvl"]
-    plain = replace(strict, text=strict.text.replace("{strict}\n", ""))
-    strict = replace(strict, text=strict.text.replace("{strict}", "Be extremely strict."))
-    return templates | {"qwenvl": plain, "qwenvl_strict": strict}
-
-
-TEMPLATES = _templates()
+SPOKEN = load_yaml(Path(__file__).with_name("vlm_templates.yaml").read_text("utf-8"))
+TEMPLATES = {name: Template(**fields) for name, fields in SPOKEN.items()}
+LAST = "First write down"
+STRICT = TEMPLATES["qwenvl"].text.replace(LAST, f"Be extremely strict.\n{LAST}")
+TEMPLATES["qwenvl_strict"] = replace(TEMPLATES["qwenvl"], text=STRICT)
 
 
 class VLM(RewardBase):
@@ -154,9 +149,6 @@ class VLM(RewardBase):
         reasons = {row: f"{type(error).__name__}: {error}" for row, error in errors.items()}
         raw = torch.tensor([math.nan if row in errors else s for row, s in enumerate(scores)])
         return Scores(raw / self.template.scale, torch.isfinite(raw), {"raw": raw}, reasons)
-
-    def resize_factor(self, height: int, width: int) -> float:
-        return self.image_size / max(height, width) if self.image_size else 1.0
 
     def say(
         self, images: Tensor, questions: Sequence[tuple[int, str]], max_tokens: int

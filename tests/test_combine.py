@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from flowalign import rewards
-from flowalign.rewards import RewardSpec, build, check, check_prompts, score
+from flowalign.rewards import RewardSpec, build, score
 from flowalign.rewards.combine import Weighted
 from flowalign.types import Scores
 
@@ -111,22 +111,6 @@ def test_a_weight_of_zero_takes_a_component_out_of_the_value(name: str, nothing:
     assert ask(build(name, rewards=idle)).value.tolist() == [nothing] * 6
 
 
-def test_a_gate_lets_the_reward_count_only_past_its_threshold():
-    bright = brightness(IMAGES, PROMPTS, METADATA).value
-    middle = float(bright.median())
-    found = ask(build("gated", reward=RED, gate=spec("brightness"), threshold=middle, below=-1.0))
-    expected = torch.where(bright >= middle, REDNESS, -1.0)
-    assert torch.allclose(found.value, expected)
-    assert bool(found.valid.all())
-    assert torch.isnan(found.parts["reward"][bright < middle]).all()
-
-
-def test_a_gate_that_failed_is_no_gate_that_is_shut():
-    found = ask(build("gated", reward=RED, gate=spec("refusing"), threshold=2.0))
-    assert found.valid.tolist() == [True, False, True, True, True, True]
-    assert found.value[[0, 2, 3, 4, 5]].tolist() == [0.0] * 5
-
-
 def test_the_median_is_worth_a_half_and_order_is_kept():
     median = float(REDNESS.quantile(0.5))
     found = ask(build("normalized", reward=RED, median=median, spread=0.05))
@@ -178,15 +162,15 @@ def test_what_cannot_work_is_refused_before_any_model_is_loaded():
         ("weighted", {"rewards": [ocr | {"wieght": 1}]}, "`rewards.0.wieght`"),
         ("weighted", {"rewards": [ocr, ocr]}, "`label`"),
         ("weighted", {"rewards": [ocr | {"options": {"rule": "x"}}]}, "`rule` of reward 'ocr'"),
-        ("gated", {"reward": RED, "gate": RED, "threshold": math.nan}, "`threshold`"),
-        ("gated", {"reward": RED, "gate": {}, "threshold": 1.0}, "`gate.name`"),
-        ("product", {"rewards": [{"name": "gated"}]}, "`rewards.0`"),
+        ("normalized", {"reward": RED, "median": math.nan, "spread": 1.0}, "`median`"),
+        ("normalized", {"reward": {}, "median": 0.0, "spread": 1.0}, "`reward.name`"),
+        ("product", {"rewards": [{"name": "normalized"}]}, "`rewards.0`"),
         ("normalized", {"reward": RED, "median": 0.5, "spread": 0}, "`spread`"),
         ("diversity", {"model": "./nowhere"}, "`model`"),
     ]
     for name, options, said in cases:
         with pytest.raises(ValueError) as caught:
-            check(name, options)
+            RewardSpec(name, options).check()
         assert said in str(caught.value), options
         assert "Value error" not in str(caught.value)
 
@@ -194,9 +178,8 @@ def test_what_cannot_work_is_refused_before_any_model_is_loaded():
 def test_a_component_may_refuse_prompts():
     for name, options in (
         ("weighted", {"rewards": [RED, {"name": "ocr"}]}),
-        ("gated", {"reward": RED, "gate": {"name": "ocr"}, "threshold": 1.0}),
         ("normalized", {"reward": {"name": "ocr"}, "median": 0.5, "spread": 0.1}),
     ):
         with pytest.raises(ValueError, match="quotes"):
-            check_prompts(name, options, ["no text here"], [{}])
-    assert {"weighted", "gated", "normalized", "diversity"} <= set(rewards.names())
+            RewardSpec(name, options).check_prompts(["no text here"], [{}])
+    assert {"weighted", "normalized", "diversity"} <= set(rewards.names())

@@ -596,7 +596,7 @@ def test_a_url_with_a_secret_is_refused_wherever_it_stands_and_not_shown(url: st
         (said,) = problems(raw(), override)
         assert said.startswith(f"{place}: ") and "s3cret" not in said
     with pytest.raises(ValueError, match="URL") as caught:
-        rewards.check("remote", {"urls": url})
+        rewards.RewardSpec("remote", {"urls": url}).check()
     assert "s3cret" not in str(caught.value)
 
 

@@ -68,9 +68,9 @@ def test_similarity_is_the_mean_cosine_to_the_images_of_a_folder(tmp_path: Path)
 
 def test_similarity_refuses_a_folder_without_images_and_a_file_that_is_none(tmp_path: Path):
     with pytest.raises(ValueError, match="`images`"):
-        rewards.check("similarity", {"images": str(tmp_path)})
+        rewards.RewardSpec("similarity", {"images": str(tmp_path)}).check()
     (tmp_path / "a.png").write_text("no image")
-    rewards.check("similarity", {"images": str(tmp_path)})
+    rewards.RewardSpec("similarity", {"images": str(tmp_path)}).check()
     with pytest.raises(ValueError, match=r"a\.png"):
         rewards.build("similarity", images=str(tmp_path), model="fakes:mean_colour")
 

@@ -224,7 +224,7 @@ def check_arguments(command: Command, what: str, namespace: argparse.Namespace) 
     if isinstance(name, str) and what in ("flowalign doctor", "flowalign serve-reward"):
         options = assignments(given["options"] if "reward" in given else given["pairs"])
         if ":" not in name:  # a module of the reader's is checked with its page's blocks
-            rewards.check(PLUGINS.get(name, name), options)
+            rewards.RewardSpec(PLUGINS.get(name, name), options).check()
     loras = given.get("lora") or []
     named = [text.rpartition("=")[2] for text in ([loras] if isinstance(loras, str) else loras)]
     theirs = {text for words in inits() for text in words}  # LoRAs of the reader's own

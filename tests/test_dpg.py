@@ -13,7 +13,7 @@ from test_vlm import asked, serve  # noqa: F401
 
 from flowalign.eval.scores import image_score
 from flowalign.eval.stats import rows_of
-from flowalign.rewards import RewardSpec, build, check, check_prompts, describe, score
+from flowalign.rewards import RewardSpec, build, describe, score
 from flowalign.rewards.dpg import with_dependencies
 from flowalign.training.data import load_prompts
 from flowalign.types import EvalImage, EvalRow, ImageScore, PromptBatch
@@ -176,9 +176,9 @@ def test_wrong_options_and_prompts_are_refused_before_anything_is_loaded() -> No
         ({"endpoint": {"url": "localhost"}}, "`url`"),
     ):
         with pytest.raises(ValueError) as caught:
-            check("dpg", options)
+            RewardSpec("dpg", options).check()
         assert key in str(caught.value), options
-    check_prompts("dpg", {}, ["a"], [LINE])
+    RewardSpec("dpg").check_prompts(["a"], [LINE])
     first, second = LINE["questions"]
     wrong = [["2", "one", *second[2:]], second[:3]]
     for change in (
@@ -187,7 +187,7 @@ def test_wrong_options_and_prompts_are_refused_before_anything_is_loaded() -> No
         {"questions": [first], "skills": []},
     ):
         with pytest.raises(ValueError, match="flowalign data fetch dpg_bench"):
-            check_prompts("dpg", {}, ["a"], [LINE | change])
+            RewardSpec("dpg").check_prompts(["a"], [LINE | change])
     with pytest.raises(ValueError, match="flowalign data fetch dpg_bench"):
-        check_prompts("dpg", {}, ["a"], [{"item_id": "7"}])  # the folder of prompts
+        RewardSpec("dpg").check_prompts(["a"], [{"item_id": "7"}])  # the folder of prompts
     assert RewardSpec("dpg", {"model": "mplug"}).missing_packages == ["dpg_evaluator"]

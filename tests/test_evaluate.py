@@ -75,7 +75,7 @@ def test_a_judge_that_shrinks_images_says_so_once(caplog: pytest.LogCaptureFixtu
 def test_the_judges_of_other_benchmarks_are_rewards_with_options_that_they_take(model: str) -> None:
     for raw in more_benchmarks(model).values():
         for judge in BenchmarkConfig(**raw).judges.values():
-            rewards.check(judge.name, judge.options)
+            rewards.RewardSpec(judge.name, judge.options).check()
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from flowalign.rewards import check_prompts
+from flowalign.rewards import RewardSpec
 from flowalign.rewards.geneval import GenEval
 from flowalign.rewards.geneval_judge import judge, partial_credit, select, summarize
 
@@ -139,7 +139,7 @@ def test_a_colour_or_thing_that_the_judge_never_answers_is_refused() -> None:
     def checked(detector: str | None, **keys: Any) -> None:
         clause = {"class": "bench", "count": 1, **keys}
         options = {"detector": detector} if detector else {}
-        check_prompts("geneval", options, ["a"], [{"include": [clause]}])
+        RewardSpec("geneval", options).check_prompts(["a"], [{"include": [clause]}])
 
     checked(None, color="red")
     for word in ("crimson", "grey", "Red"):

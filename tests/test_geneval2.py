@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections import defaultdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +13,7 @@ from vision_judge import tokenizer
 
 from flowalign.eval.scores import image_score
 from flowalign.eval.stats import rows_of
-from flowalign.rewards import check, check_prompts, score
+from flowalign.rewards import RewardSpec, score
 from flowalign.rewards.base import question_counts
 from flowalign.rewards.geneval2 import (
     GenEval2,
@@ -31,7 +32,7 @@ BENCH: Any = SimpleNamespace(name="geneval2", headline="gm")
 
 def scored(case: dict[str, Any]) -> list[float]:
     pairs = zip(case["probabilities"], case["vqa_list"], strict=True)
-    return [question_score(table, FIRST, *pair) for table, pair in pairs]
+    return [question_score(defaultdict(float, table), FIRST, *pair) for table, pair in pairs]
 
 
 def line(*questions: tuple[str, str, str], atoms: int = 3) -> dict[str, Any]:
@@ -83,12 +84,14 @@ def test_what_is_accepted_and_what_is_its_first_token() -> None:
     words = tokenizer()
     assert FIRST.items() <= {t: words.decode([i]) for t, i in first_tokens(words).items()}.items()
     shared = {"one": "o", "One": "O", " one": " ", " One": " ", "1": "1", " 1": " "}
-    assert question_score({" ": 0.4}, shared, "How many?", "one") == pytest.approx(1.2)
+    assert question_score(
+        defaultdict(float, {" ": 0.4}), shared, "How many?", "one"
+    ) == pytest.approx(1.2)
     assert soft_tifa([0.5, 0.0]) == (0.25, 0.0)
     assert all(map(math.isnan, soft_tifa([0.5, math.nan])))
 
 
-TABLE = {"two": 0.5, " ": 0.125, "Yes": 0.25, "No": 0.0625}
+TABLE = defaultdict(float, {"two": 0.5, " ": 0.125, "Yes": 0.25, "No": 0.0625})
 
 
 class Judge:
@@ -125,9 +128,9 @@ def test_wrong_options_and_prompts_are_refused_before_anything_is_loaded() -> No
         ({"endpoint": {}}, "'endpoint'"),
     ):
         with pytest.raises(ValueError) as caught:
-            check("geneval2", options)
+            RewardSpec("geneval2", options).check()
         assert key in str(caught.value), options
-    check_prompts("geneval2", {}, ["a"], [LINE])
+    RewardSpec("geneval2").check_prompts(["a"], [LINE])
     for change in (
         {"skills": ["count"]},
         {"atom_count": "3"},
@@ -135,4 +138,4 @@ def test_wrong_options_and_prompts_are_refused_before_anything_is_loaded() -> No
         {"vqa_list": None},
     ):
         with pytest.raises(ValueError, match="flowalign data fetch geneval2"):
-            check_prompts("geneval2", {}, ["a"], [LINE | change])
+            RewardSpec("geneval2").check_prompts(["a"], [LINE | change])

@@ -13,7 +13,7 @@ from test_vlm import asked, serve  # noqa: F401
 
 from flowalign.eval.scores import image_score
 from flowalign.eval.stats import rows_of
-from flowalign.rewards import build, check_prompts, describe, score
+from flowalign.rewards import RewardSpec, build, describe, score
 from flowalign.rewards.ocr import OCR, Line
 from flowalign.training.data import load_prompts
 from flowalign.types import EvalImage, EvalRow, Metadata, PromptBatch
@@ -141,7 +141,7 @@ def test_texts_come_from_the_metadata_or_from_all_double_quotes() -> None:
 )
 def test_prompts_without_texts_are_refused(rule: str, metadata: dict[str, Any], key: str) -> None:
     with pytest.raises(ValueError, match=key):
-        check_prompts("ocr", {"rule": rule}, ["a sign"], [metadata])
+        RewardSpec("ocr", {"rule": rule}).check_prompts(["a sign"], [metadata])
 
 
 def test_an_endpoint_reads_as_an_engine(serve) -> None:  # noqa: F811
@@ -163,6 +163,6 @@ def test_a_folder_of_cvtg2k_is_one_set_with_its_texts(tmp_path: Path) -> None:
     areas = [len(metadata["carrier_list"]) for metadata in batch.metadata]
     assert areas == sorted(areas)
     assert all(isinstance(metadata["target"], list) for metadata in batch.metadata)
-    check_prompts("ocr", {"rule": "cvtg2k"}, batch.prompts, batch.metadata)
+    RewardSpec("ocr", {"rule": "cvtg2k"}).check_prompts(batch.prompts, batch.metadata)
     one = load_prompts(tmp_path / "cvtg2k" / "CVTG" / "2.json", "t")
     assert one.prompts == batch.prompts[: len(one)]

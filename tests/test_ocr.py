@@ -13,7 +13,7 @@ import pytest
 import torch
 from PIL import Image, ImageDraw, ImageFont
 
-from flowalign.rewards import build, check_prompts, describe, ocr, score
+from flowalign.rewards import RewardSpec, build, describe, ocr, score
 from flowalign.rewards.ocr import (
     OCR,
     PaddleOCREngine,
@@ -60,7 +60,7 @@ def test_blank_targets_are_refused():
     prompt, fine = 'a sign that says "HI"', ({}, {"target": "OK"})
     for target in (" ", None, 10):
         with pytest.raises(ValueError, match="number 3 of 3: .*`target`"):
-            check_prompts("ocr", {}, [prompt] * 3, [*fine, {"target": target}])
+            RewardSpec("ocr").check_prompts([prompt] * 3, [*fine, {"target": target}])
 
 
 def test_a_failed_engine_and_a_missing_target_are_invalid_but_no_text_is_zero():
@@ -104,16 +104,18 @@ def test_what_is_written_in_several_ways_is_compared_in_one(target, read):
 def test_letters_that_the_engine_never_writes_are_refused_by_the_prompts_number(target, letters):
     prompts = ['a sign "OK"', "a sign"]
     with pytest.raises(ValueError, match=f"number 2 of 2: .*{letters}"):
-        check_prompts("ocr", {}, prompts, [{}, {"target": target}])
+        RewardSpec("ocr").check_prompts(prompts, [{}, {"target": target}])
     with pytest.raises(ValueError, match="number 2 of 2: "):
-        check_prompts("ocr", {"engine": "paddleocr"}, prompts, [{}, {"target": target}])
+        RewardSpec("ocr", {"engine": "paddleocr"}).check_prompts(prompts, [{}, {"target": target}])
     vlm = {"engine": "vlm", "endpoint": {"url": "http://127.0.0.1:9/v1", "model": "m"}}
-    check_prompts("ocr", vlm, prompts, [{}, {"target": target}])  # which has no list
+    RewardSpec("ocr", vlm).check_prompts(prompts, [{}, {"target": target}])  # which has no list
 
 
 def test_letters_that_the_engine_writes_are_not_refused():
     targets = ["CAFE\u0301", "Łódź", "Straße", "α+β", "ΔT", "营业中", "１２", "20 €", "“wait…”"]
-    check_prompts("ocr", {}, ["a sign"] * len(targets), [{"target": text} for text in targets])
+    RewardSpec("ocr").check_prompts(
+        ["a sign"] * len(targets), [{"target": text} for text in targets]
+    )
 
 
 def test_a_call_refuses_letters_that_its_engine_lacks():
@@ -129,8 +131,8 @@ def test_a_call_refuses_letters_that_its_engine_lacks():
 )  # fmt: skip
 def test_quotes_that_do_not_say_which_text_is_meant_are_refused(prompt):
     with pytest.raises(ValueError, match="number 1 of 1: .*`target`"):
-        check_prompts("ocr", {}, [prompt], [{}])
-    check_prompts("ocr", {}, [prompt], [{"target": "SALE"}])
+        RewardSpec("ocr").check_prompts([prompt], [{}])
+    RewardSpec("ocr").check_prompts([prompt], [{"target": "SALE"}])
 
 
 def test_metadata_target_wins_and_exact_is_reported():
@@ -209,7 +211,7 @@ def test_rapidocr_reads_small_signs():
     assert bool(scores.valid.all())
     assert scores.parts["exact"][:-1].mean() >= 0.9
     assert scores.value[-1] == 0
-    assert isinstance(reward, OCR) and reward.engine.name.startswith("rapidocr 3")
+    assert isinstance(reward, OCR) and reward.engines[0].name.startswith("rapidocr 3")
     said = describe(reward)
     assert (said["name"], said["rule"]) == ("ocr", "published")
     assert "PP-OCRv6 small, text_score 0.5, upscale 1, limit 128 min" in said["engine"]

@@ -66,7 +66,7 @@ def test_own_code_names_every_place():
 @pytest.mark.parametrize("path", ["", "a:", ".a:b", "a/b:c"])
 def test_what_is_no_path_is_refused(path: str):
     with pytest.raises(ValueError):
-        rewards.check(path, {})
+        rewards.RewardSpec(path).check()
 
 
 def test_a_function_that_makes_a_reward_is_a_factory(tmp_path: Path, monkeypatch):

@@ -22,7 +22,7 @@ from PIL import Image
 from flowalign.backbone import Backbone
 from flowalign.commands import cli
 from flowalign.config import to_yaml
-from flowalign.rewards import RewardSpec, build, check, describe, score
+from flowalign.rewards import RewardSpec, build, describe, score
 from flowalign.rewards.base import Wrapped
 from flowalign.rewards.scoring import TaskRewards
 from flowalign.rewards.service.client import Remote
@@ -240,11 +240,11 @@ def test_options_that_cannot_work_are_refused_without_asking_anybody():
         ({"urls": "http://host", "token_env": "HOME"}, "FLOWALIGN_"),
     ):
         with pytest.raises(ValueError) as caught:
-            check("remote", options)
+            RewardSpec("remote", options).check()
         assert key in str(caught.value), options
         assert "pw" not in str(caught.value)
     for urls in ("http://host", "https://host:8000/proxy/", ["http://[::1]:80", "http://a.b"]):
-        check("remote", {"urls": urls, "headline": "correct", "normalizer": 5})
+        RewardSpec("remote", {"urls": urls, "headline": "correct", "normalizer": 5}).check()
 
 
 # Training ----------------------------------------------------------------------------------------

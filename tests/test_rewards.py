@@ -17,7 +17,6 @@ from flowalign.rewards import (
     RewardBase,
     RewardSpec,
     build,
-    check,
     describe,
     names,
     register,
@@ -80,7 +79,7 @@ def test_a_reward_by_decorator_may_be_a_class_or_a_function(registry):
     dimmed = build("dark", bias=1.0)(IMAGES, PROMPTS, METADATA).value
     assert torch.allclose(dimmed, torch.tensor([0.9, 0.8, 0.7, 0.6]))
     with pytest.raises(ValueError, match="bais"):
-        check("dark", {"bais": 1.0})
+        RewardSpec("dark", {"bais": 1.0}).check()
 
 
 def test_registering_again_is_fine_but_a_taken_name_is_refused(registry):
@@ -99,7 +98,7 @@ def test_what_is_unknown_is_refused_with_a_suggestion(stranger):
         ("geneval", {"detector": "tinny"}, "'tinny'"),
     ):
         with pytest.raises(ValueError, match=said):
-            check(name, options)
+            RewardSpec(name, options).check()
         with pytest.raises(ValueError, match=said):
             build(name, **options)
 
@@ -121,11 +120,11 @@ class Annotated:
 
 def test_annotations_of_what_yaml_holds_are_checked_and_others_left_to_the_reward(registry):
     register("strict")(Annotated)
-    check("strict", {"json": "a/file", "pair": [1, 2], "scale": 2, "sizes": [3]})
-    check("strict", {"count": 2, "scale": None, "mode": "b"})  # builds nothing
+    RewardSpec("strict", {"json": "a/file", "pair": [1, 2], "scale": 2, "sizes": [3]}).check()
+    RewardSpec("strict", {"count": 2, "scale": None, "mode": "b"}).check()  # builds nothing
     wrong = {"count": True, "scale": "2", "sizes": "12", "mode": "c"}
     with pytest.raises(ValueError) as caught:
-        check("strict", wrong)
+        RewardSpec("strict", wrong).check()
     for name, value in wrong.items():
         assert f"`{name}` of reward 'strict' is {value!r}" in str(caught.value)
 
@@ -143,17 +142,17 @@ WRONG = {
 
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong_options_are_refused_before_anything_is_loaded(name: str, tmp_path: Path):
-    check(name, {})
+    RewardSpec(name).check()
     for options in [*WRONG[name], *[{"model": str(tmp_path)}] * (name == "clipscore")]:
         ((key, value),) = options.items()
         with pytest.raises(ValueError) as caught:
-            check(name, options)
+            RewardSpec(name, options).check()
         said = str(caught.value)
         assert f"no option {key!r}" in said or f"`{key}" in said and repr(value) in said, options
 
 
 def test_a_model_may_name_its_revision(tmp_path: Path):
-    check("clipscore", {"model": "owner/name@abc1"})
+    RewardSpec("clipscore", {"model": "owner/name@abc1"}).check()
     assert located("owner/name@abc1") == ("owner/name", {"revision": "abc1"})
     for model in ("owner/name", str(tmp_path)):
         assert located(model) == (model, {})
@@ -210,11 +209,7 @@ def test_why_a_reward_failed_that_another_calls_is_told():
     def outer(images, prompts, metadata):
         return score(Brightness(poison="c"), images, prompts, metadata)
 
-    def silent(images, prompts, metadata):
-        return Scores.of(outer(images, prompts, metadata).value)
-
-    for reward in (outer, silent):
-        assert "cannot look at c" in score(reward, IMAGES, PROMPTS, METADATA).reasons[2]
+    assert "cannot look at c" in score(outer, IMAGES, PROMPTS, METADATA).reasons[2]
 
 
 def test_keyboard_interrupt_passes_and_unequal_inputs_are_the_callers_fault():
@@ -227,16 +222,15 @@ def test_keyboard_interrupt_passes_and_unequal_inputs_are_the_callers_fault():
         score(Brightness(), IMAGES, PROMPTS[:3], METADATA)
 
 
-@pytest.mark.parametrize("error", [SystemExit(0), KeyboardInterrupt("mine")])
-def test_a_reward_cannot_end_the_run(error):
+def test_a_reward_cannot_end_the_run():
     def ending(images, prompts, metadata):
-        raise error
+        raise SystemExit(0)
 
     scorer = AsyncScorer(lambda images, batch: score(ending, images, batch.prompts, batch.metadata))
     scorer.submit(IMAGES, PromptBatch(PROMPTS, ["x"] * len(PROMPTS), METADATA))
     scores = scorer.collect()
     assert not scores.valid.any()
-    assert all(repr(error) in reason for reason in scores.reasons.values())
+    assert all("SystemExit(0)" in reason for reason in scores.reasons.values())
 
 
 @pytest.mark.parametrize(
@@ -309,14 +303,13 @@ def test_a_run_tells_a_reward_its_device_unless_its_options_do():
     part = {"name": path}
     for name, options in {
         "weighted": {"rewards": [part]},
-        "gated": {"reward": part, "gate": part, "threshold": 0.0},
         "normalized": {"reward": part, "median": 0.0, "spread": 1.0},
     }.items():
         reward = RewardSpec(name, options).build("meta")
         (inner, *_) = vars(reward)["components"].values()
         assert inner.reward.device == "meta"
         with pytest.raises(ValueError, match="device"):
-            check(name, {**options, "device": "nowhere"})
+            RewardSpec(name, {**options, "device": "nowhere"}).check()
 
 
 class Meddling:

@@ -15,7 +15,7 @@ import pytest
 import torch
 from served_rewards import AFTER, BEFORE, IMAGE_TOKEN, expected_level
 
-from flowalign.rewards import build, check
+from flowalign.rewards import RewardSpec, build
 from flowalign.rewards.clip import ImageProcessor
 
 MEAN = [0.48, 0.46, 0.41]
@@ -117,4 +117,4 @@ def test_hpsv3_takes_mu_and_passes_images_and_prompts_by_name(monkeypatch):
         assert scores.value.dtype == torch.float32
     assert seen[0] == (None, "cpu")
     with pytest.raises(ValueError, match="checkpoint"):  # a pickle
-        check("served_rewards:HPSv3", {"checkpoint": "HPSv3_7B.pth"})
+        RewardSpec("served_rewards:HPSv3", {"checkpoint": "HPSv3_7B.pth"}).check()

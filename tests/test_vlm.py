@@ -15,7 +15,7 @@ import pytest
 import torch
 from PIL import Image
 
-from flowalign.rewards import check, describe, score
+from flowalign.rewards import RewardSpec, describe, score
 from flowalign.rewards.vlm import TEMPLATES, VLM
 from flowalign.system import http
 from flowalign.system.images import to_uint8
@@ -231,5 +231,5 @@ def test_wrong_options_are_refused_without_a_network(monkeypatch):
         ({"scale": 10}, "`scale`"),
     ):
         with pytest.raises(ValueError) as caught:
-            check("vlm", {"url": "http://127.0.0.1:9/v1", "model": "m", **options})
+            RewardSpec("vlm", {"url": "http://127.0.0.1:9/v1", "model": "m", **options}).check()
         assert key in str(caught.value), options

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from copy import copy, deepcopy
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +47,7 @@ class Backbone:
     adapter.
 
     pipe: a loaded diffusers pipeline of a known family. model: its settings; `load` applies two of
-    them, the attention backend and gradient checkpointing.
+    them, the attention backend and gradient checkpointing. beside: see `load`.
 
     transformer is `core` (the bare diffusers model) or accelerate's wrapper of it. `velocity` calls
     transformer, so that rollout and update share one forward path; adapters and saving use `core`.
@@ -60,7 +60,13 @@ class Backbone:
     _lora_layers: Sequence[LoraLayer] = ()  # kept: to look for them costs more than to switch
     _unused: Sequence[LoraLayer] = ()  # those of them that are never trained
 
-    def __init__(self, pipe: Any, model: ModelConfig, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self,
+        pipe: Any,
+        model: ModelConfig,
+        device: torch.device | str = "cpu",
+        beside: Backbone | None = None,
+    ) -> None:
         self.pipe = pipe
         self.decode_batch = model.decode_batch
         self.name: str | None = model.id  # the base that saved adapters name
@@ -76,6 +82,10 @@ class Backbone:
         self.core = pipe.transformer.requires_grad_(False).eval().to(self.device)
         self.transformer: nn.Module = self.core
         self.dtype = DTYPES[model.dtype]  # of all arithmetic of the transformer, adapters too
+        if beside:
+            self.text = beside.text
+            self.latent_shape = beside.latent_shape
+            return
         pipe.vae.requires_grad_(False).eval().to(self.device)
         self.text = TextEncoder(self.family, model, self.device)
         spec = ModelSpec(model, self.family)
@@ -107,7 +117,7 @@ class Backbone:
                 revision=model.revision,
                 parts=parts,
             )
-        backbone = beside._with(pipe, model, device) if beside else cls(pipe, model, device)
+        backbone = cls(pipe, model, device, beside)
         attention = model.attention
         if torch.device(device).type == "cuda" and backbone.dtype != torch.float32:
             attention = attention or backbone.family.gpu_attention
@@ -117,23 +127,6 @@ class Backbone:
         if model.gradient_checkpointing:
             backbone.core.enable_gradient_checkpointing()
         return backbone
-
-    def _with(self, pipe: Any, model: ModelConfig, device: torch.device | str) -> Backbone:
-        """A copy of this backbone with the transformer of another pipeline of its family."""
-        other = copy(self)
-        other.pipe = pipe
-        other.family = type(self.family)(pipe)
-        other.name = model.id
-        other.dtype = DTYPES[model.dtype]
-        other.device = torch.device(device)
-        other.core = pipe.transformer.requires_grad_(False).eval().to(device)
-        other.transformer = other.core
-        other.compiled = False
-        other.frozen = frozenset()
-        other.others = {}
-        other._lora_layers = ()
-        other._unused = ()
-        return other
 
     def fingerprint(self) -> str:
         """A digest that tells this base from another, whatever adapters it has: of the weights of

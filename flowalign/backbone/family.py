@@ -12,6 +12,8 @@ from typing import Any, ClassVar, Literal
 import diffusers
 import numpy as np
 import torch
+from diffusers import FluxPipeline
+from diffusers.pipelines.flux.pipeline_flux import calculate_shift
 from torch import Tensor, nn
 
 from flowalign.types import Problem
@@ -186,14 +188,16 @@ class Family(ABC):
     # Sampling ----------------------------------------------------------------------------------
 
     def mu(self, tokens: int, steps: int) -> float:
-        """The dynamic shift of an image of so many tokens: on a line between two sizes, as in
-        diffusers' pipelines (calculate_shift), whose defaults these are."""
+        """The dynamic shift of an image of so many tokens: on a line between two sizes. The
+        defaults are those of diffusers' pipelines."""
         config = self.scheduler.config
-        least, most = config.get("base_image_seq_len", 256), config.get("max_image_seq_len", 4096)
-        low = config.get("base_shift", 0.5)
-        high = config.get("max_shift", self.max_shift)
-        slope = (high - low) / (most - least)
-        return tokens * slope + (low - slope * least)
+        return calculate_shift(
+            tokens,
+            config.get("base_image_seq_len", 256),
+            config.get("max_image_seq_len", 4096),
+            config.get("base_shift", 0.5),
+            config.get("max_shift", self.max_shift),
+        )
 
     def sigmas(self, steps: int, tokens: int) -> Tensor:
         """The schedule [T+1], float32, from 1 to 0, as the pipeline's own scheduler gives it.
@@ -266,23 +270,18 @@ class Family(ABC):
         return (latents - (vae.config.shift_factor or 0.0)) * vae.config.scaling_factor
 
 
-def packed(x: Tensor) -> Tensor:
-    """[B,C,h,w] -> [B, h/2 * w/2, 4C], row by row; in a token the channels come first."""
-    b, c, h, w = x.shape
-    tokens = x.view(b, c, h // 2, 2, w // 2, 2).permute(0, 2, 4, 1, 3, 5)
-    return tokens.reshape(b, h * w // 4, 4 * c)
-
-
 class PackedFamily(Family):
-    """A family whose transformer takes latents as tokens: 2x2 of them, with its channels together
-    (`packed`)."""
+    """A family whose transformer takes latents as tokens: 2x2 of them, with its channels
+    together."""
 
     @property
     def channels(self) -> int:
         return self.core.config.in_channels // 4
 
+    def packed(self, x: Tensor) -> Tensor:
+        """[B,C,h,w] -> [B, h/2 * w/2, 4C], row by row; in a token the channels come first."""
+        return self.pipe._pack_latents(x, *x.shape)
+
     def velocity(self, output: Tensor, x: Tensor) -> Tensor:
         """Tokens -> v [B,C,h,w]."""
-        b, c, h, w = x.shape
-        parts = output.view(b, h // 2, w // 2, c, 2, 2).permute(0, 3, 1, 4, 2, 5)
-        return parts.reshape(b, c, h, w).float()
+        return FluxPipeline._unpack_latents(output, *x.shape[2:], vae_scale_factor=1).float()

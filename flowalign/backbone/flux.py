@@ -16,7 +16,6 @@ from flowalign.backbone.family import (
     Text,
     by_prompt,
     in_blocks,
-    packed,
 )
 
 # Layers of BFL's own code in ours
@@ -100,7 +99,7 @@ class Flux(PackedFamily):
         rows, columns = (torch.arange(side // 2, device=x.device) for side in x.shape[2:])
         places = torch.cartesian_prod(rows, columns)
         return {
-            "hidden_states": packed(x),
+            "hidden_states": self.packed(x),
             "encoder_hidden_states": text["embeds"].to(x.dtype),
             "pooled_projections": text["pooled"].to(x.dtype),
             "timestep": sigma,

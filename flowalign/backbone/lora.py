@@ -12,12 +12,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-import torch
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
 from flowalign.backbone.adapters import AdapterError, Lora, read_lora
-from flowalign.backbone.conversion import looks_like, taking_lora
+from flowalign.backbone.conversion import taking_lora
 from flowalign.backbone.shapes import public
 
 
@@ -59,11 +58,10 @@ def other_base(lora: Lora, model: str, core: nn.Module | None) -> str | None:
 def misfit(core: nn.Module, lora: Lora) -> str | None:
     """What a LoRA adapts, and what a transformer has in its place; None where it fits."""
     layers = taking_lora(core)
-    looks = looks_like(lora.ranks)
     for layer, rank in lora.ranks.items():
         down, up = (tuple(lora.weights[f"{layer}.lora_{half}.weight"].shape) for half in "AB")
         if not (there := layers.get(layer)):
-            return f"adapts {layer} with {down}, {up}, and the model has no such layer{looks}"
+            return f"adapts {layer} with {down}, {up}, and the model has no such layer"
         base = there.get_base_layer() if isinstance(there, LoraLayer) else there
         if isinstance(base, nn.Conv2d):
             expected = (rank, base.in_channels, *base.kernel_size), (base.out_channels, rank, 1, 1)
@@ -71,7 +69,7 @@ def misfit(core: nn.Module, lora: Lora) -> str | None:
             expected = (rank, base.in_features), (base.out_features, rank)
         if expected != (down, up):
             has = f"such a layer with {expected[0]}, {expected[1]}"
-            return f"adapts {layer} with {down}, {up}, and the model has {has}{looks}"
+            return f"adapts {layer} with {down}, {up}, and the model has {has}"
     return None
 
 
@@ -114,9 +112,5 @@ def compute_in_the_bases_dtype(model: nn.Module, name: str) -> None:
             continue
         layer.cast_input_dtype_enabled = False
         for half in halves:
-            linear = half[name]
-            assert isinstance(linear, nn.Linear) and linear.bias is None
-            with torch.device("meta"):
-                casting = CastingLinear(linear.in_features, linear.out_features, bias=False)
-            casting.weight = linear.weight  # the parameter itself
-            half[name] = casting  # pyright: ignore[reportArgumentType]
+            # the parameter stays the same
+            half[name].__class__ = CastingLinear  # pyright: ignore[reportAttributeAccessIssue]

@@ -73,13 +73,11 @@ class Placement:
             setattr(owner, name, host)  # torch keeps the freed memory for this process
 
 
-def fingerprint(modules: Iterable[nn.Module | None]) -> str:
+def fingerprint(modules: Iterable[nn.Module]) -> str:
     """SHA-256 of the first values of every weight: in a moment, what tells a model from one that
     was trained on in the same folder. Adapters of peft do not count."""
     digest = hashlib.sha256()
     for module in modules:
-        if module is None:
-            continue
         for name, weight in module.named_parameters():
             if ".lora_" in name:
                 continue

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn.functional import avg_pool2d, interpolate
 
-from flowalign.backbone.family import JOINT_ATTENTION, PackedFamily, Text, packed, without_padding
+from flowalign.backbone.family import JOINT_ATTENTION, PackedFamily, Text, without_padding
 
 
 class QwenImage(PackedFamily):
@@ -45,7 +45,7 @@ class QwenImage(PackedFamily):
     def inputs(self, x: Tensor, sigma: Tensor, text: Text, guidance: float) -> dict[str, Any]:
         b, _, h, w = x.shape
         return {
-            "hidden_states": packed(x),
+            "hidden_states": self.packed(x),
             "encoder_hidden_states": text["embeds"].to(x.dtype),
             "encoder_hidden_states_mask": text["mask"].bool(),
             "timestep": sigma,

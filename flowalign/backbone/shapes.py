@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -43,10 +43,6 @@ class Architecture:
         if missing := [name for name in ("transformer", "vae") if name not in parts]:
             raise LookupError(f"{missing[0]}/config.json is missing.")
         return cls(index["_class_name"], parts, options)
-
-    def changed(self, part: str, **changes: Any) -> Architecture:
-        """The architecture with other entries in the config of a part."""
-        return replace(self, parts={**self.parts, part: {**self.parts[part], **changes}})
 
 
 @functools.cache

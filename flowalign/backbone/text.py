@@ -13,7 +13,6 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor
-from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
 from flowalign.backbone.family import Family, Text
@@ -146,14 +145,7 @@ def stacked(texts: Sequence[Mapping[str, Tensor]]) -> Text:
 def joined(negative: Mapping[str, Tensor], positive: Mapping[str, Tensor]) -> Text:
     """{name: [2B, ...]}: the negative prompt [1, ...] once for each row of the positive ones
     [B, ...], then these. The shorter texts are padded as by `stacked`."""
-    both = {}
-    for name, part in positive.items():
-        other = negative[name].expand(len(part), *negative[name].shape[1:])
-        if part.dim() > 1 and part.shape[1] != other.shape[1]:
-            longest = max(part.shape[1], other.shape[1])
-            part, other = (
-                pad(text, [0, 0] * (text.dim() - 2) + [0, longest - text.shape[1]])
-                for text in (part, other)
-            )
-        both[name] = torch.cat([other, part])
-    return both
+    return {
+        name: pad_sequence([*negative[name]] * len(part) + [*part], batch_first=True)
+        for name, part in positive.items()
+    }

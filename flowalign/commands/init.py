@@ -427,7 +427,7 @@ class Draft:
         if name.startswith(URLS):
             options = {"urls": name}
             name = "remote"
-        reward_registry.check(name, options)
+        reward_registry.RewardSpec(name, options).check()
         return {"name": name} | ({"options": options} if options else {})
 
 

@@ -94,7 +94,8 @@ class Run:
     def _tables(self) -> list[Table]:
         if not RunFolder(self.folder).results.is_file():
             return []
-        return [Table.of(table["rows"]) for table in self.results["tables"]]
+        listed = [table["rows"] for table in self.results["tables"]]
+        return [Table(rows[0], rows[1:]) for rows in listed]
 
     def __repr__(self) -> str:
         lines = [str(self.folder)]

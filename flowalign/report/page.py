@@ -126,7 +126,7 @@ def _stage(folder: RunFolder, config: Mapping[str, Any]) -> dict[str, Any]:
         "page": f"{quote(folder.path.name)}/{folder.page.name}" if folder.page.is_file() else "",
         "remarks": document.get("remarks", []),
         "tables": [
-            {**table, "html": Table.of(table["rows"]).html()}
+            {**table, "html": Table(table["rows"][0], table["rows"][1:]).html()}
             for table in document.get("tables", [])
         ],
     }

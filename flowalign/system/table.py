@@ -36,11 +36,6 @@ class Table:
     marks: Mapping[tuple[int, int], Mark] = field(default_factory=dict)
     foot: Sequence[str] = ()
 
-    @staticmethod
-    def of(texts: Sequence[Sequence[str]]) -> Table:
-        """Make a table from `texts`, the heads first."""
-        return Table(texts[0], texts[1:])
-
     @property
     def texts(self) -> list[Sequence[str]]:
         """The heads, rows and foot."""

@@ -8,6 +8,7 @@ most, so that torn, merged, half-drawn or malformed drawings score low.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from functools import cache
 from typing import NamedTuple
 
@@ -210,16 +211,15 @@ class TinyDetector:
 
     def __call__(self, images: Tensor) -> list[Detections]:
         """Boxes {class: [[x1,y1,x2,y2,score], ...]} and colours {class: [name, ...]}."""
-        return [self.detect(to_uint8(image)) for image in images]
-
-    def detect(self, image: np.ndarray) -> Detections:
-        """The detections in one uint8 [H,W,3] image."""
-        boxes: dict[str, list[list[float]]] = {}
-        colors: dict[str, list[str]] = {}
-        for region in self.describe(image):
-            boxes.setdefault(region.name, []).append([*region.box, region.score])
-            colors.setdefault(region.name, []).append(region.color)
-        return Detections(boxes=boxes, colors=colors)
+        found = []
+        for image in images:
+            boxes = defaultdict[str, list[list[float]]](list)
+            colors = defaultdict[str, list[str]](list)
+            for region in self.describe(to_uint8(image)):
+                boxes[region.name].append([*region.box, region.score])
+                colors[region.name].append(region.color)
+            found.append(Detections(boxes, colors))
+        return found
 
     def describe(self, image: np.ndarray) -> list[Region]:
         """Every region of uint8 [H,W,3] with what it looks most like, however little."""

@@ -20,10 +20,12 @@ from flowalign.backbone.tiny.drawings import CLASSES, COLORS, DRAWING, STYLES, d
 
 SIZE = 96
 SIGN_COLORS = ("red", "green", "blue", "purple")  # boards: white letters on yellow are unreadable
+WHITE = (250, 250, 250)
 LETTERS = "ACDEILNOPRST"
 LONGEST = 4  # letters of a sign
 ADVANCE = 17  # pixels from letter to letter
 PAD = 5  # pixels of board around the text
+SCALE = 4  # boards and letters are drawn so many times as large
 BOARD_HEIGHT = 32
 ROWS = (24, 48, 72)  # where the middle of a sign is: top, middle, bottom
 HEIGHT = DRAWING  # pixels of the highest sprite
@@ -75,14 +77,22 @@ def sheet() -> tuple[Tensor, dict[tuple[Any, ...], int]]:
     return torch.from_numpy(table), {key: number for number, key in enumerate(sprites)}
 
 
+def _stencil(width: int) -> Image.Image:
+    """A black image of SCALE times the width and height of a sprite."""
+    return Image.new("L", (width * SCALE, BOARD_HEIGHT * SCALE))
+
+
+def _filled(stencil: Image.Image, color: tuple[int, int, int]) -> np.ndarray:
+    """The sprite whose colour shows where a stencil is white."""
+    alpha = np.asarray(stencil.reduce(SCALE), np.float32)[..., None] / 255
+    return np.concatenate([alpha * np.array(color, np.float32) / 255, alpha], -1)
+
+
 def _board(color: str, letters: int) -> np.ndarray:
-    width = letters * ADVANCE + 2 * PAD
-    scale = 4
-    big = Image.new("L", (width * scale, BOARD_HEIGHT * scale))
-    box = (0, 0, big.width - 1, big.height - 1)
-    ImageDraw.Draw(big).rounded_rectangle(box, radius=4 * scale, fill=255)
-    alpha = np.asarray(big.reduce(scale), np.float32)[..., None] / 255
-    return np.concatenate([alpha * np.array(COLORS[color], np.float32) / 255, alpha], -1)
+    stencil = _stencil(letters * ADVANCE + 2 * PAD)
+    box = (0, 0, stencil.width - 1, stencil.height - 1)
+    ImageDraw.Draw(stencil).rounded_rectangle(box, radius=4 * SCALE, fill=255)
+    return _filled(stencil, COLORS[color])
 
 
 def _letter(letter: str) -> np.ndarray:
@@ -90,15 +100,12 @@ def _letter(letter: str) -> np.ndarray:
     import matplotlib
 
     path = Path(matplotlib.get_data_path()) / "fonts" / "ttf" / "DejaVuSansMono-Bold.ttf"
-    scale = 4
-    big = Image.new("L", (ADVANCE * scale, BOARD_HEIGHT * scale))
-    face = ImageFont.truetype(str(path), 28 * scale)
-    middle = (big.width / 2, big.height / 2)
-    base = face.getbbox("E", anchor="mm")  # capitals stand on one line
-    middle = (middle[0], middle[1] - (base[1] + base[3]) / 2)
-    ImageDraw.Draw(big).text(middle, letter, font=face, fill=255, anchor="mm")
-    alpha = np.asarray(big.reduce(scale), np.float32)[..., None] / 255
-    return np.concatenate([alpha.repeat(3, -1) * 250 / 255, alpha], -1)
+    stencil = _stencil(ADVANCE)
+    face = ImageFont.truetype(str(path), 28 * SCALE)
+    _, top, _, bottom = face.getbbox("E", anchor="mm")  # capitals stand on one line
+    middle = (stencil.width / 2, stencil.height / 2 - (top + bottom) / 2)
+    ImageDraw.Draw(stencil).text(middle, letter, font=face, fill=255, anchor="mm")
+    return _filled(stencil, WHITE)
 
 
 def sign(text: str, color: str, rng: np.random.Generator) -> list[Layer]:
