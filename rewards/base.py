@@ -130,6 +130,11 @@ class RewardBase:
         """Called before a run. Raises ConnectionError or TimeoutError if a service that it needs
         does not answer."""
 
+    def resize_factor(self, height: int, width: int) -> float:
+        """The factor by which images of this size are resized before they are judged; 1 if
+        unknown."""
+        return 1.0
+
     def counts(
         self, metadata: Mapping[str, Any], parts: Mapping[str, float]
     ) -> Mapping[str, float]:

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import logging
 import math
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
@@ -21,12 +23,16 @@ from torch import Tensor
 
 from flowalign.rewards.base import RewardBase, Wrapped
 from flowalign.system.devices import SideStream
-from flowalign.system.images import stacked
+from flowalign.system.images import stacked, warn_once
+from flowalign.system.signals import Interrupted
 from flowalign.types import Metadata, PromptBatch, Reward, Scores
 
 log = logging.getLogger(__name__)
 
 Score = Callable[[Tensor, PromptBatch], Scores]
+# while a reward is called: why the rewards failed that it calls by `score`
+NESTED: ContextVar[list[str] | None] = ContextVar("nested", default=None)
+SMALL = 0.5  # of an image's sides: a reward that sees less says so
 OUTSIDE = (ConnectionError, TimeoutError, ImportError)  # no image's fault: the next would fail too
 
 
@@ -50,7 +56,8 @@ def score(
     An answer that is no Scores, or has a wrong length, makes all its images invalid; NaN and
     infinity make their image invalid. Each distinct reason is logged once a call.
     A reward that calls sys.exit has failed on its images, too: it must not end the run.
-    Raises ValueError if the inputs differ in length; KeyboardInterrupt passes.
+    Raises ValueError if the inputs differ in length; Interrupted passes, and KeyboardInterrupt in
+    the main thread, which alone is interrupted.
     """
     if not isinstance(reward, RewardBase):
         reward = Wrapped(reward)
@@ -87,6 +94,8 @@ def score(
                 left = [[row] for row in rows]
     result = assemble(count, pieces)
 
+    if (nested := NESTED.get()) is not None:
+        nested += [f"{reward.name}: {text}" for text in dict.fromkeys(result.failures.values())]
     line = "reward %s failed on %d of %d images (rows %s), which are invalid: %s"
     for reason in dict.fromkeys(result.failures.values()):
         rows = [row for row, text in result.failures.items() if text == reason]
@@ -94,16 +103,31 @@ def score(
     return result
 
 
+def _warn_of_shrinking(reward: RewardBase, height: int, width: int) -> None:
+    factor = reward.resize_factor(height, width)
+    if factor < SMALL:
+        text = f"reward {reward.name} sees images of {height}x{width} pixels at {factor:.0%} of"
+        warn_once(f"{text} that: small text and details are lost.")
+
+
 @torch.no_grad()
 def _checked(
     reward: RewardBase, images: Tensor, prompts: Sequence[str], metadata: Metadata
 ) -> Scores:
     """One call with its answer checked: float32, on the CPU, NaN where invalid, with a reason."""
+    _warn_of_shrinking(reward, *images.shape[-2:])
+    nested: list[str] = []
+    token = NESTED.set(nested)
     try:
         with settings_kept(reward.name):
             scores: Any = reward(images, prompts, metadata)
-    except SystemExit as error:
+    except (SystemExit, KeyboardInterrupt) as error:
+        main = threading.current_thread() is threading.main_thread()
+        if isinstance(error, Interrupted) or (main and isinstance(error, KeyboardInterrupt)):
+            raise
         raise RuntimeError(f"it raised {error!r}, which would have ended the run") from error
+    finally:
+        NESTED.reset(token)
     count = len(images)
     if not isinstance(scores, Scores):
         kind = type(scores).__name__
@@ -116,7 +140,8 @@ def _checked(
     valid = scores.valid.detach().cpu().bool() & torch.isfinite(value)
     reasons = dict(scores.reasons)
     for row in (~valid).nonzero().flatten().tolist():
-        reasons[row] = reasons.get(row) or f"returned {float(value[row])}"
+        inner = f" ({nested[0]})" if nested else ""
+        reasons[row] = reasons.get(row) or f"returned {float(value[row])}{inner}"
     parts = {name: part.detach().to("cpu", torch.float32) for name, part in scores.parts.items()}
     return Scores(value.masked_fill(~valid, math.nan), valid, parts, reasons)
 

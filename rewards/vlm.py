@@ -150,6 +150,9 @@ class VLM(RewardBase):
         raw = torch.tensor([math.nan if row in errors else s for row, s in enumerate(scores)])
         return Scores(raw / self.template.scale, torch.isfinite(raw), {"raw": raw}, reasons)
 
+    def resize_factor(self, height: int, width: int) -> float:
+        return self.image_size / max(height, width) if self.image_size else 1.0
+
     def say(
         self, images: Tensor, questions: Sequence[tuple[int, str]], max_tokens: int
     ) -> list[Any]:

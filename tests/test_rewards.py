@@ -209,7 +209,11 @@ def test_why_a_reward_failed_that_another_calls_is_told():
     def outer(images, prompts, metadata):
         return score(Brightness(poison="c"), images, prompts, metadata)
 
-    assert "cannot look at c" in score(outer, IMAGES, PROMPTS, METADATA).reasons[2]
+    def silent(images, prompts, metadata):
+        return Scores.of(outer(images, prompts, metadata).value)
+
+    for reward in (outer, silent):
+        assert "cannot look at c" in score(reward, IMAGES, PROMPTS, METADATA).reasons[2]
 
 
 def test_keyboard_interrupt_passes_and_unequal_inputs_are_the_callers_fault():
@@ -222,15 +226,16 @@ def test_keyboard_interrupt_passes_and_unequal_inputs_are_the_callers_fault():
         score(Brightness(), IMAGES, PROMPTS[:3], METADATA)
 
 
-def test_a_reward_cannot_end_the_run():
+@pytest.mark.parametrize("error", [SystemExit(0), KeyboardInterrupt("mine")])
+def test_a_reward_cannot_end_the_run(error):
     def ending(images, prompts, metadata):
-        raise SystemExit(0)
+        raise error
 
     scorer = AsyncScorer(lambda images, batch: score(ending, images, batch.prompts, batch.metadata))
     scorer.submit(IMAGES, PromptBatch(PROMPTS, ["x"] * len(PROMPTS), METADATA))
     scores = scorer.collect()
     assert not scores.valid.any()
-    assert all("SystemExit(0)" in reason for reason in scores.reasons.values())
+    assert all(repr(error) in reason for reason in scores.reasons.values())
 
 
 @pytest.mark.parametrize(
