@@ -236,6 +236,7 @@ class RapidOCREngine:
         rec_width: Count = 320,
     ) -> None:
         rapidocr = require("rapidocr", "this reward reads text with")
+        self.longest = limit_side_len if limit_type == "max" else None
         self._ocr: Any = rapidocr.RapidOCR(
             params={
                 "Global.log_level": "critical",
@@ -440,6 +441,10 @@ class OCR(RewardBase):
                 read = " ".join(text for text, _ in lines)
             reasons[row] = f"read {repr(read) if read else 'nothing'} for {wanted!r}"
         return Scores.of_rows(rows, reasons)
+
+    def resize_factor(self, height: int, width: int) -> float:
+        limit = getattr(self.engines[0], "longest", None)
+        return limit / max(height, width) if limit else 1.0
 
     def _read(self, pictures: Sequence[np.ndarray]) -> list[list[Line]]:
         """The lines of each picture; every worker has an engine of its own."""

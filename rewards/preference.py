@@ -56,6 +56,10 @@ class Preference(RewardBase):
         """The published score [B], on the CPU, of images [B,3,H,W] in [0,1] and their prompts."""
         return self.clip.scale * self.clip.cosine(images, prompts)
 
+    def resize_factor(self, height: int, width: int) -> float:
+        pixels = getattr(self, "pixels", None) or self.clip.pixels
+        return (pixels.size.get("shortest_edge") or min(height, width)) / min(height, width)
+
     def with_gradient(self, images: Tensor, prompts: Sequence[str], metadata: Metadata) -> Tensor:
         return self._raw_with_gradient(images, prompts) / self.normalizer
 

@@ -210,7 +210,6 @@ def test_an_unknown_key_is_refused_wherever_it_stands(
 
 STUDENT = {"stage": "opd", "teachers": {"ocr": {"adapter": "tiny/ocr"}}}
 JUMPS = {**STUDENT, "student": {"substeps": 2}, "rollout": {"kind": "ode"}}
-COMPILED = {"id": "tiny", "height": 96, "width": 96, "dtype": "bfloat16", "compile": True}
 NO_VALIDATION = {key: value for key, value in TASK.items() if key != "validation"}
 
 
@@ -237,7 +236,6 @@ NO_VALIDATION = {key: value for key, value in TASK.items() if key != "validation
         ("tasks", {"evaluation": {"watch": [MARK]}}),
         ("tasks.0.teacher", {"tasks": [{**TASK, "teacher": "a"}]}),
         ("rollout.window", {"stage": "nft", "rollout": {"kind": "ode", "window": [0, 2]}}),
-        ("model.compile", {"model": COMPILED}),
         ("student.substeps", {**STUDENT, "student": {"substeps": 2}}),
         ("rollout.solver", {**JUMPS, "rollout": {"kind": "ode", "solver": "dpm2"}}),
         ("evaluation.steps", {**JUMPS, "evaluation": {"steps": 40}}),
@@ -255,7 +253,6 @@ def test_values_that_do_not_go_together_are_refused(key: str, sections: dict[str
         {"rollout": {"window": [9, 10]}}, {"rollout": {"window": {"width": 9, "every": 3}}},
         {"rollout": {"kind": "cps", "window": {"width": 9}}},
         {"rollout": {"steps": 1, "window": [0, 1]}}, {"tasks": [NO_VALIDATION], "evaluation": None},
-        {"model": {**COMPILED, "dtype": "float32"}}, {**STUDENT, "model": COMPILED},
     ],
 )  # fmt: skip
 def test_values_at_the_border_are_accepted(sections: dict[str, Any]) -> None:

@@ -120,7 +120,10 @@ def evaluated(world: World, models: list[dict[str, list[dict]]]) -> tuple[float,
 def over_seeds(world: World, models: list[list[dict[str, list[dict]]]]) -> tuple[float, float]:
     """The same of several evaluations, one a seed: by flowalign.eval.seeds."""
     judges = world.judges.items()
-    about = {n: {"headline": "right" if tagged else None} for n, (_, tagged) in judges}
+    about = {
+        name: {"headline": "right" if tagged else None, "average": "average"}
+        for name, (_, tagged) in judges
+    }
     documents = [
         {
             "benchmarks": about,

@@ -153,29 +153,3 @@ def test_the_scale_of_an_earlier_run_is_in_its_folder(tmp_path: Path) -> None:
     ]  # fmt: skip
     (tmp_path / "a" / "config.yaml").write_text("stage: of another program\n")
     assert [problem.key for problem in misused(stage, Launch(), Inputs())] == ["models.m"]
-
-
-def ascended(kind: str = "ode") -> dict[str, Any]:
-    stage = {"ode": "gradient", "sde": "grpo"}[kind]
-    return {"stage": stage, "tasks": [TASK], "rollout": {"kind": kind, "guidance": 1.0, "steps": 4},
-            "evaluation": None}  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("teacher", "rollout", "named"),
-    [
-        ("ode", {"kind": "ode", "steps": 4}, False),
-        ("ode", {"kind": "sde", "steps": 4}, True),  # the last step, at which it was trained
-        ("ode", {"kind": "ode", "steps": 4, "window": [0, 3]}, True),
-        ("ode", {"kind": "ode", "steps": 8, "window": [0, 3]}, False),  # of another grid
-        ("sde", {"kind": "sde", "steps": 4}, False),
-        ("sde", {"kind": "sde", "steps": 4, "window": [1, 3]}, True),
-    ],
-)
-def test_a_student_that_leaves_out_its_teacher_s_steps_is_named(
-    teacher: str, rollout: dict[str, Any], named: bool, tmp_path: Path
-) -> None:
-    run = student(1.0, 1.0)
-    run["rollout"] |= rollout
-    problems = found(tmp_path, a=ascended(teacher), s=run)
-    assert [(p.stage, p.key) for p in problems] == [("s", "teachers.ocr")] * named

@@ -284,10 +284,11 @@ def parse(
 
 @functools.cache
 def card_of(model: str) -> tuple[int, float] | None:
-    """[steps, guidance] of a public model's card (cards.yaml), by its Hub id or a folder of the
+    """(steps, guidance) of a public model's card (cards.yaml), by its Hub id or a folder of the
     same name; None = not known."""
     cards = load_yaml(Path(__file__).with_name("cards.yaml").read_text(encoding="utf-8"))
-    return cards.get(Path(model).name.lower())
+    card = cards.get(Path(model).name.lower())
+    return tuple(card) if card else None
 
 
 def _by_model(data: Mapping[str, Any], sections: Collection[str]) -> Mapping[str, Any]:
