@@ -49,9 +49,7 @@ class Clause(Exclusion):
     """An include clause: a class, how many of it, and what else its objects must show."""
 
     color: str = ""
-    position: tuple[Literal["left of", "right of", "above", "below"], int] = Field(
-        default=None  # pyright: ignore[reportArgumentType]
-    )
+    position: tuple[Literal["left of", "right of", "above", "below"], int] = None  # type: ignore
     """The relation, and the index of the clause that it refers to. Null is refused: `judge` looks
     whether the key is there."""
 

