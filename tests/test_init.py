@@ -329,22 +329,22 @@ def test_own_teachers() -> None:
 
 
 @pytest.mark.parametrize(
-    ("layer", "foreign"),
-    [("transformer.single_transformer_blocks.0.attn.to_q", True),
-     ("lora_unet_down_blocks_1_attentions_0_proj_in", True),
-     ("transformer.transformer_blocks.0.attn.to_q", False)],
+    ("layer", "family"),
+    [("transformer.single_transformer_blocks.0.attn.to_q", "FLUX"),
+     ("lora_unet_down_blocks_1_attentions_0_proj_in", "Stable Diffusion XL"),
+     ("transformer.transformer_blocks.0.attn.to_q", None)],
 )  # fmt: skip
 def test_a_lora_of_another_family_is_said_at_once(
-    layer: str, foreign: bool, capsys: pytest.CaptureFixture[str]
+    layer: str, family: str | None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     width = 1536  # of the Medium
     halves = {"down": torch.ones(2, width), "up": torch.ones(width, 2)}
     save_file({f"{layer}.lora_{h}.weight": halves[h] for h in halves}, "a.safetensors")
     Path("a.txt").write_text("A fox")
     words = ["--stage", "opd", "--model", MEDIUM, "--loras", "a.safetensors", "--prompts", "a.txt"]
-    assert init(*words, "--out", "own.yaml") == foreign
+    assert init(*words, "--out", "own.yaml") == bool(family)
     said = capsys.readouterr().out
-    assert ("problem: teachers.a" in said) == foreign
+    assert ("problem: teachers.a" in said) == (f"LoRAs of {family}" in said) == bool(family)
     Path("a.safetensors").unlink()
     assert init(*words, "--out", "own.yaml", "--force") == 1
     assert "problem: teachers.a" in capsys.readouterr().out

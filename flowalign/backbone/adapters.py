@@ -13,6 +13,7 @@ import json
 import logging
 import re
 import reprlib
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -52,7 +53,7 @@ NAME = re.compile(  # of a layer in diffusers, as far as a name tells
     r"single_blocks|joint_blocks|final_layer)\.|.*\.attention\.(qkv|out)$|.*\.processor\.).*"
 )
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-MATCHING_S = 5.0  # for a pattern and a layer: a stranger's may take for ever
+MATCHING_S = 20.0  # for all patterns of a description: a stranger's may take for ever
 
 
 class AdapterError(ValueError):
@@ -232,10 +233,15 @@ def resolve_pattern(
     layer or its end. Raises ValueError for what is no pattern, or takes too long."""
     values = dict.fromkeys(layers, default)
     left = list(values)
+    end = time.monotonic() + MATCHING_S
     for pattern, value in (patterns or {}).items():
         try:
             compiled = regex.compile(rf"(.*\.)?({pattern})$")
-            hits = [layer for layer in left if compiled.match(layer, timeout=MATCHING_S)]
+            hits = []
+            for layer in left:
+                if (seconds := end - time.monotonic()) <= 0:  # which regex takes for no limit
+                    raise TimeoutError(f"all patterns took over {MATCHING_S:g} s")
+                hits += [layer] if compiled.match(layer, timeout=seconds) else []
         except (regex.error, TimeoutError, RecursionError) as error:
             why = f"{type(error).__name__}: {shown(str(error), 200)}"
             raise ValueError(f"pattern {shown(pattern)} cannot be matched ({why})") from None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -43,6 +43,17 @@ KINDS = {  # of weights that are not read, by a part of their names
     "bias$|diff_b$": "a bias",
     "embedding": "an embedding",
 }
+OTHERS = {  # families by what only the names of their layers hold
+    "single_(transformer_)?blocks": "FLUX",
+    "(down|up|input|output)_blocks|mid_block": "Stable Diffusion XL or 1.5",
+}
+
+
+def looks_like(layers: Iterable[str]) -> str:
+    """A remark on the family whose LoRAs have such layers; "" if it is unknown."""
+    seen = " ".join(layers)
+    titles = (title for part, title in OTHERS.items() if re.search(part, seen))
+    return next((f"; LoRAs of {title} have such layers" for title in titles), "")
 
 
 def unwrapped(name: str) -> str:
@@ -97,7 +108,8 @@ def convert(updates: Mapping[str, Update], family: Family) -> dict[str, Update]:
     converted = dict[str, Update]()
     for layer, (a, b, alpha) in updates.items():
         if (targets := _targets(layer, known)) is None:
-            raise ValueError(f"{shown(layer)} is no layer of a {family.pipeline} that is read here")
+            text = f"{shown(layer)} is no layer of a {family.pipeline} that is read here"
+            raise ValueError(text + looks_like(updates))
         rows = [layers[t].out_features for t in targets] if len(targets) > 1 else [len(b)]
         if sum(rows) != len(b):
             raise ValueError(f"{shown(layer)} has {len(b)} rows, and the model {sum(rows)}")

@@ -16,7 +16,7 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
 from flowalign.backbone.adapters import AdapterError, Lora, read_lora
-from flowalign.backbone.conversion import taking_lora
+from flowalign.backbone.conversion import looks_like, taking_lora
 from flowalign.backbone.shapes import public
 
 
@@ -58,10 +58,11 @@ def other_base(lora: Lora, model: str, core: nn.Module | None) -> str | None:
 def misfit(core: nn.Module, lora: Lora) -> str | None:
     """What a LoRA adapts, and what a transformer has in its place; None where it fits."""
     layers = taking_lora(core)
+    looks = looks_like(lora.ranks)
     for layer, rank in lora.ranks.items():
         down, up = (tuple(lora.weights[f"{layer}.lora_{half}.weight"].shape) for half in "AB")
         if not (there := layers.get(layer)):
-            return f"adapts {layer} with {down}, {up}, and the model has no such layer"
+            return f"adapts {layer} with {down}, {up}, and the model has no such layer{looks}"
         base = there.get_base_layer() if isinstance(there, LoraLayer) else there
         if isinstance(base, nn.Conv2d):
             expected = (rank, base.in_channels, *base.kernel_size), (base.out_channels, rank, 1, 1)
@@ -69,7 +70,7 @@ def misfit(core: nn.Module, lora: Lora) -> str | None:
             expected = (rank, base.in_features), (base.out_features, rank)
         if expected != (down, up):
             has = f"such a layer with {expected[0]}, {expected[1]}"
-            return f"adapts {layer} with {down}, {up}, and the model has {has}"
+            return f"adapts {layer} with {down}, {up}, and the model has {has}{looks}"
     return None
 
 
