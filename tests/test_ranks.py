@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -72,8 +73,10 @@ def ends(path: Path, script: Path = fakes.ROOT / "train.py") -> tuple[list[Any],
     ranks = forked.ranks([script, "--config", path])
     try:
         for rank in ranks:
-            while rank.poll() is None and psutil.Process(rank.pid).status() != "stopped":
-                time.sleep(0.1)
+            with suppress(psutil.NoSuchProcess):  # it may end between the two questions
+                while rank.poll() is None and psutil.Process(rank.pid).status() != "stopped":
+                    time.sleep(0.1)
+            rank.poll()
         codes, said = [rank.poll() for rank in ranks], "".join(rank.said()[1] for rank in ranks)
         for rank in ranks:
             rank.send_signal(signal.SIGCONT)
