@@ -118,9 +118,8 @@ def predict(
     inputs: what was opened of the stage, and what an earlier stage will write. drawn: the updates
     whose drawn states are averaged; None = the first DRAWS. models: a cache for calls with the same
     device and inputs; their passes are measured once. Raises LookupError where the shapes of
-    model.id are not known. Not included: the memory that torch.compile
-    saves, and that of rewards' activations, of
-    kernels (cuDNN, GEMM workspaces) and of the device's context.
+    model.id are not known. Not included: the memory that torch.compile saves, and that of rewards'
+    activations, of kernels (cuDNN, GEMM workspaces) and of the device's context.
     """
     models = {} if models is None else models
     inputs = inputs or Inputs(config.model)
