@@ -2,7 +2,7 @@
 
 import sys
 
-from flowalign.system.exit import end_process, run
+from flowalign.system.exit import end_process, run_command
 
 if __name__ == "__main__":
-    end_process(run("eval", sys.argv[1:], "flowalign.commands.evaluate:main"))
+    end_process(run_command("eval", sys.argv[1:], "flowalign.commands.evaluate:main"))

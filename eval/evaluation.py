@@ -19,7 +19,7 @@ from flowalign.backbone.compilation import compile_blocks
 from flowalign.checks import Launch, check_stage
 from flowalign.config import ConfigError, EvalStage
 from flowalign.eval.fidelity import Reference, load_reference
-from flowalign.eval.report import write_files
+from flowalign.eval.report import write_report
 from flowalign.eval.stats import headline_rows, lost
 from flowalign.eval.store import Store, StoreError, open_stores
 from flowalign.eval.suite import (
@@ -135,7 +135,7 @@ def _evaluate(config: EvalStage, accelerator: Accelerator, inputs: Inputs) -> No
         alike = "same prompts"
         if len(seeds) == 1 and None not in seeds:
             alike += " and noise"
-        print(write_files(config, Results(benchmarks, judged, distances, panels, alike, columns)))
+        print(write_report(config, Results(benchmarks, judged, distances, panels, alike, columns)))
         warn_of_drift(config, panels)
 
 

@@ -26,7 +26,7 @@ from flowalign.system.images import image_files, read_image
 from flowalign.training.data import load_prompts
 from flowalign.types import PromptBatch
 
-FORMS = (
+LAYOUTS = (
     "Want GenEval's folder (00000/metadata.jsonl, 00000/samples/00000.png), a folder with a prompt "
     "beside each image (dog.png, dog.txt), or a .jsonl of {prompt, images}."
 )
@@ -41,7 +41,7 @@ def find_images(source: str) -> dict[str, list[Path]]:
     path = expanded(Path(source))
     images = {}
     if not path.is_dir() and not (path.suffix.lower() == ".jsonl" and path.exists()):
-        raise ImagesError(f"there is no such folder or .jsonl: {source!r}. {FORMS}")
+        raise ImagesError(f"there is no such folder or .jsonl: {source!r}. {LAYOUTS}")
     try:
         rows = _read_folder(path) if path.is_dir() else _read_jsonl(path)
         for prompt, files in rows:
@@ -56,9 +56,9 @@ def find_images(source: str) -> dict[str, list[Path]]:
         raise
     except (OSError, ValueError, TypeError) as error:
         where = "" if str(error).startswith(str(path)) else f"{path}: "
-        raise ImagesError(f"{where}{str(error).rstrip('.')}. {FORMS}") from None
+        raise ImagesError(f"{where}{str(error).rstrip('.')}. {LAYOUTS}") from None
     if not images:
-        raise ImagesError(f"{path} holds no images of prompts. {FORMS}")
+        raise ImagesError(f"{path} holds no images of prompts. {LAYOUTS}")
     return images
 
 
@@ -142,7 +142,7 @@ def _read_folder(path: Path) -> Iterator[tuple[str, list[Any]]]:
     for image in image_files(path):
         beside = next(filter(Path.is_file, map(image.with_suffix, (".txt", ".TXT"))), None)
         if beside is None:
-            raise ImagesError(f"{image} has no prompt beside it, in {image.stem}.txt. {FORMS}")
+            raise ImagesError(f"{image} has no prompt beside it, in {image.stem}.txt. {LAYOUTS}")
         yield beside.read_text("utf-8-sig").strip(), [image.absolute()]
 
 

@@ -22,7 +22,7 @@ from flowalign.eval.table import Numbers, Results, metric_table, tables
 from flowalign.report import page
 from flowalign.report.pictures import (
     COLUMNS,
-    LONGEST,
+    LONGEST_SIDE,
     Block,
     Row,
     comparison,
@@ -40,7 +40,7 @@ from flowalign.training.data import spread, spread_text
 from flowalign.types import EvalRow
 
 
-def write_files(config: EvalStage, results: Results) -> str:
+def write_report(config: EvalStage, results: Results) -> str:
     """Write all files into config.output; returns the tables as Markdown, without the details."""
     folder = config.folder
     versions = environment()
@@ -240,7 +240,7 @@ def render(results: Results, tables: Sequence[Numbers], metrics: Table, **about:
         rule=lambda rows, lines: spread_text(rows, len(lines)),
         copies={benchmark.name: benchmark.copies for benchmark in results.benchmarks},
         source=source,
-        longest=LONGEST,
+        longest=LONGEST_SIDE,
         drifts=results.drifts,
     )
 

@@ -209,7 +209,7 @@ def markdown(numbers: SeedTable) -> str:
     return "\n\n".join(table.markdown() for table in numbers.tables) + "\n"
 
 
-FORMATS = {
+TABLE_FORMATS = {
     "markdown": markdown,
     "latex": lambda numbers: latex(numbers.tables),
 }
@@ -227,13 +227,13 @@ def main(argv: Sequence[str]) -> int:
     )
     add = parser.add_argument
     add("results", nargs="+", help="folders of evaluations (or results.json), one a seed")
-    add("--format", choices=FORMATS, default="markdown")
+    add("--format", choices=TABLE_FORMATS, default="markdown")
     add("--models", nargs="+", metavar="MODEL", help="rows; default: all that every result has")
     add("--pairs", nargs="+", metavar="A-B", default=[], help="differences, as student-base")
     args = parser.parse_args(argv)
     documents = list(map(load_results, args.results))
     pairs = [_pair(text, documents[0]["models"]) for text in args.pairs]
-    print(FORMATS[args.format](seed_table(documents, args.models, pairs)), end="")
+    print(TABLE_FORMATS[args.format](seed_table(documents, args.models, pairs)), end="")
     return 0
 
 

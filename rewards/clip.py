@@ -31,7 +31,7 @@ except ImportError:  # transformers 4: the one without "Fast" is PIL's
 
 TEXT_CACHE = 4096  # prompts whose vectors are kept on the CPU: 16 MB at D = 1024
 CONTEXT = 77  # tokens of CLIP's text tower; longer prompts are cut
-LARGE = "openai/clip-vit-large-patch14"
+CLIP_LARGE = "openai/clip-vit-large-patch14"
 # "tiny" (trained on the tiny world), or a `Pretrained` with a transformers CLIPModel
 ClipModel = Annotated[
     str, AfterValidator(lambda name: name if name == "tiny" else check_model(name))
@@ -54,7 +54,7 @@ def clip_processor(size: int) -> Any:
     return ImageProcessor(size={"shortest_edge": size}, crop_size=crop)  # the rest is its default
 
 
-def batches(images: Tensor, batch_size: int) -> Iterator[list[np.ndarray]]:
+def pixel_batches(images: Tensor, batch_size: int) -> Iterator[list[np.ndarray]]:
     """images [B,3,H,W] in [0,1] as lists of uint8 [H,W,3]; ValueError for NaN and infinity."""
     for chunk in images.split(batch_size):
         yield [to_uint8(image) for image in chunk]
@@ -134,7 +134,7 @@ class TwoTowers:
         for pixels that are NaN or infinite.
         """
         with self.placement:
-            pictures = batches(images, self.batch_size)
+            pictures = pixel_batches(images, self.batch_size)
             return torch.cat([normalize(self._encode_images(part), dim=-1) for part in pictures])
 
     def with_gradient(self, images: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from PIL import Image
 from pydantic import AfterValidator
 from torch import Tensor
 
-from flowalign.rewards.geneval2 import MODEL, AskedReward, Local
+from flowalign.rewards.geneval2 import JUDGE, AskedReward, Local
 from flowalign.rewards.options import Device, check_call, check_model
 from flowalign.rewards.vlm import VLM
 from flowalign.system.devices import resolve
@@ -70,7 +70,7 @@ class DPG(AskedReward):
 
     def __init__(
         self,
-        model: Judge = MODEL,
+        model: Judge = JUDGE,
         *,
         endpoint: Mapping[str, Any] | None = None,
         rule: Literal["corrected", "official"] = "corrected",
@@ -99,7 +99,7 @@ class DPG(AskedReward):
     def check_options(cls, *_: Any, **options: Any) -> None:
         """Raise ValueError for an endpoint that reward `vlm` would refuse."""
         if (endpoint := options.get("endpoint")) is not None:
-            check_call("`endpoint` of reward 'dpg'", VLM, {"model": MODEL, **endpoint})
+            check_call("`endpoint` of reward 'dpg'", VLM, {"model": JUDGE, **endpoint})
 
     @classmethod
     def packages(cls, *_: Any, **options: Any) -> tuple[str, ...]:

@@ -25,7 +25,7 @@ from flowalign.system.images import to_uint8
 from flowalign.system.packages import require
 from flowalign.types import Metadata, Scores
 
-MODEL = "Qwen/Qwen3-VL-8B-Instruct"  # the benchmark's own judge
+JUDGE = "Qwen/Qwen3-VL-8B-Instruct"  # the benchmark's own judge
 WORDS = ("one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
 YES, NO = ["Yes", "yes", " yes", " Yes"], ["No", "no", " no", " No"]
 SKILLS = {"object", "attribute", "count", "position", "verb"}
@@ -111,10 +111,10 @@ class AskedReward(RewardBase):
     raises an error.
     """
 
-    choice = ("model", MODEL)
-    choices: Mapping[str, str] = {MODEL: "Apache-2.0"}
-    downloads = {MODEL: 17.5}
-    reads = {"model": (MODEL, hub_files)}
+    choice = ("model", JUDGE)
+    choices: Mapping[str, str] = {JUDGE: "Apache-2.0"}
+    downloads = {JUDGE: 17.5}
+    reads = {"model": (JUDGE, hub_files)}
     prompt_set: str
     questions: Callable[[Mapping[str, Any]], Any]
 
@@ -151,7 +151,7 @@ class GenEval2(AskedReward):
 
     def __init__(
         self,
-        model: Pretrained = MODEL,
+        model: Pretrained = JUDGE,
         *,
         device: Device = None,
         offload: bool = False,

@@ -23,7 +23,7 @@ from flowalign.rewards.options import Count, Device, Divisor, Pretrained, hub_te
 from flowalign.rewards.preference import Head, Preference
 from flowalign.rewards.weights import WeightsFile, fit_weights, hub_file, read_weights
 
-WEIGHTS = "THUDM/ImageReward/ImageReward.pt"
+CHECKPOINT = "THUDM/ImageReward/ImageReward.pt"
 TOKENIZER = "google-bert/bert-base-uncased"
 TOKENS = 35  # of a prompt; longer ones are cut
 MEAN, STD = 0.16717362830052426, 1.0333394966054072  # of the head's output, ImageReward.py
@@ -43,15 +43,15 @@ TEXT: dict[str, Any] = {"num_attention_heads": 12}
 # Names in the checkpoint -> names in `Network`; None = not needed. transformers' text tower kept
 # the names of BLIP's.
 SEEN, LAYER = r"blip\.visual_encoder\.", r"vision.encoder.layers.\1."
-BLOCK = SEEN + r"blocks\.(\d+)\."
+VISION_BLOCK = SEEN + r"blocks\.(\d+)\."
 KEYS: list[tuple[str, str | None]] = [
     (SEEN + r"cls_token", "vision.embeddings.class_embedding"),
     (SEEN + r"pos_embed", "vision.embeddings.position_embedding"),
     (SEEN + r"patch_embed\.proj\.(.+)", r"vision.embeddings.patch_embedding.\1"),
-    (BLOCK + r"norm([12])\.(.+)", LAYER + r"layer_norm\2.\3"),
-    (BLOCK + r"attn\.qkv\.(.+)", LAYER + r"self_attn.qkv.\2"),
-    (BLOCK + r"attn\.proj\.(.+)", LAYER + r"self_attn.projection.\2"),
-    (BLOCK + r"mlp\.(.+)", LAYER + r"mlp.\2"),
+    (VISION_BLOCK + r"norm([12])\.(.+)", LAYER + r"layer_norm\2.\3"),
+    (VISION_BLOCK + r"attn\.qkv\.(.+)", LAYER + r"self_attn.qkv.\2"),
+    (VISION_BLOCK + r"attn\.proj\.(.+)", LAYER + r"self_attn.projection.\2"),
+    (VISION_BLOCK + r"mlp\.(.+)", LAYER + r"mlp.\2"),
     (SEEN + r"norm\.(.+)", r"vision.post_layernorm.\1"),
     (r"blip\.text_encoder\.embeddings\.position_ids", None),
     (r"blip\.text_encoder\.(.+)", r"text.\1"),
@@ -77,11 +77,11 @@ class ImageReward(Preference):
     licence = "Apache-2.0"
     cost = Cost(VIT_L, kept=0.28e9)
     downloads = {"THUDM/ImageReward": 1.8}
-    reads = {"weights": (WEIGHTS, hub_file), "tokenizer": (TOKENIZER, hub_texts)}
+    reads = {"weights": (CHECKPOINT, hub_file), "tokenizer": (TOKENIZER, hub_texts)}
 
     def __init__(
         self,
-        weights: WeightsFile = WEIGHTS,
+        weights: WeightsFile = CHECKPOINT,
         tokenizer: Pretrained = TOKENIZER,
         architecture: Mapping[str, Mapping[str, Any]] | None = None,
         *,
@@ -106,7 +106,7 @@ class ImageReward(Preference):
         device = self.placement.device
         scores = []
         with self.placement:
-            for number, pictures in enumerate(clip.batches(images, self.batch_size)):
+            for number, pictures in enumerate(clip.pixel_batches(images, self.batch_size)):
                 start = number * self.batch_size
                 values = clip.pixel_values(self.pixels, pictures).to(device)
                 scores.append(self._rating(values, prompts[start : start + len(pictures)]).cpu())

@@ -36,20 +36,20 @@ try:  # one set of pixels, whether torchvision is installed or not
 except ImportError:  # transformers 4: the one without "Fast" is numpy's
     from transformers import Mask2FormerImageProcessor as ImageProcessor
 
-SIZE = (800, 1333)  # of the official detector's test pipeline
+DETECTOR_SIZE = (800, 1333)  # of the official detector's test pipeline
 DIVISOR = 32  # images are padded to a multiple of it, at the right and the bottom
-TEMPLATES = (
+PROMPT_TEMPLATES = (
     "a photo of a {color} {thing}",
     "a photo of a {color}-colored {thing}",
     "a photo of a {color} object",
 )
-OUTSIDE = 0x99  # every channel of #999, the grey that hides what is not the object
+OUTSIDE_GREY = 0x99  # every channel of #999, the grey that hides what is not the object
 TOP = 100  # (query, class) pairs that become instances, as in mmdet
 
 
 def _check_size(size: Sequence[int]) -> Sequence[int]:
     if len(size) != 2 or not DIVISOR <= size[0] <= size[1]:
-        raise ValueError(f"give a shortest and a longest edge, such as {list(SIZE)}")
+        raise ValueError(f"give a shortest and a longest edge, such as {list(DETECTOR_SIZE)}")
     return size
 
 
@@ -90,7 +90,7 @@ class Mask2Former:
         self,
         model: Pretrained = MASK2FORMER,
         *,
-        size: Annotated[Sequence[int], AfterValidator(_check_size)] = SIZE,
+        size: Annotated[Sequence[int], AfterValidator(_check_size)] = DETECTOR_SIZE,
         clip: OpenClip = "ViT-L-14",
         clip_pretrained: OpenClipWeights = "openai",
         dtype: Literal["float32", "bfloat16", "float16"] = "float32",
@@ -279,7 +279,7 @@ class ClipColors:
 
         CLIP's preprocessing cuts the ends off an elongated box, as in the official script.
         """
-        masked = np.where(mask[..., None], pixels, np.uint8(OUTSIDE))
+        masked = np.where(mask[..., None], pixels, np.uint8(OUTSIDE_GREY))
         inputs = self.preprocess(Image.fromarray(masked))[None]
         with self.placement:
             vector = self.model.encode_image(inputs.to(self.placement.device)).float()
@@ -288,11 +288,11 @@ class ClipColors:
     @torch.no_grad()
     def _classifier(self, thing: str) -> Tensor:
         """Unit vectors [10,D], one a colour: the mean over the templates."""
-        texts = [t.format(color=color, thing=thing) for color in COLORS for t in TEMPLATES]
+        texts = [t.format(color=color, thing=thing) for color in COLORS for t in PROMPT_TEMPLATES]
         with self.placement:
             tokens = self.tokenizer(texts).to(self.placement.device)
             vectors = normalize(self.model.encode_text(tokens).float(), dim=-1)
-        return normalize(vectors.view(len(COLORS), len(TEMPLATES), -1).mean(1), dim=-1)
+        return normalize(vectors.view(len(COLORS), len(PROMPT_TEMPLATES), -1).mean(1), dim=-1)
 
     def of_boxes(
         self,

@@ -27,12 +27,14 @@ from flowalign.system.images import to_uint8
 from flowalign.system.packages import installed, require
 from flowalign.types import Metadata, Scores
 
-Line = tuple[str, float]
+OcrLine = tuple[str, float]
 Words = Sequence[str]
 Row = Mapping[str, Any]  # the metadata of an image
 Letters = frozenset[str] | None  # what an engine can write; None = it has no list
-CONFIDENCE = 0.5  # lines of less are dropped, as PaddleOCR 2.x, the peers' engine, does
-QUESTION = "Which text does the image show? Reply with that text only, and do not repeat any of it."
+LEAST_CONFIDENCE = 0.5  # lines of less are dropped, as PaddleOCR 2.x, the peers' engine, does
+READ_QUESTION = (
+    "Which text does the image show? Reply with that text only, and do not repeat any of it."
+)
 
 
 def target_of(prompt: str) -> str:
@@ -72,7 +74,7 @@ def plain(text: str) -> str:
     return "".join(BY_CATEGORY.get(unicodedata.category(sign), sign) for sign in text)
 
 
-def unwritable(text: str, letters: frozenset[str]) -> list[str]:
+def unwritable_letters(text: str, letters: frozenset[str]) -> list[str]:
     """The characters of a text that an engine cannot write."""
     signs = [sign for sign in plain(text) if not (sign.isascii() or sign.isspace())]
     missing = [sign for sign in signs if letters.isdisjoint((sign, sign.lower(), sign.upper()))]
@@ -114,7 +116,7 @@ class Rule:
             raise ValueError(f"prompt {prompt!r} has {text}")
         text = " ".join(texts)
         known = None if text.isascii() else letters()
-        if known and (missing := unwritable(text, known)):
+        if known and (missing := unwritable_letters(text, known)):
             raise ValueError(
                 f"prompt {prompt!r} wants letters that this engine never writes: "
                 f"{' '.join(missing)}. Leave it out, or use `engine: vlm`, or `paddleocr` with a "
@@ -133,7 +135,7 @@ class Rule:
             )
         return [target_of(prompt), *rest[2:-1:2]]
 
-    def compared(self, texts: Sequence[str], lines: Sequence[Line]) -> tuple[Words, Words]:
+    def compared(self, texts: Sequence[str], lines: Sequence[OcrLine]) -> tuple[Words, Words]:
         """The words of the texts, and of the lines of confidence > 0. Unless the texts are ASCII,
         which is compared as the peers do, both are `plain` first."""
         target = " ".join(texts)
@@ -144,7 +146,7 @@ class Rule:
         return self.words(target), self.words(page)
 
 
-def text_reward(target: str, lines: Sequence[Line] | None) -> float:
+def text_reward(target: str, lines: Sequence[OcrLine] | None) -> float:
     """The published OCR rule, in [0,1]; its mean is what papers call OCR accuracy.
 
     lines: (text, confidence) in reading order, None or [] = no text. Lines of confidence > 0
@@ -193,14 +195,14 @@ def longtext(wanted: Words, read: Words, metadata: Row) -> dict[str, float]:
 
 
 # What LongText-Bench removes: all but Chinese, Latin and French letters, digits and white space.
-OTHERS = re.compile(r"[^\u4e00-\u9fa5a-zA-Z0-9\sàâäéèêëîïôöùûüçÀÂÄÉÈÊËÎÏÔÖÙÛÜÇ]")
+NOT_COMPARED = re.compile(r"[^\u4e00-\u9fa5a-zA-Z0-9\sàâäéèêëîïôöùûüçÀÂÄÉÈÊËÎÏÔÖÙÛÜÇ]")
 RULES = {
     rule.name: rule
     for rule in (
         Rule("published", normalize, published, several=False),
         Rule("cvtg2k", lambda text: text.lower().split(), cvtg2k),
-        Rule("longtext", lambda text: OTHERS.sub("", text).lower().split(), longtext),
-        Rule("longtext_zh", lambda text: "".join(OTHERS.sub("", text).split()), longtext),
+        Rule("longtext", lambda text: NOT_COMPARED.sub("", text).lower().split(), longtext),
+        Rule("longtext_zh", lambda text: "".join(NOT_COMPARED.sub("", text).split()), longtext),
     )
 }
 
@@ -213,7 +215,7 @@ class Engine(Protocol):
 
     name: str
 
-    def read(self, image: np.ndarray) -> list[Line]:
+    def read(self, image: np.ndarray) -> list[OcrLine]:
         """image uint8 RGB [H,W,3] -> (text, confidence in [0,1]) in reading order; [] = none."""
         ...
 
@@ -240,7 +242,7 @@ class RapidOCREngine:
         self._ocr: Any = rapidocr.RapidOCR(
             params={
                 "Global.log_level": "critical",
-                "Global.text_score": CONFIDENCE,
+                "Global.text_score": LEAST_CONFIDENCE,
                 "Global.use_cls": False,  # upside-down lines: generated text has none
                 "EngineConfig.onnxruntime.intra_op_num_threads": 1,  # -1 would take all cores
                 "EngineConfig.onnxruntime.inter_op_num_threads": 1,
@@ -254,12 +256,12 @@ class RapidOCREngine:
         parts = (self._ocr.cfg.Det, self._ocr.cfg.Rec)  # often of one release: named once
         models = dict.fromkeys(f"{p.ocr_version.value} {p.model_type.value}" for p in parts)
         self.name = (
-            f"rapidocr {version('rapidocr')}, {' + '.join(models)}, text_score {CONFIDENCE}, "
+            f"rapidocr {version('rapidocr')}, {' + '.join(models)}, text_score {LEAST_CONFIDENCE}, "
             f"upscale 1, limit {limit_side_len} {limit_type}, box_thresh 0.5, "
             f"unclip_ratio 1.6, rec_width {rec_width}"
         )
 
-    def read(self, image: np.ndarray) -> list[Line]:
+    def read(self, image: np.ndarray) -> list[OcrLine]:
         """image uint8 RGB [H,W,3] -> (text, confidence) in RapidOCR's order, [] = no text."""
         page = self._ocr(_bgr(image))
         return list(zip(page.txts or (), map(float, page.scores or ()), strict=True))
@@ -283,7 +285,7 @@ class PaddleOCREngine:
             use_doc_orientation_classify=False,  # these three are for scans and photographs
             use_doc_unwarping=False,
             use_textline_orientation=False,
-            text_rec_score_thresh=CONFIDENCE,
+            text_rec_score_thresh=LEAST_CONFIDENCE,
             text_det_limit_side_len=64,
             text_det_limit_type="min",
             text_det_box_thresh=0.6,
@@ -291,10 +293,10 @@ class PaddleOCREngine:
         )
         self.name = (
             f"paddleocr {version('paddleocr')} paddle, PP-OCRv4 {lang}, text_rec_score_thresh "
-            f"{CONFIDENCE}, upscale 1, limit 64 min, box_thresh 0.6, unclip_ratio 1.5"
+            f"{LEAST_CONFIDENCE}, upscale 1, limit 64 min, box_thresh 0.6, unclip_ratio 1.5"
         )
 
-    def read(self, image: np.ndarray) -> list[Line]:
+    def read(self, image: np.ndarray) -> list[OcrLine]:
         """image uint8 RGB [H,W,3] -> (text, confidence) in PaddleOCR's order, [] = no text."""
         (page,) = self._ocr.predict([_bgr(image)])
         return list(zip(page["rec_texts"], map(float, page["rec_scores"]), strict=True))
@@ -304,7 +306,7 @@ class VLMEngine:
     """A vision-language model at an endpoint (options of reward `vlm`), as LongText-Bench reads."""
 
     def __init__(
-        self, endpoint: Mapping[str, Any], question: str = QUESTION, max_tokens: Count = 1024
+        self, endpoint: Mapping[str, Any], question: str = READ_QUESTION, max_tokens: Count = 1024
     ) -> None:
         self.judge = VLM(**{**endpoint, "image_size": None})
         self.question = question
@@ -316,7 +318,7 @@ class VLMEngine:
         """Raise ValueError for an endpoint that reward `vlm` would refuse."""
         check_call("`endpoint` of OCR engine 'vlm'", VLM, endpoint)
 
-    def read(self, image: np.ndarray) -> list[Line]:
+    def read(self, image: np.ndarray) -> list[OcrLine]:
         """image uint8 RGB [H,W,3] -> (line, 1), or the endpoint's failure as an exception."""
         pixels = torch.from_numpy(image).permute(2, 0, 1)[None] / 255
         (answer,) = self.judge.say(pixels, [(0, self.question)], self.max_tokens)
@@ -446,11 +448,11 @@ class OCR(RewardBase):
         limit = getattr(self.engines[0], "longest", None)
         return limit / max(height, width) if limit else 1.0
 
-    def _read(self, pictures: Sequence[np.ndarray]) -> list[list[Line]]:
+    def _read(self, pictures: Sequence[np.ndarray]) -> list[list[OcrLine]]:
         """The lines of each picture; every worker has an engine of its own."""
         free = list(self.engines)
 
-        def read(picture: np.ndarray) -> list[Line]:
+        def read(picture: np.ndarray) -> list[OcrLine]:
             engine = free.pop()  # never empty: there are as many threads as engines
             try:
                 return engine.read(picture)

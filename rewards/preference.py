@@ -15,7 +15,7 @@ from torch.nn.functional import normalize, pad
 
 from flowalign.rewards.base import CLIP_L, KEPT_H, KEPT_L, VIT_H, VIT_L, Cost, RewardBase
 from flowalign.rewards.clip import (
-    LARGE,
+    CLIP_LARGE,
     Clip,
     ClipModel,
     ImageEncoder,
@@ -90,8 +90,12 @@ class ClipScore(Preference):
     name = "clipscore"
     cost = Cost(VIT_L, kept=KEPT_L)
     downloads = CLIP_L
-    published: tuple[str, str | None, float] = LARGE, None, 30.0  # its processor, the normalizer
-    reads = {"model": (LARGE, hub_files)}
+    published: tuple[str, str | None, float] = (
+        CLIP_LARGE,
+        None,
+        30.0,
+    )  # its processor, the normalizer
+    reads = {"model": (CLIP_LARGE, hub_files)}
 
     def __init__(
         self,
@@ -207,11 +211,11 @@ class Aesthetic(Preference):
     name = "aesthetic"
     cost = Cost(VIT_L, kept=KEPT_L)
     downloads = CLIP_L
-    reads = {"model": (LARGE, hub_files), "head": (AESTHETIC_HEAD, hub_file)}
+    reads = {"model": (CLIP_LARGE, hub_files), "head": (AESTHETIC_HEAD, hub_file)}
 
     def __init__(
         self,
-        model: ClipModel = LARGE,
+        model: ClipModel = CLIP_LARGE,
         head: WeightsFile = AESTHETIC_HEAD,
         *,
         normalizer: Divisor = 10.0,
@@ -283,9 +287,9 @@ class Encoded(RewardBase):
     DINOv2, or package.module:function, [B,3,H,W] -> [B,D]."""
 
     downloads = CLIP_L
-    reads = {"model": (LARGE, hub_files)}
+    reads = {"model": (CLIP_LARGE, hub_files)}
 
-    def __init__(self, model: ImageEncoder = LARGE, *, device: Device = None) -> None:
+    def __init__(self, model: ImageEncoder = CLIP_LARGE, *, device: Device = None) -> None:
         name, self.features = image_encoder(model, device)
         self.settings = {"model": name}
 
@@ -311,7 +315,7 @@ class Similarity(Encoded):
         self,
         images: Annotated[str, AfterValidator(_with_images)],
         *,
-        model: ImageEncoder = LARGE,
+        model: ImageEncoder = CLIP_LARGE,
         device: Device = None,
     ) -> None:
         super().__init__(model, device=device)

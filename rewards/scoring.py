@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 Score = Callable[[Tensor, PromptBatch], Scores]
 # while a reward is called: why the rewards failed that it calls by `score`
 NESTED: ContextVar[list[str] | None] = ContextVar("nested", default=None)
-SMALL = 0.5  # of an image's sides: a reward that sees less says so
+SHRUNK = 0.5  # of an image's sides: a reward that sees less says so
 OUTSIDE = (ConnectionError, TimeoutError, ImportError)  # no image's fault: the next would fail too
 
 
@@ -105,7 +105,7 @@ def score(
 
 def _warn_of_shrinking(reward: RewardBase, height: int, width: int) -> None:
     factor = reward.resize_factor(height, width)
-    if factor < SMALL:
+    if factor < SHRUNK:
         text = f"reward {reward.name} sees images of {height}x{width} pixels at {factor:.0%} of"
         warn_once(f"{text} that: small text and details are lost.")
 
@@ -146,7 +146,7 @@ def _checked(
     return Scores(value.masked_fill(~valid, math.nan), valid, parts, reasons)
 
 
-SETTINGS = ("default_dtype", "default_device", "num_threads", "deterministic_debug_mode")
+TORCH_SETTINGS = ("default_dtype", "default_device", "num_threads", "deterministic_debug_mode")
 _changers = set[str]()  # rewards that left one of them changed
 
 
@@ -170,7 +170,7 @@ def settings_kept(name: str) -> Iterator[None]:
 
 
 def _settings() -> dict[str, Any]:
-    settings = {key: getattr(torch, f"get_{key}")() for key in SETTINGS}
+    settings = {key: getattr(torch, f"get_{key}")() for key in TORCH_SETTINGS}
     with suppress(RuntimeError):  # set by torch's other way, `fp32_precision`
         settings["float32_matmul_precision"] = torch.get_float32_matmul_precision()
     return settings

@@ -28,7 +28,7 @@ from flowalign.system.http import Client
 from flowalign.system.images import png_base64, to_uint8
 from flowalign.types import Metadata, Scores
 
-MAX_BYTES = 2**20  # of an answer
+MAX_ANSWER = 2**20  # of an answer
 CONTENT = "text choices[0].message.content"
 NO_TEXT = (  # what reading another answer raises
     json.JSONDecodeError, UnicodeError, LookupError, TypeError, AttributeError, RecursionError
@@ -179,7 +179,7 @@ class VLM(RewardBase):
             return complete(client, self.url, self.model, content, most, read)
 
         token = read_token(self.token_env) if self.token_env else None
-        limits = {"timeout": self.timeout, "retries": self.retries, "max_bytes": MAX_BYTES}
+        limits = {"timeout": self.timeout, "retries": self.retries, "max_bytes": MAX_ANSWER}
         with Client(**limits, token=token) as client:
             return client.map(ask, questions, self.concurrency)
 

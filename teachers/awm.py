@@ -17,7 +17,7 @@ from flowalign.training.algorithm import Pairs
 from flowalign.training.losses import policy_loss, velocity_error
 from flowalign.types import Rollout, StepLoss
 
-TINY = 1e-10  # keeps the roots of the weightings differentiable at an error of 0
+ROOT_FLOOR = 1e-10  # keeps the roots of the weightings differentiable at an error of 0
 
 
 class Awm(Forward):
@@ -71,5 +71,5 @@ def awm_log_prob(
     if weighting in ("t", "t2"):
         return -(t if weighting == "t" else t**2) * error
     if weighting == "huber":
-        return -t * ((error + TINY).sqrt() - TINY**0.5)
-    return -t * ((error + TINY) ** power - TINY**power) / power
+        return -t * ((error + ROOT_FLOOR).sqrt() - ROOT_FLOOR**0.5)
+    return -t * ((error + ROOT_FLOOR) ** power - ROOT_FLOOR**power) / power

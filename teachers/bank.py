@@ -64,7 +64,7 @@ class Bank:
         bases = {teacher_name(name): m.base for name, m in self.members.items() if m.base}
         backbone.others = {**backbone.others, **bases}
         if any(m.extrapolate != 1 and m.reference == "start" for m in self.members.values()):
-            adapters[START] = start
+            adapters[TEACHERS_START] = start
         for name, adapter in adapters.items():
             if adapter is not None:
                 bases.get(name, backbone).load_adapter(name, adapter, frozen=True)
@@ -136,7 +136,7 @@ class Bank:
         source = self.source(name)
         if member.extrapolate == 1:
             return [(source, 1.0)]
-        reference = Source(START if member.reference == "start" else None, member.guidance)
+        reference = Source(TEACHERS_START if member.reference == "start" else None, member.guidance)
         return [(source, member.extrapolate), (reference, 1 - member.extrapolate)]
 
     def source(self, name: str) -> Source:
@@ -146,7 +146,7 @@ class Bank:
         return Source(None if plain else teacher_name(name), member.guidance)
 
 
-START = "teachers_start"  # the frozen adapter that the student starts from
+TEACHERS_START = "teachers_start"  # the frozen adapter that the student starts from
 
 
 def teacher_name(name: str) -> str:

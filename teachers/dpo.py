@@ -27,7 +27,7 @@ from flowalign.training.rollout import Stream
 from flowalign.training.student.sft import Targets
 from flowalign.types import PromptBatch, Rollout, StepLoss
 
-IMAGES = ("chosen", "rejected")  # of a row: what the copies 0 and 1 of its prompt are
+PAIR = ("chosen", "rejected")  # of a row: what the copies 0 and 1 of its prompt are
 REFERENCE = "reference"  # a frozen copy of the adapter that the run starts from
 
 
@@ -71,7 +71,7 @@ class Dpo(Algorithm[Targets]):
         count = self.settings.noise_levels
         groups = rollout.group.tolist()
         levels = [stratified(shift, count, (*key, Stream.LEVELS, prompt)) for prompt in groups]
-        kinds = [IMAGES[copy] for copy in rollout.copy.tolist()]
+        kinds = [PAIR[copy] for copy in rollout.copy.tolist()]
         batch = rollout.batch
         rows = list(zip(batch.tasks, batch.metadata, kinds, strict=True))
         clean = torch.stack([self._latent(self.folders[task] / row[k]) for task, row, k in rows])
@@ -107,7 +107,7 @@ def pair_problems(config: DpoStage, folder: Path, row: Mapping[str, Any]) -> lis
     height, width = config.model.size
     problems: list[str] = []
     pixels: list[bytes] = []
-    for kind in IMAGES:
+    for kind in PAIR:
         name: Any = row.get(kind)
         try:
             image = read_image(folder / name)

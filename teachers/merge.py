@@ -22,7 +22,7 @@ from torch import Tensor
 
 from flowalign.backbone.adapters import (
     Lora,
-    describe,
+    describe_adapter,
     read_lora,
     weightless_lora,
     write_lora,
@@ -130,13 +130,13 @@ def merge(
     write_lora(
         out,
         state,
-        describe(ranks, ranks, False, base),  # alpha = rank: scales are in B
+        describe_adapter(ranks, ranks, False, base),  # alpha = rank: scales are in B
         text_length=lengths.pop() if len(lengths) == 1 else None,
     )
     return MergeReport(method, weights, ranks, errors)
 
 
-def foreseen(loras: Sequence[Lora], method: str, rank: int | None) -> Lora:
+def foreseen_merge(loras: Sequence[Lora], method: str, rank: int | None) -> Lora:
     """The result of `merge`, on the meta device. The exact sum has the sum of all ranks, and svd
     never more."""
     counters = [Counter(lora.ranks) for lora in loras]

@@ -13,7 +13,7 @@ from flowalign import config
 from flowalign.commands.cli import main
 from flowalign.commands.doctor import advise
 from flowalign.commands.doctor.advise import Device, Forecast
-from flowalign.commands.doctor.pace import KINDS, Pace
+from flowalign.commands.doctor.pace import PHASES, Pace
 from flowalign.config.safe_yaml import dump_yaml
 
 ROOT = Path(__file__).parent.parent
@@ -169,7 +169,7 @@ def test_a_proposal_is_a_fixed_point_of_the_prediction(
     packed = whole.after("model.quantization=nf4")
     assert packed.hours > 1.2 * whole.hours
     room = 0.3 * whole.estimate.peak + 0.7 * packed.estimate.peak
-    size = (room + advise.CONTEXT) / advise.SHARE / advise.GIB
+    size = (room + advise.CUDA_CONTEXT) / advise.USABLE_SHARE / advise.GIB
     changes = check_proposal(run, Device(1, gpu, size), 0.5 * packed.hours, capsys)
     assert changes[0] == "model.quantization=nf4" and len(changes) > 1
 
@@ -194,7 +194,7 @@ def test_a_proposal_for_a_family_is_a_fixed_point(
 
 
 def test_a_pace_that_was_measured_is_that_of_the_weights(random_model: str, tmp_path: Path) -> None:
-    pace = Pace(dict.fromkeys([*KINDS, "rewards"], 1e12), "measured here")
+    pace = Pace(dict.fromkeys([*PHASES, "rewards"], 1e12), "measured here")
     run = planned(config.parse(big(random_model, tmp_path, "nft")), Device(1), pace)
     packed = run.after("model.quantization=nf4")
     assert packed.pace and packed.pace.rates["sampling"] == pytest.approx(1e12 / 1.5)

@@ -34,7 +34,7 @@ def tiles(period: int) -> torch.Tensor:
 
 def measure(*images: torch.Tensor) -> dict[str, torch.Tensor]:
     """Of images of one prompt."""
-    return statistics.measure(torch.stack(images), PERIOD, [0] * len(images))
+    return statistics.image_statistics(torch.stack(images), PERIOD, [0] * len(images))
 
 
 def of(name: str, *images: torch.Tensor) -> list[float]:
@@ -93,7 +93,7 @@ def test_the_interval_is_of_the_means_of_prompts() -> None:
     sigma = SIGMAS["edges"].share * float(base.std())
     assert found.n == 4 and found.sigmas == pytest.approx(3.5 / sigma)
     error = math.sqrt(5 / 3) / 2 / sigma
-    exact = student_t.ppf((1 + compare.CONFIDENCE) / 2, 3) * error
+    exact = student_t.ppf((1 + compare.ALARM_CONFIDENCE) / 2, 3) * error
     assert 1.0 < (found.high - found.sigmas) / exact < 1.25
 
 

@@ -20,7 +20,7 @@ from flowalign.backbone.structure import find
 from flowalign.commands.doctor import advise
 from flowalign.commands.doctor import count as count_module
 from flowalign.commands.doctor.count import predict
-from flowalign.commands.doctor.gpus import GPUS, WIDTH
+from flowalign.commands.doctor.gpus import GPUS, MEASURED_WIDTH
 from flowalign.commands.doctor.meter import Meter, measure
 from flowalign.commands.doctor.pace import Pace, times
 from flowalign.teachers import merge
@@ -178,7 +178,7 @@ def test_a_gpu_took_as_long_as_its_rates_say(gpu, case, changes):
     model = config.ModelConfig(id="any", dtype="bfloat16", **changes)
     kinds = {"rollout": "sampling", "labels": "labels", "update": "learning"}
     phases = row["flops"].keys() & row["seconds"].keys()
-    width = 3072 if "FLUX" in case else WIDTH
+    width = 3072 if "FLUX" in case else MEASURED_WIDTH
     predicted = sum(
         row["flops"][name]
         / GPUS[gpu].rate(model, width, kinds[name], compiled=model.compile is True)
@@ -286,7 +286,7 @@ def test_advice_leads_to_what_fits(small):
     run = predictions.settings(*small, "opd", "model.dtype=bfloat16", size=128)
     estimate = predict(run)
     room = estimate.resident + 0.4 * estimate.worst.bytes
-    gib = (room + advise.CONTEXT) / advise.SHARE / advise.GIB
+    gib = (room + advise.CUDA_CONTEXT) / advise.USABLE_SHARE / advise.GIB
     changes = forecast(run, gib).advice
     peaks = [estimate.peak, *(after.estimate.peak for _, after in changes)]
     assert peaks == sorted(peaks, reverse=True) and peaks[-1] <= room < peaks[-2]
@@ -331,7 +331,7 @@ def test_equal_blocks_cost_as_much_as_all_of_them_do(family, monkeypatch):
 def test_the_rank_of_a_start_counts_from_its_file_or_from_the_stage_that_will_write_it(small):
     start = str(small[1] / "a")
     run = predictions.settings(*small, "grpo", f"lora.init={start}", "lora.rank=4", size=128)
-    doubled = merge.foreseen([read_lora(start)] * 2, "concat", None)
+    doubled = merge.foreseen_merge([read_lora(start)] * 2, "concat", None)
     lora, merged = (
         predict(run, Inputs(pending=pending)).parts["student's LoRA (float32)"]
         for pending in ({}, {start: doubled})

@@ -198,7 +198,7 @@ def test_the_shipped_digests_are_those_of_the_official_test_sets() -> None:
     prompts = [json.loads(line)["prompt"] for line in lines]
     assert set(map(text_digest, prompts)) == module.GENEVAL and len(prompts) == 553
     signs = load_prompts(official("ocr_test.txt"), "ocr").prompts
-    assert {text_digest(target_of(prompt)) for prompt in signs} == module.OCR
+    assert {text_digest(target_of(prompt)) for prompt in signs} == module.OCR_TEST_TEXTS
 
 
 def test_the_table_pins_what_it_names() -> None:

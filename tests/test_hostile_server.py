@@ -64,7 +64,7 @@ def downloaded(url: str) -> None:
 )
 def test_a_flood_or_a_drip_is_cut_off(name: str, caller: Callable[[str], None], monkeypatch):
     monkeypatch.setattr(fetch, "MAX_BYTES", 2**20)
-    monkeypatch.setattr(fetch, "SECONDS", 1.0)
+    monkeypatch.setattr(fetch, "FILE_SECONDS", 1.0)
     monkeypatch.setattr(http, "LONGEST_WAIT", 0.01)
     first, piece = TALKS[name]
 

@@ -15,8 +15,8 @@ import flowalign
 from flowalign.backbone.adapters import (
     AdapterError,
     HubError,
+    adapter_files,
     adapter_folder,
-    hub_files,
     is_hub_id,
     read_lora,
     write_lora,
@@ -159,14 +159,14 @@ def test_a_cache_with_other_files_of_a_repository_does_not_stand_for_one(
     with monkeypatch.context() as patch:
         patch.setattr(constants, "HF_HUB_OFFLINE", True)
         with pytest.raises(Unreachable, match="me/two"):
-            hub_files(source).missing()
+            adapter_files(source).missing()
         for newest in (False, True):
             with pytest.raises(HubError, match=r"\.safetensors of me/two"):
                 read_lora(source, newest=newest)
     assert read_lora(source).ranks
     with monkeypatch.context() as patch:
         patch.setattr(constants, "HF_HUB_OFFLINE", True)
-        assert hub_files(source).missing() == {} and read_lora(source).ranks
+        assert adapter_files(source).missing() == {} and read_lora(source).ranks
 
 
 def test_load_and_merge_take_ids(online: fake_hub.Hub, random_model: str, tmp_path: Path) -> None:

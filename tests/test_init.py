@@ -10,7 +10,7 @@ import torch
 from huggingface_hub import constants
 from safetensors.torch import save_file
 
-from flowalign.backbone.adapters import describe, write_lora
+from flowalign.backbone.adapters import describe_adapter, write_lora
 from flowalign.backbone.structure import model_spec
 from flowalign.checks import Launch, refused
 from flowalign.checks.numbers import card
@@ -77,7 +77,7 @@ def lora(model: str) -> str:
     linear: Any = spec.family.core.get_submodule(layer)
     halves = {"A": (1, linear.in_features), "B": (linear.out_features, 1)}
     weights = {f"{layer}.lora_{half}.weight": torch.ones(shape) for half, shape in halves.items()}
-    write_lora("lora", weights, describe({layer: 1}, {layer: 1.0}, False, model))
+    write_lora("lora", weights, describe_adapter({layer: 1}, {layer: 1.0}, False, model))
     return "lora"
 
 

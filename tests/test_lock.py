@@ -69,7 +69,7 @@ def test_the_distribution_and_its_extras_are_those_of_the_project() -> None:
 
 def test_an_extra_is_installed_from_the_checkout_or_by_name(monkeypatch, tmp_path: Path) -> None:
     assert packages.hint("uvicorn") == f"Run `pip install -e '{ROOT}[serve]'`."
-    monkeypatch.setattr(packages, "ROOT", tmp_path)
+    monkeypatch.setattr(packages, "CHECKOUT", tmp_path)
     assert packages.hint("open_clip") == "Run `pip install 'flowalign-t2i[clip]'`."
     assert packages.hint("rapidocr") == "Run `pip install rapidocr onnxruntime`."
 

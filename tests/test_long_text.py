@@ -14,7 +14,7 @@ from test_vlm import asked, serve  # noqa: F401
 from flowalign.eval.scores import image_score
 from flowalign.eval.stats import rows_of
 from flowalign.rewards import RewardSpec, build, describe, score
-from flowalign.rewards.ocr import OCR, Line
+from flowalign.rewards.ocr import OCR, OcrLine
 from flowalign.training.data import load_prompts
 from flowalign.types import EvalImage, EvalRow, Metadata, PromptBatch
 
@@ -31,7 +31,7 @@ class Recorded:
     def __init__(self, lines: list[list[str]]) -> None:
         self.lines = lines
 
-    def read(self, image: np.ndarray) -> list[Line]:
+    def read(self, image: np.ndarray) -> list[OcrLine]:
         return [(text, 0.9) for text in self.lines[int(image[0, 0, 0])]]
 
 
@@ -104,7 +104,7 @@ def test_longtext_counts_words_or_characters_as_officially(mode: str, rule: str)
 
 def test_an_unread_image_scores_0_and_a_failed_one_nothing() -> None:
     class Broken(Recorded):
-        def read(self, image: np.ndarray) -> list[Line]:
+        def read(self, image: np.ndarray) -> list[OcrLine]:
             if image.max() == 1:
                 raise RuntimeError("engine died")
             return super().read(image)

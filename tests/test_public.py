@@ -8,7 +8,7 @@ import fakes
 import pytest
 from fake_hub import PEFT, Hub, online
 
-from flowalign.backbone.adapters import hub_files, read_lora
+from flowalign.backbone.adapters import adapter_files, read_lora
 from flowalign.checks import Launch, check_stage
 from flowalign.commands.train import main
 from flowalign.config import EvalStage, load
@@ -79,7 +79,9 @@ def test_the_ids_are_of_the_family_and_each_names_one_adapter(
     monkeypatch.chdir(tmp_path)
     table = load(ROOT / "configs" / family / "_public.yaml", stage=EvalStage)
     for source in table.inputs.values():
-        weights = [name for name in hub_files(source).missing() if name.endswith(".safetensors")]
+        weights = [
+            name for name in adapter_files(source).missing() if name.endswith(".safetensors")
+        ]
         assert len(weights) == 1, source
     mark = table.benchmarks[1].model_copy(update={"prompts": "tiny/ocr_test"})
     check_stage(table.model_copy(update={"benchmarks": [mark]}), Launch())

@@ -342,7 +342,9 @@ class Meddling:
 
 
 @pytest.mark.parametrize("call", [True, False])
-@pytest.mark.parametrize("kind", ["grad_enabled", "float32_matmul_precision", *scoring.SETTINGS])
+@pytest.mark.parametrize(
+    "kind", ["grad_enabled", "float32_matmul_precision", *scoring.TORCH_SETTINGS]
+)
 def test_what_a_reward_changes_in_torch_is_set_back(
     call: bool, kind: str, registry, monkeypatch, caplog
 ):

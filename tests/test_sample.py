@@ -8,7 +8,7 @@ import families
 import pytest
 import torch
 
-from flowalign.backbone.adapters import describe, read_lora, write_lora
+from flowalign.backbone.adapters import describe_adapter, read_lora, write_lora
 from flowalign.commands import arguments, cli, sample
 from flowalign.commands.sample import Plan, settle
 from flowalign.config import to_yaml
@@ -17,7 +17,7 @@ from flowalign.training.algorithm import STUDENT
 
 
 def plan(*words: str, lora: str | None = None) -> Plan:
-    return settle(arguments.sample(["a star", *words]), read_lora(lora) if lora else None)
+    return settle(arguments.sample_arguments(["a star", *words]), read_lora(lora) if lora else None)
 
 
 def chosen(own: Plan) -> tuple[int, float, int]:
@@ -60,7 +60,7 @@ def test_a_loras_run_says_its_settings_and_its_model(random_model: str) -> None:
     lora = read_lora(str(adapter))
     stranger = {name: weight[:, :3] if "_A" in name else weight for name, weight in
                 lora.weights.items()}  # fmt: skip
-    write_lora("other", stranger, describe(lora.ranks, lora.alphas, False, None))
+    write_lora("other", stranger, describe_adapter(lora.ranks, lora.alphas, False, None))
     with pytest.raises(ValueError, match="--model"):  # it is not taken for one of tiny
         plan(lora="other")
 
@@ -96,7 +96,7 @@ def test_no_file_is_overwritten(monkeypatch: pytest.MonkeyPatch, capsys: Any) ->
 
 
 def test_images_larger_than_the_grid_shows_are_written_one_by_one(monkeypatch, capsys) -> None:
-    monkeypatch.setattr(sample, "SHOWN", 64)  # the tiny model draws at most 128 pixels
+    monkeypatch.setattr(sample, "GRID_SIDE", 64)  # the tiny model draws at most 128 pixels
     words = ["sample", "a star", "a sign", "--size", "80", "--steps", "2", "--images", "2"]
     assert cli.main([*words, "--out", "new/big.webp"]) == 0
     files = {file.name: file.read_bytes() for file in Path("new/big").glob("*.png")}

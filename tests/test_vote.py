@@ -13,7 +13,7 @@ from fastapi.testclient import TestClient
 from flowalign.checks import Launch, stage_problems
 from flowalign.commands import cli
 from flowalign.commands.sample import write_images
-from flowalign.commands.vote import Ballot, app
+from flowalign.commands.vote import Ballot, vote_app
 
 PROMPTS = ["a red sign", 'a "blue" sign & <b>more</b>']
 
@@ -27,7 +27,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def client(folder: Path, host: str = "127.0.0.1:8001") -> TestClient:
-    return TestClient(app(folder), base_url=f"http://{host}")
+    return TestClient(vote_app(folder), base_url=f"http://{host}")
 
 
 def rows(folder: Path, name: str = "pairs") -> list[dict[str, Any]]:

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
         family_of,
         load_pipeline,
         pipeline_name,
-        resolve,
+        resolve_model,
     )
     from flowalign.backbone.lora import put_lora
 
@@ -25,7 +25,7 @@ __all__ = [
     "load_pipeline",
     "pipeline_name",
     "put_lora",
-    "resolve",
+    "resolve_model",
 ]
 MODULES = {"DTYPES": "base", "Backbone": "base", "Family": "family", "ModelError": "family"}
 

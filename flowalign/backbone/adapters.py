@@ -48,7 +48,7 @@ PEFT_ADAPTER, PEFT_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 METADATA = "lora_adapter_metadata"  # the entry of a head with peft's description
 # In the head of a file, beside peft's description and not in it: peft refuses unknown entries.
 TEXT_LENGTH = "flowalign_max_sequence_length"
-NAME = re.compile(  # of a layer in diffusers, as far as a name tells
+LAYER_NAME = re.compile(  # of a layer in diffusers, as far as a name tells
     r"(?!text_encoder|lora_|lycoris_|(diffusion_model|model|unet|pipe|dit|double_blocks|"
     r"single_blocks|joint_blocks|final_layer)\.|.*\.attention\.(qkv|out)$|.*\.processor\.).*"
 )
@@ -86,7 +86,7 @@ def adapter_folder(source: str | Path, *, newest: bool = False) -> Path:
     return of_run if (of_run / ADAPTER).is_file() and not (folder / ADAPTER).exists() else folder
 
 
-def hub_files(source: str) -> HubFiles:
+def adapter_files(source: str) -> HubFiles:
     """The files of an adapter on the Hub, but no folders beside them; or the one file that the
     source names."""
     address = HubAddress.parse(source)
@@ -104,7 +104,7 @@ def hub_files(source: str) -> HubFiles:
 def _download(source: str, newest: bool) -> Path:
     """The folder, or file, of an adapter in huggingface_hub's cache."""
     address = HubAddress.parse(source)
-    files = hub_files(source)
+    files = adapter_files(source)
     assert address is not None, source
     folder = address.path
     try:
@@ -350,7 +350,7 @@ def _read_file(file: Path, family: Callable[[], Family] | None) -> Lora:
     layers = {_inner_name(layer): update for layer, update in updates.items()}
     if not layers:
         raise AdapterError("it holds no weights")
-    foreign = next((layer for layer in layers if not NAME.fullmatch(layer)), None)
+    foreign = next((layer for layer in layers if not LAYER_NAME.fullmatch(layer)), None)
     if foreign and not family:
         raise AdapterError(
             f"{shown(foreign)} may be a layer under the name of another program (kohya, "
@@ -388,7 +388,7 @@ def _read_file(file: Path, family: Callable[[], Family] | None) -> Lora:
         raise AdapterError(f"{TEXT_LENGTH} = {shown(repr(length))} is no number of tokens")
     name = config.base_model_name_or_path
     base = name if METADATA in head or name and is_hub_id(name) else None
-    metadata = describe(ranks, alphas, bool(config.use_rslora), name)
+    metadata = describe_adapter(ranks, alphas, bool(config.use_rslora), name)
     weights = {
         f"{layer}.lora_{half}.weight": weight
         for layer, (a, b, _) in layers.items()
@@ -415,13 +415,15 @@ def weightless_lora(shapes: Mapping[str, tuple[int, int, int]]) -> Lora:
         weights[f"{layer}.lora_A.weight"] = torch.empty(rank, columns, device="meta")
         weights[f"{layer}.lora_B.weight"] = torch.empty(out, rank, device="meta")
         ranks[layer] = rank
-    return Lora(Path(), weights, describe(ranks, ranks, False, None), ranks, {**ranks}, None, None)
+    return Lora(
+        Path(), weights, describe_adapter(ranks, ranks, False, None), ranks, {**ranks}, None, None
+    )
 
 
 # Writing -----------------------------------------------------------------------------------------
 
 
-def describe(
+def describe_adapter(
     ranks: Mapping[str, int], alphas: Mapping[str, float], rslora: bool, base: str | None
 ) -> dict[str, Any]:
     """The entries of peft's LoraConfig for these ranks and alphas: the most frequent ones, and the

@@ -11,7 +11,7 @@ log = logging.getLogger("flowalign")
 
 # Images that a run has to draw for `auto`: compiling takes 22 to 68 seconds, and saves .4 of an
 # image's .8 seconds at 40 steps with CFG (Stable Diffusion 3.5 Medium on an H100; docs/gpu.md)
-FEWEST = 500
+FEWEST_COMPILED = 500
 
 
 def compiles(model: ModelConfig, device: str, images: int) -> tuple[bool, str]:
@@ -26,8 +26,8 @@ def compiles(model: ModelConfig, device: str, images: int) -> tuple[bool, str]:
         return False, f"auto: on {device}"
     if model.quantization:
         return False, f"auto: {model.quantization} weights"
-    if images < FEWEST:
-        return False, f"auto: {images} images, fewer than {FEWEST}"
+    if images < FEWEST_COMPILED:
+        return False, f"auto: {images} images, fewer than {FEWEST_COMPILED}"
     return True, f"auto: {images:,} images on a GPU"
 
 

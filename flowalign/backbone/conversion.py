@@ -34,7 +34,7 @@ PREFIX = re.compile(
     r"(base_model\.model|transformer|diffusion_model|pipe|dit|model|unet)\."
     r"|lora_unet_|lora_transformer_|lycoris_"
 )
-KINDS = {  # of weights that are not read, by a part of their names
+UNREAD_WEIGHTS = {  # of weights that are not read, by a part of their names
     r"(^|\.)(lora_te|text_encoder|text_model)": "of a text encoder, which stays as it is",
     "dora_scale|magnitude_vector": "DoRA",
     "lokr_|hada_|oft_|boft_|vera_": "another method (LoKr, LoHa, OFT)",
@@ -43,7 +43,7 @@ KINDS = {  # of weights that are not read, by a part of their names
     "bias$|diff_b$": "a bias",
     "embedding": "an embedding",
 }
-OTHERS = {  # families by what only the names of their layers hold
+FAMILY_LAYERS = {  # families by what only the names of their layers hold
     "single_(transformer_)?blocks": "FLUX",
     "(down|up|input|output)_blocks|mid_block": "Stable Diffusion XL or 1.5",
 }
@@ -52,7 +52,7 @@ OTHERS = {  # families by what only the names of their layers hold
 def looks_like(layers: Iterable[str]) -> str:
     """A remark on the family whose LoRAs have such layers; "" if it is unknown."""
     seen = " ".join(layers)
-    titles = (title for part, title in OTHERS.items() if re.search(part, seen))
+    titles = (title for part, title in FAMILY_LAYERS.items() if re.search(part, seen))
     return next((f"; LoRAs of {title} have such layers" for title in titles), "")
 
 
@@ -71,7 +71,9 @@ def layers_of(stored: Mapping[str, Tensor]) -> dict[str, Update]:
     updates = dict[str, Update]()
     for name, value in stored.items():
         part = PART.fullmatch(unwrapped(name))
-        kind = next((kind for known, kind in KINDS.items() if re.search(known, name)), None)
+        kind = next(
+            (kind for known, kind in UNREAD_WEIGHTS.items() if re.search(known, name)), None
+        )
         if not part:
             kind = kind or "no A, B or alpha of a layer"
         elif part["half"] == "alpha" and not (value.numel() == 1 and 0 < value < 1e30):

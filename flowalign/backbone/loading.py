@@ -57,7 +57,7 @@ def family_of(pipeline: str) -> type[Family]:
     return known[pipeline]
 
 
-def resolve(model: str) -> str:
+def resolve_model(model: str) -> str:
     """The folder of the shipped tiny model for "tiny"; any other folder, `expanded`, or id."""
     return str(TINY) if model == "tiny" else expanded(model)
 
@@ -72,7 +72,7 @@ def pipeline_name(model: str, **hub: Any) -> str:
 
 def model_index(model: str, **hub: Any) -> dict[str, Any]:
     """model_index.json, with a `_class_name`; see `pipeline_name`."""
-    index = Path(resolve(model), "model_index.json")
+    index = Path(resolve_model(model), "model_index.json")
     try:
         if not index.parent.is_dir():
             index = Path(hf_hub_download(model, index.name, **hub))
@@ -87,7 +87,11 @@ def hub_files(model: str, revision: str | None = None) -> list[HubFiles]:
     without variant, and no files of other programs beside them. [] for a folder here."""
     weights = (*WEIGHTS, *(f"diffusion_pytorch_{name}" for name in WEIGHTS))
     patterns = (*TEXTS, *(f"*/{name}" for name in weights))
-    return [] if Path(resolve(model)).is_dir() else [HubFiles(model, patterns, revision=revision)]
+    return (
+        []
+        if Path(resolve_model(model)).is_dir()
+        else [HubFiles(model, patterns, revision=revision)]
+    )
 
 
 def check_packages(model: str, index: Mapping[str, Any]) -> None:
@@ -145,7 +149,7 @@ def complete_pipeline(
     `device_map` or `quantization_config` diffusers loads them, and nothing is checked.
     part_options: {part: more options of it}."""
     options = {"use_safetensors": True, **options}  # else a pickle, where a part has no other file
-    folder = Path(resolve(model))
+    folder = Path(resolve_model(model))
     if not folder.is_dir():
         folder = Path(loader.download(model, **options))
     if options.keys() & {"device_map", "quantization_config"}:
@@ -180,7 +184,7 @@ def model_error(model: str, error: Exception) -> ModelError:
     """What is wrong with model.id, from what reading it raised."""
     if isinstance(error, WeightsError):
         return ModelError(f"model.id {model!r}: {error}")
-    folder = Path(resolve(model))
+    folder = Path(resolve_model(model))
     files = list[str]()
     if "safetensors" in str(error):
         with suppress(*FAILED):
@@ -216,7 +220,7 @@ def text_length(model: str, lora: Lora | None) -> int | None:
     model, else None = diffusers' default."""
     if lora and lora.text_length:
         return lora.text_length
-    return T5_LENGTH if resolve(model) == str(TINY) else None
+    return T5_LENGTH if resolve_model(model) == str(TINY) else None
 
 
 def pipeline_class(model: str, length: int | None, **hub: Any) -> type[Any]:

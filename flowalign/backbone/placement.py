@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from flowalign.system.devices import resolve
 
-FEW = 64  # values of each weight that go into a fingerprint
+FINGERPRINT_VALUES = 64  # values of each weight that go into a fingerprint
 
 
 class Placement:
@@ -82,6 +82,6 @@ def fingerprint(modules: Iterable[nn.Module]) -> str:
             if ".lora_" in name:
                 continue
             name = name.replace(".base_layer.", ".")  # what peft calls a layer with an adapter
-            first = weight.detach().flatten()[:FEW].float().cpu()
+            first = weight.detach().flatten()[:FINGERPRINT_VALUES].float().cpu()
             digest.update(f"{name} {list(weight.shape)}".encode() + first.numpy().tobytes())
     return digest.hexdigest()

@@ -29,7 +29,7 @@ from flowalign.backbone.family import ENCODERS, Family, ModelError
 from flowalign.backbone.loading import (
     family_of,
     model_error,
-    resolve,
+    resolve_model,
     store_in_fp8,
     text_length,
 )
@@ -160,7 +160,7 @@ def find(model: str, revision: str | None = None) -> Architecture:
 
 def local_folder(model: str, revision: str | None = None) -> Path | None:
     """The folder of a pipeline on this machine, in the Hub's cache or elsewhere; None if absent."""
-    index = Path(resolve(model)) / "model_index.json"
+    index = Path(resolve_model(model)) / "model_index.json"
     if index.is_file():
         return index.parent
     if model.count("/") != 1 or index.parent.exists():

@@ -23,7 +23,7 @@ from flowalign.system.files import replacing
 
 log = logging.getLogger("flowalign")
 
-BATCH = 32  # texts per forward pass: 1.5 GB of activations in T5-XXL
+TEXTS_A_PASS = 32  # texts per forward pass: 1.5 GB of activations in T5-XXL
 HELD = 1024  # texts in the CPU's memory at most: 1.7 GB for Stable Diffusion 3.5 in 16 bits
 
 
@@ -57,7 +57,7 @@ class TextEncoder:
                 with self._on_device():
                     return self._encode(prompts)
             self._encode_to_disk(prompts)
-            batch = stacked([self._read(prompt) for prompt in prompts])
+            batch = stacked_texts([self._read(prompt) for prompt in prompts])
         return {name: part.to(self.device) for name, part in batch.items()}
 
     @cached_property
@@ -96,10 +96,10 @@ class TextEncoder:
         """What the family makes of prompts, {name: [P, ...]}; the encoders must be on the
         device."""
         texts: list[Text] = []
-        for start in range(0, len(prompts), BATCH):
-            batch = list(prompts[start : start + BATCH])
+        for start in range(0, len(prompts), TEXTS_A_PASS):
+            batch = list(prompts[start : start + TEXTS_A_PASS])
             texts += self.family.encode(batch, self.max_sequence_length, self.device)
-        return stacked(texts)
+        return stacked_texts(texts)
 
     # On disk -----------------------------------------------------------------------------------
 
@@ -134,7 +134,7 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
 
 
-def stacked(texts: Sequence[Mapping[str, Tensor]]) -> Text:
+def stacked_texts(texts: Sequence[Mapping[str, Tensor]]) -> Text:
     """A batch {name: [P, ...]} of texts {name: [...]}. Where their first dimensions differ, the
     shorter ones are padded with zeros at the end; a family whose texts do has a mask among them."""
     return {

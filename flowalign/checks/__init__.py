@@ -12,12 +12,12 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
 from flowalign.checks import adapters, folder, model, numbers, prompts, rewards
-from flowalign.checks.launch import Check, Launch
+from flowalign.checks.launch import Launch, LaunchCheck
 from flowalign.config import ConfigError, Stage
 from flowalign.training.inputs import Inputs
 from flowalign.types import Problem
 
-CHECKS: tuple[Check, ...] = (
+CHECKS: tuple[LaunchCheck, ...] = (
     model.installation,
     adapters.readable,
     model.settings,
@@ -33,7 +33,7 @@ CHECKS: tuple[Check, ...] = (
     adapters.misused,
     numbers.card,
 )
-ADVICE: tuple[Check, ...] = (  # of a training stage that can start, for the doctor
+ADVICE: tuple[LaunchCheck, ...] = (  # of a training stage that can start, for the doctor
     numbers.scales,
     numbers.noise,
     numbers.volume,

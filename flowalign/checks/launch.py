@@ -32,7 +32,7 @@ class Launch:
     advise: bool = False
 
 
-Check = Callable[[Any, Launch, Inputs], Iterator[Problem]]
+LaunchCheck = Callable[[Any, Launch, Inputs], Iterator[Problem]]
 
 
 def message(error: Exception) -> str:

@@ -18,9 +18,9 @@ from flowalign.training.inputs import Inputs
 from flowalign.training.step import decay_at
 from flowalign.types import Problem, Schedule
 
-FEW = 8  # steps, at most, of a model that was distilled to few
-LARGE = 10**8  # parameters of a large model
-FEWEST = 20_000  # images; no published run of a large model learnt a reward from fewer
+FEW_STEPS = 8  # steps, at most, of a model that was distilled to few
+LARGE_MODEL = 10**8  # parameters of a large model
+FEWEST_PUBLISHED = 20_000  # images; no published run of a large model learnt a reward from fewer
 
 
 def card(config: Any, launch: Launch, inputs: Inputs) -> Iterator[Problem]:
@@ -30,7 +30,7 @@ def card(config: Any, launch: Launch, inputs: Inputs) -> Iterator[Problem]:
     if not (config.trains and (recommended := card_of(name))):
         return
     steps, guidance = recommended
-    distilled = steps <= FEW
+    distilled = steps <= FEW_STEPS
     level = "fault" if distilled else "note"
     if distilled and config.stage in ("nft", "awm", "sft", "dpo"):
         yield Problem(
@@ -144,13 +144,13 @@ def noise(config: Any, launch: Launch, inputs: Inputs) -> Iterator[Problem]:
 def volume(config: Any, launch: Launch, inputs: Inputs) -> Iterator[Problem]:
     """Fewer images than any published run needed to learn a reward."""
     spec = known(config.model)
-    if not (spec and config.credited and config.images < FEWEST):
+    if not (spec and config.credited and config.images < FEWEST_PUBLISHED):
         return
-    if sum(parameter.numel() for parameter in spec.family.core.parameters()) >= LARGE:
+    if sum(parameter.numel() for parameter in spec.family.core.parameters()) >= LARGE_MODEL:
         yield Problem(
             "images",
             f"{config.images:,} in all. Published runs of such models draw 100,000 to 1,000,000, "
-            f"and none is known that learnt a reward from fewer than {FEWEST:,}.",
+            f"and none is known that learnt a reward from fewer than {FEWEST_PUBLISHED:,}.",
             "note",
         )
 

@@ -17,7 +17,7 @@ from flowalign.training.inputs import Inputs
 from flowalign.types import Problem
 
 BAD_ROWS = 5  # of a prompt set that are named, at most
-SAMPLE = 500  # prompts of a set, about, whose length is checked
+SAMPLED_PROMPTS = 500  # prompts of a set, about, whose length is checked
 
 
 def judged_prompts(
@@ -77,7 +77,9 @@ def lengths(config: Any, launch: Launch, inputs: Inputs) -> Iterator[Problem]:
         return
     for task in config.tasks:
         prompts = inputs.prompts(task.prompts, task.name).prompts
-        prompts = prompts[:: max(1, len(prompts) // SAMPLE)]  # of all parts: many sets are sorted
+        prompts = prompts[
+            :: max(1, len(prompts) // SAMPLED_PROMPTS)
+        ]  # of all parts: many sets are sorted
         cut = cut_prompts(config.model, prompts)
         about = ""
         if cut is None:  # without its tokenizer: about 4 tokens for 3 words

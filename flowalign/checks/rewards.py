@@ -18,7 +18,7 @@ from flowalign.checks.prompts import judged_prompts
 from flowalign.config import Stage, TrainingStage
 from flowalign.config.learning import ADVANTAGES
 from flowalign.rewards import RewardSpec
-from flowalign.system.images import IMAGES, image_files
+from flowalign.system.images import IMAGE_SUFFIXES, image_files
 from flowalign.training.algorithm import advantage_function, algorithm_class
 from flowalign.training.inputs import Inputs
 from flowalign.types import Problem
@@ -127,7 +127,7 @@ def fidelity(config: Any, launch: Launch, inputs: Inputs) -> Iterator[Problem]:
     if settings.reference != "tiny":
         folder = Path(settings.reference)
         if not image_files(folder):
-            inside = f"the folder holds no {', '.join(IMAGES)}"
+            inside = f"the folder holds no {', '.join(IMAGE_SUFFIXES)}"
             seen = inside if folder.is_dir() else "no such folder"
             yield Problem(key, f"{str(folder)!r}: {seen}. Name a folder of images, or 'tiny'.")
         return

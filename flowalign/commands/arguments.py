@@ -22,7 +22,7 @@ from flowalign.system.files import expanded
 from flowalign.training.sources import SOURCES
 
 NONE = "none"  # a task without a reward
-SHOWN = 256  # pixels: a grid shows wider images smaller than they are
+GRID_SIDE = 256  # pixels: a grid shows wider images smaller than they are
 
 
 def init(argv: Sequence[str]) -> argparse.Namespace:
@@ -52,7 +52,7 @@ def init(argv: Sequence[str]) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def sample(argv: Sequence[str]) -> argparse.Namespace:
+def sample_arguments(argv: Sequence[str]) -> argparse.Namespace:
     """Arguments of `flowalign sample`."""
     parser = argparse.ArgumentParser(
         "flowalign sample",
@@ -67,7 +67,8 @@ def sample(argv: Sequence[str]) -> argparse.Namespace:
     help += "side, of one noise"
     add("--lora", action="append", default=[], metavar="[NAME=]ADAPTER", help=help)
     help = "file of the grid; default: samples.png, or the next free number. Images above "
-    help += f"{SHOWN} pixels, and several of a prompt, also go one by one to a folder of that name"
+    help += f"{GRID_SIDE} pixels, and several of a prompt, also go one by one to a folder "
+    help += "of that name"
     add("--out", type=Path, help=help)
     add("--images", type=_value(Count), default=1, metavar="N", help="per prompt")
     of_the_model = "default: as in the LoRA's run, else as the model has it"
@@ -192,7 +193,7 @@ def serve_reward(argv: Sequence[str]) -> argparse.Namespace:
     return parser.parse_intermixed_args(argv)  # NAME --port 8000 key=value
 
 
-def merge(argv: Sequence[str]) -> argparse.Namespace:
+def merge_arguments(argv: Sequence[str]) -> argparse.Namespace:
     """Arguments of `flowalign merge`."""
     text = (
         "Merge LoRA adapters of one base into one, by adding their weight updates. The folder of "

@@ -27,7 +27,7 @@ from flowalign.system.table import Table
 from flowalign.training import metrics
 
 # The models under Stability's community licence.
-STABILITY = [f"stable-diffusion-{size}" for size in ("3.5-medium", "3.5-large", "3-medium")]
+STABILITY_MODELS = [f"stable-diffusion-{size}" for size in ("3.5-medium", "3.5-large", "3-medium")]
 # Lines with tokens of the Hub and of OpenAI, passwords in URLs, and keys that are named so and have
 # a value.
 SECRET = re.compile(
@@ -109,7 +109,7 @@ def licence(base: str) -> dict[str, str]:
     if base == "tiny":
         return {"license": "apache-2.0"}
     owner, _, name = base.partition("/")
-    if owner != "stabilityai" or name.removesuffix("-diffusers") not in STABILITY:
+    if owner != "stabilityai" or name.removesuffix("-diffusers") not in STABILITY_MODELS:
         return {}
     return {
         "license": "other",

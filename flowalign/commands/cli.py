@@ -34,7 +34,7 @@ COMMANDS = {
     ),
     "sample": (
         "Sample images with a model and an optional LoRA.",
-        "flowalign.commands.arguments:sample",
+        "flowalign.commands.arguments:sample_arguments",
         "flowalign.commands.sample:main",
     ),
     "vote": (
@@ -44,7 +44,7 @@ COMMANDS = {
     ),
     "merge": (
         "Merge LoRA adapters of one base into one.",
-        "flowalign.commands.arguments:merge",
+        "flowalign.commands.arguments:merge_arguments",
         "flowalign.teachers.merge:main",
     ),
     "data": (
@@ -94,7 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         text = f"no command {name!r}.{did_you_mean(name, COMMANDS)} Possible: {', '.join(COMMANDS)}"
         print(f"flowalign: {text}.", file=sys.stderr)
         return 2
-    status = exit.run(name, rest, *COMMANDS[name][1:])
+    status = exit.run_command(name, rest, *COMMANDS[name][1:])
     if of_process:
         exit.end_process(status)
     return status

@@ -28,7 +28,7 @@ from flowalign.training.data import PromptError, load_prompts
 from flowalign.training.run import lock
 from flowalign.training.sources import commands
 
-OTHERS = {  # what follows `eval` -> module:function
+SUBCOMMANDS = {  # what follows `eval` -> module:function
     "list": "flowalign.commands.evaluate:list_benchmarks",
     "compare": "flowalign.eval.compare:main",
     "table": "flowalign.eval.seeds:main",
@@ -68,8 +68,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     by SIGTERM, 75 by SIGUSR1.
     """
     argv = sys.argv[1:] if argv is None else argv
-    if argv and argv[0] in OTHERS:
-        return resolve_name(OTHERS[argv[0]])(argv[1:])
+    if argv and argv[0] in SUBCOMMANDS:
+        return resolve_name(SUBCOMMANDS[argv[0]])(argv[1:])
     # before the other imports, which take seconds: --help, mistakes
     flags = parser()
     args = flags.parse_args(argv)

@@ -49,7 +49,7 @@ def needed(stages: Iterable[Stage]) -> dict[HubFiles, str]:
         for model in (*([stage.model] if stage.samples else []), *stage.bases.values()):
             needs |= dict.fromkeys(loading.hub_files(model.id, model.revision), "")
         sources = filter(adapters.is_hub_id, stage.inputs.values())
-        needs |= {adapters.hub_files(source): source for source in sources}
+        needs |= {adapters.adapter_files(source): source for source in sources}
         for judge in judges(stage):
             files = judge.hub_files
             needs |= dict.fromkeys(files, "")

@@ -23,7 +23,7 @@ from flowalign.backbone.loading import pipeline_name
 from flowalign.backbone.structure import find, known
 from flowalign.checks import Launch, once
 from flowalign.checks.adapters import readable
-from flowalign.checks.numbers import FEW
+from flowalign.checks.numbers import FEW_STEPS
 from flowalign.checks.prompts import judged_prompts
 from flowalign.commands import CONFIGS, SD35, recipe
 from flowalign.commands.arguments import NONE
@@ -51,9 +51,9 @@ from flowalign.training.data import path_of
 from flowalign.training.inputs import Inputs
 from flowalign.types import Problem
 
-WIDTH = 90  # of a comment
-TEACHERS = tuple(name for name, kind in STAGES.items() if issubclass(kind, RewardStage))
-SAMPLING = (*TEACHERS, "opd", "sft", "recipe", "eval")
+COMMENT_WIDTH = 90  # of a comment
+TEACHER_STAGES = tuple(name for name, kind in STAGES.items() if issubclass(kind, RewardStage))
+SAMPLING = (*TEACHER_STAGES, "opd", "sft", "recipe", "eval")
 USED = {  # options that say what a config holds, by the stages that have it
     "reward": SAMPLING,
     "teachers": ("opd", "sft", "recipe", "merge", "eval"),
@@ -177,7 +177,7 @@ class Draft:
         self.known = family is not None
         self.folder = family or SD35
         usual = "pickscore" if self.like == "gradient" else "ocr"
-        self.rewards = reward or ([usual] if self.like in TEACHERS else [])
+        self.rewards = reward or ([usual] if self.like in TEACHER_STAGES else [])
         self.prompts = prompts
         # every family has these two
         self.student, self.eval = self._shipped("student_flow_opd"), self._shipped("eval")
@@ -197,7 +197,7 @@ class Draft:
     def data(self) -> dict[str, Any]:
         """The raw config; ValueError for numbers of files that do not fit."""
         data: dict[str, Any]
-        if self.like in TEACHERS:  # a task for each reward
+        if self.like in TEACHER_STAGES:  # a task for each reward
             data = self._teacher(self.like, self.rewards[0])
             data |= self._tasks(map(_short, self.rewards))
             data["tasks"] = self._paid(data["tasks"])
@@ -209,7 +209,7 @@ class Draft:
             data = makers.get(self.like, self._student)()
         model = self.eval["model"] | data.get("model", {}) | {"id": self.model}
         card = card_of(self.model)
-        if card and card[0] <= FEW:
+        if card and card[0] <= FEW_STEPS:
             data = _without_sampling(data)
             if self.like in ("opd", "recipe"):
                 # a teacher's velocity is right only at its own noise levels
@@ -264,7 +264,7 @@ class Draft:
     def _paid(self, tasks: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Tasks of a student, as tasks of a teacher: with the shipped rewards, which may score only
         parts of what is judged."""
-        stage = self.like if self.like in TEACHERS else "nft"
+        stage = self.like if self.like in TEACHER_STAGES else "nft"
         paid = []
         for task in tasks:
             (shipped,) = self._teacher(stage, task["reward"]["name"])["tasks"]
@@ -367,10 +367,10 @@ class Draft:
     def _cfg_scale(self) -> float | None:
         """The usual scale of a base with classifier-free guidance; None for others."""
         usual = 3.0 if self.model == "tiny" else self.eval["sampling"]["guidance"]
-        steps, scale = card_of(self.model) or (FEW + 1, usual)
+        steps, scale = card_of(self.model) or (FEW_STEPS + 1, usual)
         shipped = self.eval["model"]["id"]
         spec = known(ModelConfig(id=self.model)) or known(ModelConfig(id=shipped))
-        return scale if spec and spec.family.guidance == "cfg" and steps > FEW else None
+        return scale if spec and spec.family.guidance == "cfg" and steps > FEW_STEPS else None
 
     def _evaluation(self) -> dict[str, Any]:
         files = _one_each("--prompts", self.prompts, len(self.rewards))
@@ -520,4 +520,4 @@ class _Writer:
 
 
 def _comment(text: str) -> str:
-    return "\n".join(f"# {line}" for line in textwrap.wrap(" ".join(text.split()), WIDTH))
+    return "\n".join(f"# {line}" for line in textwrap.wrap(" ".join(text.split()), COMMENT_WIDTH))

@@ -46,7 +46,7 @@ from flowalign.training.run.resume import changed_rewards, rewards_code
 from flowalign.types import Problem
 
 HERE = Launch(resume=False)  # by one process
-REFERENCE = "stage:"
+STAGE_REFERENCE = "stage:"
 
 log = logging.getLogger("flowalign")
 
@@ -209,9 +209,9 @@ def _resolve(value: Any, adapters: Mapping[str, str]) -> Any:
         return {key: _resolve(item, adapters) for key, item in value.items()}
     if isinstance(value, list):
         return [_resolve(item, adapters) for item in value]
-    if not isinstance(value, str) or not value.startswith(REFERENCE):
+    if not isinstance(value, str) or not value.startswith(STAGE_REFERENCE):
         return value
-    name = value.removeprefix(REFERENCE)
+    name = value.removeprefix(STAGE_REFERENCE)
     if name not in adapters:
         raise ConfigError(
             [Problem(value, f"no earlier stage has this name; there are {list(adapters)}.")]

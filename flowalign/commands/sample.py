@@ -22,7 +22,7 @@ from flowalign.backbone import Backbone, family_of, pipeline_name, resolve
 from flowalign.backbone.adapters import Lora, read_lora
 from flowalign.backbone.lora import other_base
 from flowalign.backbone.structure import known, read_family
-from flowalign.commands.arguments import SHOWN
+from flowalign.commands.arguments import GRID_SIDE
 from flowalign.commands.init import named_sources
 from flowalign.config import ConfigError, ModelConfig, SamplingConfig, load
 from flowalign.config.loading import card_of
@@ -36,9 +36,9 @@ from flowalign.training.rollout import generate
 from flowalign.types import PromptBatch
 
 BASE = "base"  # a value of --lora: no LoRA
-TINY = (10, 1.0)  # as the tiny configs train and evaluate
+TINY_SAMPLING = (10, 1.0)  # as the tiny configs train and evaluate
 LISTED = "images.jsonl"  # the list of a folder of images
-FORMATS = (".png", ".jpg", ".jpeg", ".webp", ".pdf")
+IMAGE_FORMATS = (".png", ".jpg", ".jpeg", ".webp", ".pdf")
 
 
 @refusing("sample")
@@ -114,7 +114,7 @@ def settle(args: argparse.Namespace, lora: Lora | None = None, *others: Lora) ->
 def recommended(model: str) -> tuple[int, float]:
     """(steps, guidance scale) of a model, from its card, else from its pipeline."""
     if resolve(model) == resolve("tiny"):
-        return TINY
+        return TINY_SAMPLING
     if card := card_of(model):
         return card
     steps, guidance = family_of(pipeline_name(model)).defaults()
@@ -129,9 +129,10 @@ def free_file(out: Path | None) -> Path:
         free = itertools.chain([Path("samples.png")], numbered)
         return next(file for file in free if not (file.exists() or file.with_suffix("").exists()))
     out = expanded(out)
-    if out.suffix.lower() not in FORMATS:
+    if out.suffix.lower() not in IMAGE_FORMATS:
         raise ValueError(
-            f"--out: got {str(out)!r}; want the name of a file that ends in {', '.join(FORMATS)}."
+            f"--out: got {str(out)!r}; want the name of a file that ends in "
+            f"{', '.join(IMAGE_FORMATS)}."
         )
     for taken in (out, out.with_suffix("")):  # the folder of the images in full size
         if taken.exists():
@@ -167,7 +168,7 @@ def write_output(plan: Plan, models: Mapping[str, Tensor], prompts: Sequence[str
     out, copies = plan.out, plan.images
     texts = [prompt for prompt in prompts for _ in range(copies)]
     first, *others = models.values()
-    if first.shape[-1] > SHOWN or copies > 1:
+    if first.shape[-1] > GRID_SIDE or copies > 1:
         with replacing(out.with_suffix("")) as folder:
             for name, images in models.items():
                 where = folder / name if others else folder

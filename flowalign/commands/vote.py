@@ -93,7 +93,7 @@ class Ballot:
         return self.pairs[number]
 
 
-def app(folder: Path) -> FastAPI:
+def vote_app(folder: Path) -> FastAPI:
     """The web application of a folder. Pages of other hosts cannot use it, whatever their names."""
     ballot = Ballot(folder)
     application = FastAPI(openapi_url=None, redirect_slashes=False)
@@ -108,7 +108,7 @@ def app(folder: Path) -> FastAPI:
 @refusing("vote")
 def main(args: argparse.Namespace) -> int:
     """Exit status: 0 ended, 2 refused."""
-    web = server(app(expanded(args.folder)))
+    web = server(vote_app(expanded(args.folder)))
     with socket.create_server((HOST, args.port)) as listener:
         port = listener.getsockname()[1]
         print(f"open http://{HOST}:{port} in a browser; Ctrl-C ends", flush=True)

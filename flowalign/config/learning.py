@@ -70,11 +70,11 @@ class TaskConfig(Section):
 
 
 ADVANTAGES = ("group_std", "batch_std", "gaussian", "gdpo")
-PLUGINS = "flowalign.advantages"  # entry points: name -> module:function
+ADVANTAGE_PLUGINS = "flowalign.advantages"  # entry points: name -> module:function
 
 
 def _known_advantage(name: str) -> str:
-    known = [*ADVANTAGES, *(point.name for point in entry_points(PLUGINS))]
+    known = [*ADVANTAGES, *(point.name for point in entry_points(ADVANTAGE_PLUGINS))]
     if ":" not in name and name not in known:
         listed = ", ".join(map(repr, known))
         hint = did_you_mean(name, known)

@@ -42,7 +42,9 @@ from flowalign.system.hub_address import secrets
 from flowalign.types import Problem
 
 C = TypeVar("C", bound=Stage)
-STEPS = 10  # of rollouts and evaluations, at most, where a config says nothing (as in Flow-GRPO)
+DEFAULT_STEPS = (
+    10  # of rollouts and evaluations, at most, where a config says nothing (as in Flow-GRPO)
+)
 
 
 def load(
@@ -303,7 +305,7 @@ def _by_model(data: Mapping[str, Any], sections: Collection[str]) -> Mapping[str
     section = {k: v for k, v in section.items() if v is not None or k not in ("steps", "guidance")}
     if not {"steps", "guidance"} <= section.keys() and isinstance(model.get("id"), str):
         if card := card_of(model["id"]):
-            section = {"steps": min(card[0], STEPS), "guidance": card[1], **section}
+            section = {"steps": min(card[0], DEFAULT_STEPS), "guidance": card[1], **section}
     return {**data, kind: section} if section or kind in data else data
 
 

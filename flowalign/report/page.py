@@ -145,7 +145,7 @@ def _facts(
     if chosen:
         evaluated = {"kept adapter": chosen.row, **evaluated}
     for which, row in evaluated.items():
-        facts.append((which, f"{metrics.headline(row)} at update {row[metrics.UPDATE]}"))
+        facts.append((which, f"{metrics.headline_metrics(row)} at update {row[metrics.UPDATE]}"))
     return facts + figures({name: points[-1][1] for name, points in curves.items()})
 
 

@@ -23,8 +23,8 @@ from flowalign.system.files import read_lines, replacing
 from flowalign.system.images import to_uint8
 from flowalign.training import metrics
 
-SMALL = 128  # pixels: narrower images are drawn with sharp pixels
-LONGEST = 256  # pixels of an image in a page or a JSON file
+SMALL_IMAGE = 128  # pixels: narrower images are drawn with sharp pixels
+LONGEST_SIDE = 256  # pixels of an image in a page or a JSON file
 COLUMNS = 8  # images in a row
 Curve = list[tuple[int, float]]  # (update, value), ...
 
@@ -37,8 +37,8 @@ def png(image: Tensor) -> bytes:
 def webp(image: Tensor) -> str:
     """base64 of a small WebP file of an image [3,H,W] in [0,1]; a tiny one without loss."""
     picture = _picture(image)
-    picture.thumbnail((LONGEST, LONGEST), Image.Resampling.LANCZOS)
-    lossless = max(picture.size) <= SMALL
+    picture.thumbnail((LONGEST_SIDE, LONGEST_SIDE), Image.Resampling.LANCZOS)
+    lossless = max(picture.size) <= SMALL_IMAGE
     file = _encoded(picture, format="WEBP", quality=85, lossless=lossless)
     return base64.b64encode(file).decode()
 
@@ -138,7 +138,7 @@ def gallery(
 LABEL, GAP = 1.55, 0.07  # inches: left of the images, and between them
 FONT = 8  # points
 SPACING = 1.2  # of lines, in fonts
-LETTERS = 17  # of FONT in an inch
+LETTERS_AN_INCH = 17  # of FONT in an inch
 LINES = 12  # of a caption before it is wrapped
 
 
@@ -178,7 +178,7 @@ def _draw(blocks: Sequence[Block], *, cell: float = 1.6, dpi: int = 120, head: s
                 axis.imshow(
                     pixels,
                     extent=(x, x + cell, end, y),
-                    interpolation="nearest" if pixels.shape[1] < SMALL else "antialiased",
+                    interpolation="nearest" if pixels.shape[1] < SMALL_IMAGE else "antialiased",
                 )
                 text = _wrapped(caption, cell)
                 bottom = max(
@@ -199,7 +199,7 @@ def score_text(score: float) -> str:
 def _wrapped(text: str, width: float) -> str:
     """A text in lines of `width` inches; textwrap alone would drop its line breaks."""
     lines = _plain(text).split("\n")
-    return "\n".join(textwrap.fill(line, int(LETTERS * width)) for line in lines)
+    return "\n".join(textwrap.fill(line, int(LETTERS_AN_INCH * width)) for line in lines)
 
 
 def _plain(text: str) -> str:
@@ -225,7 +225,7 @@ ACROSS = 3  # charts in a row
 WINDOW = 9  # updates of a moving average
 NOISY, LOG = "noisy", "log"  # drawn as points with their moving average; on a logarithmic axis
 DISTANCE = "held-out distance to the teachers"
-KINDS = (  # title, axis, metrics or the beginning of their names, style
+PANELS = (  # title, axis, metrics or the beginning of their names, style
     ("training reward", "mean of the rollout", [metrics.REWARD], NOISY),
     ("held-out score", "mean of the tasks", [metrics.HEADLINE], ""),
     ("distance to teacher and anchor", "loss", [metrics.DISTILL, metrics.ANCHOR], NOISY),
@@ -269,7 +269,7 @@ def charts(curves: Mapping[str, Curve]) -> list[Chart]:
     """The charts of those KINDS that were logged. The loss is drawn only if nothing else was
     (sft)."""
     drawn = []
-    for title, axis, names, style in KINDS:
+    for title, axis, names, style in PANELS:
         if isinstance(names, str):
             steps = metrics.STEP in names
             begun = (name for name in curves if name.startswith(names))

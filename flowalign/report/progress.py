@@ -17,10 +17,10 @@ from flowalign.system.escape import harmless
 from flowalign.system.folder import RunFolder
 from flowalign.training import metrics
 
-LONGEST = 4000  # characters of a warning
+LONGEST_WARNING = 4000  # characters of a warning
 CLOCK = "%Y-%m-%d %H:%M:%S"  # of every line of a log
 OnMetrics = Callable[[dict[str, float]], object]
-FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 FIGURES = {  # shown for an update: {metric: (label, format)}
     metrics.LOSS: ("loss", "{:.3g}"),  # if there is nothing else
     metrics.REWARD: ("reward", "{:.3f}"),
@@ -65,7 +65,7 @@ class Progress:
         self.done = update
         line = "  ".join(map(" ".join, figures(values)))
         if metrics.HEADLINE in values:
-            line = metrics.headline(values)
+            line = metrics.headline_metrics(values)
         elif metrics.LOST in values:
             line = "held-out scores are missing"
         else:
@@ -93,7 +93,7 @@ def recorded(
     class Recorder(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
             row = {"time": record.created, "update": update()}
-            row["text"] = record.getMessage()[:LONGEST]
+            row["text"] = record.getMessage()[:LONGEST_WARNING]
             with suppress(OSError), open(path, "a", encoding="utf-8") as file:
                 file.write(json.dumps(row) + "\n")
 
@@ -119,7 +119,7 @@ def quiet() -> None:
             return harmless(super().format(record))  # reasons and prompts are untrusted texts
 
     handler = logging.StreamHandler()
-    handler.setFormatter(Plain(FORMAT, CLOCK))
+    handler.setFormatter(Plain(LOG_FORMAT, CLOCK))
     logging.basicConfig(handlers=[handler], level=logging.INFO)
     for name in ("httpx", "RapidOCR", "onnxruntime", "matplotlib", "PIL"):  # they log at INFO
         logging.getLogger(name).setLevel(logging.WARNING)

@@ -25,7 +25,7 @@ class KeptAdapter:
 
     def __str__(self) -> str:
         text = f"update {self.row[metrics.UPDATE]} of {self.last[metrics.UPDATE]}"
-        text += f" ({metrics.headline(self.row)}"
+        text += f" ({metrics.headline_metrics(self.row)}"
         if self.row != self.last:
             text += f"; the last: {metrics.headline_number(self.last):.3f}"
         if self.first[metrics.HEADLINE] > self.row[metrics.HEADLINE]:

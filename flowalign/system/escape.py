@@ -37,7 +37,7 @@ def _escaped(character: str) -> str:
 
 # Markdown ----------------------------------------------------------------------------------------
 
-LENGTH = 500  # characters of a text that are shown
+SHOWN_CHARACTERS = 500  # characters of a text that are shown
 HTML = {"<": "&lt;", ">": "&gt;", "&": "&amp;"}
 # What begins something inside a line or ends a cell. An underscore inside a word begins nothing,
 # and most names have one. A number with a sign or a point is no list.
@@ -46,13 +46,13 @@ _SIGNS = re.compile(
 )
 
 
-def escaped(text: str, length: int = LENGTH) -> str:
+def escaped(text: str, length: int = SHOWN_CHARACTERS) -> str:
     """A text on one line that Markdown (also GitHub's, with its tables and formulas) shows as it
     is. Control characters are escaped as in `shown`."""
     return _SIGNS.sub(lambda sign: HTML.get(sign[0], f"\\{sign[0]}"), shown(text, length))
 
 
-def code(text: str, length: int = LENGTH) -> str:
+def code(text: str, length: int = SHOWN_CHARACTERS) -> str:
     line = shown(text, length)
     ticks = "`" * _outer(line, 1)
     space = " " if "`" in (line[:1], line[-1:]) else ""  # it is dropped again

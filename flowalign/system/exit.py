@@ -17,7 +17,7 @@ from flowalign.system import packages
 from flowalign.system.escape import harmless
 from flowalign.system.signals import CODES, Interrupted, interruptible
 
-LEVELS = {  # read by the libraries when they are imported; processes that are started inherit them
+LOG_LEVELS = {  # read by the libraries at import; processes that are started inherit them
     "TRANSFORMERS_VERBOSITY": "error",
     "DIFFUSERS_VERBOSITY": "error",
     "TORCH_CPP_LOG_LEVEL": "ERROR",
@@ -27,13 +27,13 @@ LEVELS = {  # read by the libraries when they are imported; processes that are s
 }
 Target = Callable[[Any], Any]
 """From arguments, or what another target made of them, to that or an exit status."""
-LIBRARIES = (
+QUIET_LIBRARIES = (
     "accelerate", "bitsandbytes", "diffusers", "fastapi", "huggingface_hub",
     "open_clip", "peft", "starlette", "torch", "torchvision", "transformers", "triton", "uvicorn",
 )  # fmt: skip
 
 
-def run(name: str, argv: Sequence[str], *targets: str) -> int:
+def run_command(name: str, argv: Sequence[str], *targets: str) -> int:
     """Run the command `flowalign NAME`; returns its exit status: 2 if a package is missing, 130
     after Ctrl-C, 143 after SIGTERM, 75 after SIGUSR1, each with one line on stderr; 141 without a
     line if nothing reads its output any more (`| head`).
@@ -103,11 +103,11 @@ def silenced() -> Iterator[None]:
     """Inside the `with`, notices and Python warnings of these libraries are not shown. Errors are,
     and warnings of any other code: ours, and the user's rewards. Enter it before the libraries are
     imported. Settings of the environment, `python -W` or an earlier filter come first."""
-    added = [name for name in LEVELS if name not in os.environ]
-    os.environ.update({name: LEVELS[name] for name in added})
+    added = [name for name in LOG_LEVELS if name not in os.environ]
+    os.environ.update({name: LOG_LEVELS[name] for name in added})
     try:
         with warnings.catch_warnings():
-            module = rf"({'|'.join(LIBRARIES)})(\.|$)"
+            module = rf"({'|'.join(QUIET_LIBRARIES)})(\.|$)"
             warnings.filterwarnings("ignore", module=module, append=True)
             yield
     finally:

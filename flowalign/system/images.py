@@ -22,11 +22,23 @@ from flowalign.system.files import by_number
 
 log = logging.getLogger(__name__)
 
-IMAGES = (
+IMAGE_SUFFIXES = (
     ".png", ".jpg", ".jpeg", ".jpe", ".jfif", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".avif",
     ".jp2", ".ppm", ".tga",
 )  # fmt: skip
-OTHERS = (".heic", ".heif", ".jxl", ".svg", ".psd", ".exr", ".dng", ".cr2", ".nef", ".arw", ".raw")
+UNREADABLE_SUFFIXES = (
+    ".heic",
+    ".heif",
+    ".jxl",
+    ".svg",
+    ".psd",
+    ".exr",
+    ".dng",
+    ".cr2",
+    ".nef",
+    ".arw",
+    ".raw",
+)
 HIDDEN = (".", "__MACOSX")  # first letters of names that a system, an archive or a notebook adds
 
 
@@ -41,9 +53,9 @@ def image_files(folder: Path) -> list[Path]:
         folders[:] = sorted(name for name in folders if new and not name.startswith(HIDDEN))
         files += [Path(parent, n) for n in names if new and not n.startswith(HIDDEN)]
     files.sort()
-    if skipped := [path.name for path in files if path.suffix.lower() in OTHERS]:
+    if skipped := [path.name for path in files if path.suffix.lower() in UNREADABLE_SUFFIXES]:
         warn_once(f"{folder}: images of these formats are not read: {', '.join(skipped[:12])}.")
-    return sorted((path for path in files if path.suffix.lower() in IMAGES), key=by_number)
+    return sorted((path for path in files if path.suffix.lower() in IMAGE_SUFFIXES), key=by_number)
 
 
 @cache

@@ -29,9 +29,9 @@ EXTRAS = {
     "wandb": "wandb",
 }
 """Import name -> the extra of pyproject.toml that has it."""
-OTHERS = {"rapidocr": "rapidocr onnxruntime"}
+INSTALL_NAMES = {"rapidocr": "rapidocr onnxruntime"}
 """Import name -> what pip is asked for, for packages that no extra has."""
-ROOT = Path(__file__).resolve().parents[2]  # of a checkout; else site-packages
+CHECKOUT = Path(__file__).resolve().parents[2]  # of a checkout; else site-packages
 
 
 class MissingPackage(ImportError):
@@ -60,8 +60,8 @@ def hint(module: str) -> str:
     """A sentence that says how to install a package of EXTRAS or OTHERS; in a checkout, from its
     folder."""
     if module not in EXTRAS:
-        return f"Run `pip install {OTHERS.get(module, module)}`."
-    source = f"-e '{ROOT}" if (ROOT / "pyproject.toml").is_file() else f"'{DISTRIBUTION}"
+        return f"Run `pip install {INSTALL_NAMES.get(module, module)}`."
+    source = f"-e '{CHECKOUT}" if (CHECKOUT / "pyproject.toml").is_file() else f"'{DISTRIBUTION}"
     return f"Run `pip install {source}[{EXTRAS[module]}]'`."
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from flowalign.backbone import Backbone
 from flowalign.config import TrainingStage
-from flowalign.config.learning import PLUGINS
+from flowalign.config.learning import ADVANTAGE_PLUGINS
 from flowalign.credit import ADVANTAGES
 from flowalign.rewards import RewardBase, load
 from flowalign.system.packages import entry_points
@@ -53,7 +53,7 @@ def advantage_function(name: str) -> Callable[..., Tensor]:
     """
     if name in ADVANTAGES:
         return ADVANTAGES[name]
-    points = {point.name: point.value for point in entry_points(PLUGINS)}
+    points = {point.name: point.value for point in entry_points(ADVANTAGE_PLUGINS)}
     function = load(points.get(name, name), "advantage")
 
     def advantages(value: Tensor, group: Tensor, *, valid: Tensor, task: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ from flowalign.training import sources
 from flowalign.types import PromptBatch
 
 Row = tuple[str, dict[str, Any]]  # a prompt, its metadata
-QUESTION = ("proposition_id", "dependency", "tuple", "question_natural_language")
+DPG_COLUMNS = ("proposition_id", "dependency", "tuple", "question_natural_language")
 
 
 class PromptError(ValueError):
@@ -217,8 +217,8 @@ def _read_csv(path: Path, text: str) -> list[Row]:
                 raise csv.Error(f"want a cell for each column, and a prompt in `{column}`")
             prompt = row.pop(column).strip()
             item = row.get("item_id", reader.line_num)
-            if set(QUESTION) <= row.keys():
-                cells = [row.pop(name) for name in QUESTION]
+            if set(DPG_COLUMNS) <= row.keys():
+                cells = [row.pop(name) for name in DPG_COLUMNS]
                 questions.setdefault(item, {})[cells[0]] = cells
             first, shared = items.setdefault(item, (prompt, row))
             if first != prompt:

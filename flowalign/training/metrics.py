@@ -51,7 +51,7 @@ VELOCITY_DRIFT = "velocity_drift"  # mean |v - v_base|^2 at trained states, wher
 # Learning from teachers
 DISTILL = "distill"
 ANCHOR = "anchor"
-WEIGHT = "weight/"  # of a trained step in the loss
+STEP_WEIGHT = "weight/"  # of a trained step in the loss
 TEACHER_KL = "kl/"
 TEACHER_ERROR = "velocity_error/"  # in place of TEACHER_KL if the rollout has no noise
 # At evaluations, mean |v - v_target|^2 over the base model's, at states that stay the same through
@@ -86,7 +86,7 @@ def headline_number(values: Mapping[str, float]) -> float:
     return values[HEADLINE] if is_scored(values) else -values[HEADLINE]
 
 
-def headline(values: Mapping[str, float]) -> str:
+def headline_metrics(values: Mapping[str, float]) -> str:
     """The headline of an evaluation as text."""
     number = f"{headline_number(values):.3f}"
     if is_scored(values):

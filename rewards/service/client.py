@@ -102,7 +102,7 @@ class Remote(RewardBase):
         """The first answering server's description of our reward. Raises ValueError if it has none,
         or several of which none is named."""
         body = client.request("GET", *(f"{url}/rewards" for url in urls))
-        roster = wire.parse(body, wire.Roster)
+        roster = wire.parse_body(body, wire.Roster)
         if self.reward is None and len(roster.rewards) == 1:
             self.reward = roster.rewards[0]
         if self.reward not in roster.rewards:

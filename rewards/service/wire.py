@@ -113,7 +113,7 @@ def decode_request(
     """
     if sum(map(body.count, (b"{", b"[", b","))) > _VALUES:  # base64 has none of these
         raise ValueError(f"the JSON has more than {_VALUES} values.")
-    requests = parse(body, Asked).requests
+    requests = parse_body(body, Asked).requests
     if len(requests) > limits.images:
         raise ValueError(f"{len(requests)} images in a request; at most {limits.images} fit.")
     images = []
@@ -166,7 +166,7 @@ def decode_answer(reward: str, body: bytes, count: int) -> Scores:
     The value is the number of the reward's name, or else the first, and the others are parts. A row
     is invalid if it has no value, or one that float32 cannot hold. Reasons are as they were sent.
     """
-    answer = parse(body, Answered)
+    answer = parse_body(body, Answered)
     if len(answer.results) != count:
         raise ValueError(f"the answer has {len(answer.results)} results, not {count}.")
     rows = []
@@ -181,7 +181,7 @@ def decode_answer(reward: str, body: bytes, count: int) -> Scores:
     return Scores.of_rows(rows, {row: texts[reward] for row, texts in reasons if reward in texts})
 
 
-def parse(data: bytes | bytearray, kind: type[Kind]) -> Kind:
+def parse_body(data: bytes | bytearray, kind: type[Kind]) -> Kind:
     """A document of strict JSON. Raises ValueError for any other."""
     try:
         return kind.model_validate_json(data, strict=True)

@@ -94,7 +94,7 @@ def confusions(vae: Any, split: str) -> None:
     """Print what the detector makes of scenes with known drawings, five of each prompt."""
     lines = (PROMPTS / f"geneval_{split}.jsonl").read_text().splitlines()
     rows = [json.loads(line) for line in lines]
-    keys = {number: key for key, number in scenes.sheet()[1].items()}
+    keys = {number: key for key, number in scenes.drawings()[1].items()}
     clean = scenes.rendered(rows, seed=0, each=5)
     latents = [vae.encode(part * 2 - 1).latent_dist.mode() for part in clean.split(64)]
     decoded = torch.cat([vae.decode(part).sample for part in latents]) / 2 + 0.5

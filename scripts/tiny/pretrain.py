@@ -127,7 +127,7 @@ class Painter:
     """Scenes -> images in [-1,1] on the device, spoilt as their effects say."""
 
     def __init__(self, device: torch.device) -> None:
-        self.table = scenes.sheet()[0].to(device)
+        self.table = scenes.drawings()[0].to(device)
         self.generator = torch.Generator(device).manual_seed(1)
 
     def __call__(self, batch: Scenes) -> Tensor:
@@ -616,7 +616,7 @@ def main() -> None:
     parts.quiet()
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
     torch.backends.cudnn.benchmark = True
-    scenes.sheet()  # before the workers are forked, which share them
+    scenes.drawings()  # before the workers are forked, which share them
     for tag in TAG_SHARES:
         prompts.splits(tag)
     {"vae": train_vae, "decoder": train_decoder, "flow": train_flow}[args.stage](args)

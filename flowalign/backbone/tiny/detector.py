@@ -27,7 +27,7 @@ MIN_AREA = 40  # pixels; smaller regions are specks
 RIM = 3  # pixels of background around a drawing that count with it
 PATCH = DRAWING + 2 * RIM  # pixels of a compared square; its half is compared first
 REACH = 3  # pixels that a drawing may stand beside the middle of its region
-MARGIN = 64  # pixels around a scene; it holds every square around the middle of any region
+SCENE_MARGIN = 64  # pixels around a scene; it holds every square around the middle of any region
 LEVELS = (228, 236, 244, 252)  # greys of the backgrounds on which the drawings are looked up
 CANDIDATES = 4  # drawings that a region is compared with, pixel by pixel
 BLUR = 1.0  # sigma in pixels: what an autoencoder softens does not count
@@ -144,7 +144,7 @@ class Scene:
     """An image, blurred, with a margin; drawings are laid over it."""
 
     def __init__(self, image: np.ndarray, ground: np.ndarray) -> None:
-        around = (MARGIN, MARGIN), (MARGIN, MARGIN), (0, 0)
+        around = (SCENE_MARGIN, SCENE_MARGIN), (SCENE_MARGIN, SCENE_MARGIN), (0, 0)
         wide = np.pad(image - ground, around).astype(np.float32)  # the background is 0
         self.pixels = cv2.GaussianBlur(wide, (0, 0), BLUR)
         self.ground = ground
@@ -156,7 +156,7 @@ class Scene:
         them of another class than the first."""
         looks, norms = self.known
         side, reach = PATCH // 2, REACH // 2
-        left, top = ((at + MARGIN - PATCH // 2) // 2 - reach for at in (x, y))
+        left, top = ((at + SCENE_MARGIN - PATCH // 2) // 2 - reach for at in (x, y))
         area = self.half[top : top + side + 2 * reach, left : left + side + 2 * reach]
         seen = np.lib.stride_tricks.sliding_window_view(area, (side, side), (0, 1))
         seen = np.moveaxis(seen, 2, -1).reshape(-1, looks.shape[1])
@@ -167,7 +167,7 @@ class Scene:
 
     def laid(self, row: int, x: int, y: int, reach: int) -> Match:
         """A drawing where it fits best, at most `reach` pixels beside a place."""
-        left, top = (at + MARGIN - PATCH // 2 - reach for at in (x, y))
+        left, top = (at + SCENE_MARGIN - PATCH // 2 - reach for at in (x, y))
         area = self.pixels[top : top + PATCH + 2 * reach, left : left + PATCH + 2 * reach]
         wanted = patch(row, self.ground)
         dx = 0

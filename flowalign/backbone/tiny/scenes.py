@@ -55,7 +55,7 @@ Layer = tuple[int, int, int]  # number of a sprite, its left and its top
 
 
 @cache
-def sheet() -> tuple[Tensor, dict[tuple[Any, ...], int]]:
+def drawings() -> tuple[Tensor, dict[tuple[Any, ...], int]]:
     """Every sprite, uint8 [N,HEIGHT,WIDTH,4] (colours multiplied by alpha), and its number by what
     it shows: (class, style, colour or None), (colour, letters of a board), (letter,).
 
@@ -110,7 +110,7 @@ def _letter(letter: str) -> np.ndarray:
 
 def sign(text: str, color: str, rng: np.random.Generator) -> list[Layer]:
     """The layers of a coloured board that carries the text, in one of three places."""
-    numbers = sheet()[1]
+    numbers = drawings()[1]
     width = len(text) * ADVANCE + 2 * PAD
     left = (SIZE - width) // 2
     top = ROWS[rng.integers(len(ROWS))] - BOARD_HEIGHT // 2
@@ -127,7 +127,7 @@ def objects(metadata: Metadata, rng: np.random.Generator) -> list[Layer]:
         raise ValueError(f"a scene has room for {max(PLACES)} drawings, got {number}.")
     style = metadata.get("style") or STYLES[rng.integers(len(STYLES))]
     wanted = [(c["class"], c.get("color")) for c in clauses for _ in range(c["count"])]
-    numbers = sheet()[1]
+    numbers = drawings()[1]
     layers = []
     for (name, color), (x, y) in zip(wanted, _places(clauses, number, rng), strict=True):
         height, width = drawing(name, style, color).shape[:2]
@@ -201,6 +201,7 @@ def rendered(metadata: Sequence[Metadata], seed: int, each: int = 1) -> Tensor:
         raise ValueError("these are no prompts of the tiny world") from error
     layers, grounds = (torch.from_numpy(np.stack(part)) for part in zip(*scenes, strict=True))
     images = [
-        paint(sheet()[0], *part) for part in zip(layers.split(64), grounds.split(64), strict=True)
+        paint(drawings()[0], *part)
+        for part in zip(layers.split(64), grounds.split(64), strict=True)
     ]
     return (torch.cat(images) * 255).round() / 255

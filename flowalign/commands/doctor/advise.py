@@ -32,8 +32,8 @@ from flowalign.training.inputs import Inputs
 from flowalign.types import Problem
 
 GIB = 2**30
-SHARE = 0.92  # of a device's memory that tensors can use; the rest is lost between blocks
-CONTEXT = 0.6 * GIB  # of CUDA, cuDNN and cuBLAS
+USABLE_SHARE = 0.92  # of a device's memory that tensors can use; the rest is lost between blocks
+CUDA_CONTEXT = 0.6 * GIB  # of CUDA, cuDNN and cuBLAS
 LONG = 100  # hours above which a run is noted
 
 
@@ -211,7 +211,7 @@ def is_here(model: ModelConfig) -> bool:
 
 def usable(memory: float, device_type: str) -> float:
     """Bytes that tensors can use on a device with `memory` bytes."""
-    return memory * SHARE - (CONTEXT if device_type == "cuda" else 0)
+    return memory * USABLE_SHARE - (CUDA_CONTEXT if device_type == "cuda" else 0)
 
 
 def fits(forecast: Forecast) -> Iterator[Problem]:

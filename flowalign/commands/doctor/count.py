@@ -25,7 +25,7 @@ from flowalign.backbone.adapters import AdapterError, Lora, weightless_lora
 from flowalign.backbone.compilation import compiles
 from flowalign.backbone.lora import CastingLinear, misfit
 from flowalign.backbone.structure import ModelSpec, bare, mismatches, model_spec, weightless
-from flowalign.backbone.text import BATCH as TEXT_BATCH
+from flowalign.backbone.text import TEXTS_A_PASS
 from flowalign.commands import build
 from flowalign.commands.doctor.meter import (
     DeviceAttention,
@@ -49,7 +49,7 @@ from flowalign.training.inputs import Inputs
 from flowalign.types import Conditioning, Source
 
 NF4 = 0.5 + 4 / 64  # bytes a weight: four bits, and a float32 scale for each block of 64
-DRAWS = 64  # updates whose drawn states are averaged
+AVERAGED_UPDATES = 64  # updates whose drawn states are averaged
 BENCHMARK_PROMPTS = 512  # assumed where a benchmark has no limit and its file is not here
 META = torch.device("meta")
 
@@ -227,7 +227,7 @@ def foreseen(stage: Any, inputs: Inputs) -> Lora:
     loras = on_meta(stage, inputs)
     if stage.merges:
         sources = [loras.adapter(source) for source in stage.adapters]
-        return merge.foreseen(sources, stage.method, stage.rank)
+        return merge.foreseen_merge(sources, stage.method, stage.rank)
     init = stage.lora.init
     return loras.adapter(init) if init else _fresh(model_spec(stage.model), stage.lora)
 
@@ -527,7 +527,9 @@ class _Update:
         self.processes = processes
         self.keeps = keeps = algorithm_class(config).keeps(config, drawn)
         self.images = max(1, config.rollout.images // processes)
-        self.states, self.forwards = self._steps(range(DRAWS) if drawn is None else drawn)
+        self.states, self.forwards = self._steps(
+            range(AVERAGED_UPDATES) if drawn is None else drawn
+        )
         self.pairs = self.images * self.states  # (image, step) that are trained
         # bytes: trained states and, where needed, what came after them; labels, or the velocities
         # that are matched; a rollout, before images are noised and after it
@@ -561,7 +563,7 @@ class _Update:
         settings = self.config.model
         rollout = self.config.rollout
         # with a cache, prompts are encoded once, one by one
-        batch = 1 if settings.text_cache else min(self.prompts, TEXT_BATCH)
+        batch = 1 if settings.text_cache else min(self.prompts, TEXTS_A_PASS)
         meter = model.encoded(batch)
         visiting = settings.offload_text_encoders
         peak = self.prompt_bytes + (size_of(*model.encoders) if visiting else 0) + meter.peak

@@ -17,7 +17,7 @@ SHARES = {
     "sampling": (0.20, 0.38), "labels": (0.23, 0.44),
     "learning": (0.18, 0.24), "alarm": (0.20, 0.38),
 }  # fmt: skip
-WIDTH = 1536
+MEASURED_WIDTH = 1536
 PRODUCTS = 0.65  # of the peak, in matrix products and attention alone; the rest moves memory
 # Times as many seconds in passes without and with gradients, as weights are unpacked in each; with
 # batches of 2 and 4 (docs/gpu.md)
@@ -44,7 +44,7 @@ class Gpu:
         """
         h100 = GPUS["h100"]
         share = SHARES[kind][compiled]
-        moved = (1 / share - 1 / PRODUCTS) / h100.bfloat16 * h100.bandwidth * WIDTH / width
+        moved = (1 / share - 1 / PRODUCTS) / h100.bfloat16 * h100.bandwidth * MEASURED_WIDTH / width
         peak = self.bfloat16
         if model.dtype == "float32":
             peak = self.float32

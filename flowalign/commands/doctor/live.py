@@ -22,7 +22,7 @@ from flowalign.backbone import ModelError
 from flowalign.backbone.tiny.scenes import rendered
 from flowalign.commands import build
 from flowalign.commands.doctor.count import predict
-from flowalign.commands.doctor.pace import KINDS, Pace
+from flowalign.commands.doctor.pace import PHASES, Pace
 from flowalign.commands.findings import fault, note, ok
 from flowalign.config import ConfigError, Stage, TrainingStage, parse
 from flowalign.rewards.gradient import gradient_problems
@@ -35,9 +35,11 @@ from flowalign.training.loop import Loop
 from flowalign.training.nonfinite import NotFinite
 from flowalign.types import Problem, PromptBatch, Rollout, Scores
 
-SCENES = 16  # that a reward scores
-COPIES = 4  # images of a prompt: of a small run at most, and for a reward that compares them
-IMAGES = 16  # of an update, at least: enough to see what it does
+REWARD_SCENES = 16  # that a reward scores
+IMAGES_A_PROMPT = (
+    4  # images of a prompt: of a small run at most, and for a reward that compares them
+)
+FEWEST_IMAGES = 16  # of an update, at least: enough to see what it does
 UPDATES = 3  # of a small run; the first one warms up, and the others are timed
 PROBES = ("tiny/geneval_test", "tiny/ocr_test", "tiny/preference_test")
 TOLERANCE = 1e-4  # relative, of scores: float32 sums in another order
@@ -129,9 +131,9 @@ def small_run(config: Any, folder: str) -> TrainingStage:
     batch = max(config.optimizer.micro_batch, keeps.ascended)
     if keeps.labels:
         batch = max(batch, config.student.label_batch)
-    images = max(IMAGES, 2 * rollout.batch_size, math.ceil(2 * batch / states))
+    images = max(FEWEST_IMAGES, 2 * rollout.batch_size, math.ceil(2 * batch / states))
     images = min(images, rollout.images)
-    copies = min(rollout.group_size, max(COPIES, math.ceil(images / rollout.prompts)))
+    copies = min(rollout.group_size, max(IMAGES_A_PROMPT, math.ceil(images / rollout.prompts)))
     prompts = max(len(config.tasks), min(rollout.prompts, math.ceil(images / copies)), 2)
     changes = [
         f"output={json.dumps(folder)}", "train.trackers=[]", f"train.updates={UPDATES}",
@@ -154,14 +156,14 @@ def _pace(
     lines = [json.loads(line) for line in small.folder.log.read_text().splitlines()]
     timed = [line for line in lines if metrics.SECONDS_UPDATE in line][1:]
     rolled, waited, updated = (sum(line[name] for line in timed) for name in metrics.SECONDS)
-    flops = dict.fromkeys(KINDS, 0.0)
+    flops = dict.fromkeys(PHASES, 0.0)
     phases = predict(small, inputs, device_type=device_type, drawn=range(1, UPDATES)).phases
     for phase in phases:
         flops[phase.kind] += len(timed) * phase.flops
     learning = flops["learning"] / updated
     sampled = any(p.name == "rollout" for p in phases)
     rate = flops["sampling"] / rolled if sampled else learning
-    rates = dict.fromkeys([*KINDS, "rewards"], rate) | {"learning": learning}
+    rates = dict.fromkeys([*PHASES, "rewards"], rate) | {"learning": learning}
     waiting = None
     if small.learns_from_rewards:
         waiting = waited / (len(timed) * small.rollout.images)
@@ -208,7 +210,7 @@ class UnsuitedError(ValueError):
 def diagnose(
     name: str,
     options: Mapping[str, Any],
-    count: int = SCENES,
+    count: int = REWARD_SCENES,
     sources: Sequence[str] = PROBES,
 ) -> tuple[list[Problem], float]:
     """Build a reward and examine it on `count` scenes: the findings, and its seconds for an image.
@@ -220,7 +222,7 @@ def diagnose(
     spec.check()
     batches = _suited(spec, count, sources)
     reward = spec.build()
-    copies = COPIES if reward.groupwise else 1
+    copies = IMAGES_A_PROMPT if reward.groupwise else 1
 
     def ask(images: Tensor, rows: Sequence[int]) -> Scores:
         selected = batch.select(rows)

@@ -12,7 +12,7 @@ import torch
 from flowalign.commands.doctor.count import Estimate, parts_of
 from flowalign.commands.doctor.gpus import GPUS, QUANTIZED, Gpu
 
-KINDS: tuple[str, ...] = ("sampling", "labels", "learning", "alarm")  # of phases
+PHASES: tuple[str, ...] = ("sampling", "labels", "learning", "alarm")  # of phases
 REWARDS = 0.4  # of the float32 peak; not measured
 DEFAULT_GPU = "h100"  # where torch sees no GPU and none is named
 
@@ -42,22 +42,22 @@ class Pace:
     @classmethod
     def constant(cls, rate: float, source: str) -> Pace:
         """A pace with one rate, in FLOP/s, for all phases."""
-        return cls(dict.fromkeys([*KINDS, "rewards"], rate), source)
+        return cls(dict.fromkeys([*PHASES, "rewards"], rate), source)
 
     @classmethod
     def of_gpu(cls, gpu: Gpu, estimate: Estimate) -> Pace:
         """The pace of a GPU of the table in a stage; rewards compute in float32."""
         model = estimate.config.model
         width = estimate.width
-        rates = {kind: gpu.rate(model, width, kind, compiled=estimate.compiled) for kind in KINDS}
+        rates = {kind: gpu.rate(model, width, kind, compiled=estimate.compiled) for kind in PHASES}
         rates["rewards"] = gpu.float32 * 1e12 * REWARDS
-        low, high = (f"{limit(rates[kind] for kind in KINDS) / 1e12:.3g}" for limit in (min, max))
+        low, high = (f"{limit(rates[kind] for kind in PHASES) / 1e12:.3g}" for limit in (min, max))
         return cls(rates, f"{gpu.title}, {low} to {high} TFLOP/s sustained")
 
     def stored(self, before: str | None, after: str | None) -> Pace:
         """The measured pace, converted to another quantization of the base."""
         rates = dict(self.rates)
-        for kind in KINDS:
+        for kind in PHASES:
             learning = kind == "learning"
             rates[kind] *= QUANTIZED[before][learning] / QUANTIZED[after][learning]
         return replace(self, rates=rates)

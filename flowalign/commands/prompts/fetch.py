@@ -23,7 +23,7 @@ from flowalign.training.sources import SOURCES, File, PromptSource, commands
 from flowalign.types import PromptBatch
 
 MAX_BYTES = 64 * 2**20  # the largest, dpg_bench.csv, has 7.4 MB
-SECONDS = 600.0  # for a file, further attempts included
+FILE_SECONDS = 600.0  # for a file, further attempts included
 VALIDATION = 256  # prompts of a training set that are set aside
 MIRRORED = {"left of": "right of", "right of": "left of", "above": "below", "below": "above"}
 
@@ -40,7 +40,7 @@ def _shipped(name: str) -> frozenset[str]:
 
 
 GENEVAL = _shipped("held_out_geneval.txt")  # the 553 prompts of the test set
-OCR = _shipped("held_out_ocr.txt")  # the 953 different texts of Flow-GRPO's test set
+OCR_TEST_TEXTS = _shipped("held_out_ocr.txt")  # the 953 different texts of Flow-GRPO's test set
 
 
 class FetchError(OSError):
@@ -149,7 +149,7 @@ def _checksum(content: bytes, like: str) -> str:
 def _download(url: str) -> bytes:
     """All that an address sends. Raises FetchError."""
     try:
-        limits = {"timeout": 120.0, "deadline": SECONDS, "max_bytes": MAX_BYTES}
+        limits = {"timeout": 120.0, "deadline": FILE_SECONDS, "max_bytes": MAX_BYTES}
         with Client(**limits, redirects=True) as client:
             answer = client.request("GET", url)
     except (OSError, ValueError) as error:
@@ -209,7 +209,7 @@ def set_aside(prompts: PromptBatch, avoided: Set[str]) -> tuple[list[int], list[
 
 def _split(content: bytes, name: str, others: Sequence[Path]) -> list[bytes]:
     """The training and the validation lines of a content."""
-    avoid = set(GENEVAL | OCR)
+    avoid = set(GENEVAL | OCR_TEST_TEXTS)
     for path in others:
         avoid |= set(map(text_digest, load_prompts(path, "other").prompts))
     lines = [line for line in content.decode("utf-8-sig").split("\n") if line.strip()]

@@ -70,18 +70,18 @@ STAGES: dict[str, type[Stage]] = {  # by the value of `stage`
     "recipe": RecipeStage,
     "eval": EvalStage,
 }
-PLUGINS = "flowalign.algorithms"  # entry points: name of a stage -> its config class
+STAGE_PLUGINS = "flowalign.algorithms"  # entry points: name of a stage -> its config class
 
 
 def stage_names() -> list[str]:
-    return list(dict.fromkeys([*STAGES, *sorted(p.name for p in entry_points(PLUGINS))]))
+    return list(dict.fromkeys([*STAGES, *sorted(p.name for p in entry_points(STAGE_PLUGINS))]))
 
 
 def stage_class(name: str) -> type[Stage]:
     """The config class of a stage. A plugin is imported now. Raises ConfigError if that fails."""
     if name in STAGES:
         return STAGES[name]
-    (point, *_) = entry_points(PLUGINS).select(name=name)
+    (point, *_) = entry_points(STAGE_PLUGINS).select(name=name)
     try:
         kind = point.load()
         if not issubclass(kind, TrainingStage):

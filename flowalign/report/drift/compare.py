@@ -17,12 +17,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flowalign.report.drift.statistics import measure
+from flowalign.report.drift.statistics import image_statistics
 from flowalign.report.pictures import webp
 from flowalign.system.images import pixels_of
 
-CONFIDENCE = 0.90  # of the intervals: 95 % on the side that the alarm uses
-SHOWN = 8  # prompts of a check, with their images
+ALARM_CONFIDENCE = 0.90  # of the intervals: 95 % on the side that the alarm uses
+SHOWN_PROMPTS = 8  # prompts of a check, with their images
 
 
 class Sigma(NamedTuple):
@@ -135,7 +135,7 @@ def statistic_drift(name: str, base: Tensor, model: Tensor, prompts: Sequence[in
     mean = float(gaps.mean())
     half = math.inf
     if n > 3:  # t of n - 1 degrees of freedom has the variance (n - 1) / (n - 3)
-        reach = NormalDist().inv_cdf((1 + CONFIDENCE) / 2) * math.sqrt((n - 1) / (n - 3))
+        reach = NormalDist().inv_cdf((1 + ALARM_CONFIDENCE) / 2) * math.sqrt((n - 1) / (n - 3))
         half = reach * float(gaps.std(correction=1)) / math.sqrt(n)
     means = float(base[rows].mean()), float(model[rows].mean())
     return Drift(name, *means, mean, mean - half, mean + half, n)
@@ -162,7 +162,7 @@ def check_drift(pairs: Sequence[Pair], period: int) -> Check:
         of_task = [pair for pair in pairs if pair.task == task]
         numbers = [pair.number for pair in of_task]
         base, model = (
-            measure(torch.stack(list(map(pixels_of, files))), period, numbers)
+            image_statistics(torch.stack(list(map(pixels_of, files))), period, numbers)
             for files in zip(*(pair[:2] for pair in of_task), strict=True)
         )
         for name in base:
@@ -173,7 +173,7 @@ def check_drift(pairs: Sequence[Pair], period: int) -> Check:
                 most, first = worst.get((task, pair.number), (0.0, pair))
                 worst[task, pair.number] = max(most, sigmas), first
     rows = []
-    for sigmas, pair in sorted(worst.values(), key=lambda entry: -entry[0])[:SHOWN]:
+    for sigmas, pair in sorted(worst.values(), key=lambda entry: -entry[0])[:SHOWN_PROMPTS]:
         base, model = (webp(pixels_of(file)) for file in pair[:2])
         about = {"prompt": pair.prompt, "task": pair.task, "sigmas": sigmas}
         rows.append({**about, "base": base, "model": model})

@@ -27,7 +27,7 @@ from flowalign.training.rollout import Noise, sample
 from flowalign.types import Rollout, Source
 
 COPIES = 2  # images per prompt, for their distance; more prompts are better than more copies
-START = "alarm_start"  # the frozen adapter that the run starts from
+ALARM_START = "alarm_start"  # the frozen adapter that the run starts from
 SHARE = 4  # the base samples at most 1 / SHARE of a rollout's images
 
 
@@ -48,9 +48,9 @@ class Monitor(Listener):
         self, config: TrainingStage, backbone: Backbone, alarm: Alarm, start: Lora | None = None
     ) -> None:
         assert config.alarm
-        self.reference = None if start is None else START
+        self.reference = None if start is None else ALARM_START
         if start is not None:
-            backbone.load_adapter(START, start, frozen=True)
+            backbone.load_adapter(ALARM_START, start, frozen=True)
         self.settings = config.alarm
         self.config = config
         self.backbone = backbone

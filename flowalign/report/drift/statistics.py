@@ -14,11 +14,11 @@ from torch import Tensor
 LUMA = (0.299, 0.587, 0.114)  # Rec. 601
 DARK = 0.25  # luma below which a pixel is dark
 VIVID = 0.75  # difference of the largest and the smallest channel above which it is saturated
-STEP = 0.1  # luma difference of neighbours, to the right and below, that is an edge
-LEVELS = 8  # a channel's levels in the colour histogram
+EDGE_STEP = 0.1  # luma difference of neighbours, to the right and below, that is an edge
+COLOUR_LEVELS = 8  # a channel's levels in the colour histogram
 
 
-def measure(images: Tensor, period: int, prompts: Sequence[int]) -> dict[str, Tensor]:
+def image_statistics(images: Tensor, period: int, prompts: Sequence[int]) -> dict[str, Tensor]:
     """{statistic: [B] in float64 on the CPU} of images [B,3,H,W] in [0,1]; the names are those of
     `compare.SIGMAS`. period: pixels of a patch. prompts: the group of each image. NaN for images
     that are not finite."""
@@ -26,14 +26,14 @@ def measure(images: Tensor, period: int, prompts: Sequence[int]) -> dict[str, Te
     finite = pixels.isfinite().flatten(1).all(1)
     images = pixels.nan_to_num(0.0, 0.0, 0.0).clamp(0, 1)
     light = (images * torch.tensor(LUMA)[:, None, None]).sum(1)  # [B,H,W]
-    across, down = ((light.diff(dim=dim).abs() > STEP).float().mean((1, 2)) for dim in (2, 1))
+    across, down = ((light.diff(dim=dim).abs() > EDGE_STEP).float().mean((1, 2)) for dim in (2, 1))
     columns = {
         "brightness": light.mean((1, 2)),
         "dark": (light < DARK).float().mean((1, 2)),
         "saturated": (images.amax(1) - images.amin(1) > VIVID).float().mean((1, 2)),
         "edges": (across + down) / 2,
         "entropy": entropy(images),
-        "grid": grid(light, period),
+        "grid": edge_grid(light, period),
     }
     values = {k: column.double().where(finite, torch.nan) for k, column in columns.items()}
     return values | {"diversity": diversity(pixels, prompts)}
@@ -41,14 +41,16 @@ def measure(images: Tensor, period: int, prompts: Sequence[int]) -> dict[str, Te
 
 def entropy(images: Tensor) -> Tensor:
     """Shannon entropy [B] in bits of the joint histogram of colours, LEVELS a channel."""
-    level = (images * LEVELS).long().clamp(0, LEVELS - 1)
-    color = (level[:, 0] * LEVELS + level[:, 1]) * LEVELS + level[:, 2]
-    counts = torch.stack([torch.bincount(row, minlength=LEVELS**3) for row in color.flatten(1)])
+    level = (images * COLOUR_LEVELS).long().clamp(0, COLOUR_LEVELS - 1)
+    color = (level[:, 0] * COLOUR_LEVELS + level[:, 1]) * COLOUR_LEVELS + level[:, 2]
+    counts = torch.stack(
+        [torch.bincount(row, minlength=COLOUR_LEVELS**3) for row in color.flatten(1)]
+    )
     share = counts.double() / counts.sum(1, keepdim=True)
     return (share * -share.clamp(min=1e-12).log2()).sum(1)
 
 
-def grid(light: Tensor, period: int) -> Tensor:
+def edge_grid(light: Tensor, period: int) -> Tensor:
     """The share [B] of the power of a luma [B,H,W] (without its mean) that repeats with the
     patches: at frequencies that are multiples of 1 / period along both axes. 0 for a plain image, 1
     for one tile in all patches."""

@@ -26,8 +26,8 @@ from flowalign.system.manifest import Damaged
 from flowalign.training import metrics
 from flowalign.types import Problem
 
-SAMPLE = re.compile(r"[a-z_]+_(\d{6,})\.\w+")  # update_000020.png, held_out_000020.json
-NAME = re.compile(r"update_(\d{6,})")
+SAMPLE_NAME = re.compile(r"[a-z_]+_(\d{6,})\.\w+")  # update_000020.png, held_out_000020.json
+CHECKPOINT_NAME = re.compile(r"update_(\d{6,})")
 # what a resumed run may change, such as train.updates
 FREE = {"train", "evaluation", "alarm", "output"}
 DELETE = "Delete the folder to start again, or choose another `output`."
@@ -35,7 +35,7 @@ DELETE = "Delete the folder to start again, or choose another `output`."
 
 def update_of(folder: Path) -> int:
     """The number in the name of a checkpoint; -1 for a folder that is not named as one."""
-    match = NAME.fullmatch(folder.name)
+    match = CHECKPOINT_NAME.fullmatch(folder.name)
     return int(match[1]) if match else -1
 
 
@@ -142,7 +142,7 @@ def truncate_to(run: Path, checkpoint: Path, update: int, evaluated: int) -> Non
     and those done at the last evaluation that counted. Later evaluations are repeated."""
     folder = RunFolder(run)
     for path in folder.samples.glob("*"):
-        if (match := SAMPLE.fullmatch(path.name)) and int(match[1]) > update:
+        if (match := SAMPLE_NAME.fullmatch(path.name)) and int(match[1]) > update:
             path.unlink()
     if folder.warnings.exists():
         warned = read_lines(folder.warnings)

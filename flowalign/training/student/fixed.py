@@ -67,7 +67,7 @@ def fixed_states(
         states.append(Fixed(metrics.FIXED_PATH + task, path, teachers(path).velocity))
     with backbone.base():
         size = config.optimizer.micro_batch
-        far = [distance(fixed, backbone, guidance, size) for fixed in states]
+        far = [held_out_distance(fixed, backbone, guidance, size) for fixed in states]
     mean = sum(far) / len(far) or 1.0  # in place of 0, where a teacher is the base itself
     units = [base or mean for base in far]
     return [
@@ -76,7 +76,7 @@ def fixed_states(
 
 
 @torch.no_grad()
-def distance(fixed: Fixed, backbone: Backbone, guidance: float, batch_size: int) -> float:
+def held_out_distance(fixed: Fixed, backbone: Backbone, guidance: float, batch_size: int) -> float:
     """Mean |v - v_target|^2 of the active adapter."""
     every = torch.ones(len(fixed.states), dtype=torch.bool)
     errors = [
@@ -92,6 +92,6 @@ def distances(
     """Distances of the active adapter divided by the base model's (0: the target, 1: the base), by
     metric. FIXED_MEAN is the sum of distances over the sum of the base's, so a teacher near the
     base has little weight."""
-    far = [distance(fixed, backbone, guidance, batch_size) for fixed in states]
+    far = [held_out_distance(fixed, backbone, guidance, batch_size) for fixed in states]
     shares = {fixed.name: d / fixed.unit for fixed, d in zip(states, far, strict=True)}
     return shares | {metrics.FIXED_MEAN: sum(far) / sum(fixed.unit for fixed in states)}

@@ -86,7 +86,7 @@ class Opd(Algorithm[Labels]):
         measured = {}
         weights = weights_of(rollout.schedule, self.settings.weighting)
         for step in rollout.steps:
-            measured[metrics.WEIGHT + metrics.step_label(step)] = float(weights[step])
+            measured[metrics.STEP_WEIGHT + metrics.step_label(step)] = float(weights[step])
         return Labels(
             rollout=rollout,
             keep=torch.ones(len(rollout), dtype=torch.bool),
