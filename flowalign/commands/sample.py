@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from flowalign.backbone import Backbone, family_of, pipeline_name, resolve
+from flowalign.backbone import Backbone, family_of, pipeline_name, resolve_model
 from flowalign.backbone.adapters import Lora, read_lora
 from flowalign.backbone.lora import other_base
 from flowalign.backbone.structure import known, read_family
@@ -113,7 +113,7 @@ def settle(args: argparse.Namespace, lora: Lora | None = None, *others: Lora) ->
 
 def recommended(model: str) -> tuple[int, float]:
     """(steps, guidance scale) of a model, from its card, else from its pipeline."""
-    if resolve(model) == resolve("tiny"):
+    if resolve_model(model) == resolve_model("tiny"):
         return TINY_SAMPLING
     if card := card_of(model):
         return card
