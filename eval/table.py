@@ -1,6 +1,7 @@
 """An evaluation as tables: one row per model, one column per benchmark; also paired differences.
 
-Every file of an evaluation (table.md, report.html, results.json) takes its numbers from `Results`.
+Every file of one evaluation (table.md, report.html, results.json) takes its numbers from `Results`.
+Tables of several evaluations (`seeds`, `compare`) read results.json.
 """
 
 from __future__ import annotations
