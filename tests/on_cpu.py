@@ -2,7 +2,7 @@
 
 accelerate starts FSDP2 on GPUs only, by what PartialState says of the machine. Here
 PartialState is told otherwise; all that follows is accelerate's and torch's own code, on
-CPU tensors, over gloo.
+CPU tensors, over gloo. A run with model.compile traces its blocks, and generates no code.
 """
 
 import itertools
@@ -31,9 +31,11 @@ def run(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
+    from flowalign.backbone.base import Backbone
     from flowalign.training.run import processes
 
     pretend()
+    Backbone.compile.__defaults__ = ("eager",)
     for then, argv in itertools.groupby(sys.argv[1:], lambda arg: arg == "--then"):
         if not then:
             run(list(argv))

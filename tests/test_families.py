@@ -48,6 +48,9 @@ CASES = [
 
 FAST = ("flux", "sana")  # families whose text encoders are small
 NAMES = [n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in families.PIPELINES]
+SHAPES = [  # batch, latent height and width, words added to the prompts
+    (2, 8, 8, 0), (3, 8, 12, 1), (4, 12, 16, 2), (3, 12, 8, 3), (5, 8, 16, 1), (6, 16, 8, 0),
+]  # fmt: skip
 PIPES = functools.cache(families.pipeline)  # not to be changed
 
 
@@ -249,6 +252,24 @@ def test_how_it_computes_changes_nothing(name: str) -> None:
     torch._dynamo.reset()
     ours.compile(backend="eager")
     assert_close(computed(), before, rtol=0, atol=1e-5)
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_new_shapes_are_not_compiled_without_end(name: str) -> None:
+    """After three shapes a graph fits all further batch sizes, images and lengths of texts."""
+    counters = torch._dynamo.utils.counters["stats"]
+    ours = adapted(pipeline(name))
+    torch._dynamo.reset()
+    counters.clear()
+    ours.compile(backend="eager")
+    graphs = []
+    for rows, height, width, words in SHAPES:
+        x = torch.randn(rows, ours.family.channels, height, width)
+        cond = ours.encode([f"{row} cats{' and a dog' * words}" for row in range(rows)])
+        ours.velocity(x, 0.5, cond, guidance=1.0)
+        graphs.append(counters["unique_graphs"])
+    assert graphs[2:] == [graphs[2]] * 4 and graphs[2] > 0
 
 
 @pytest.mark.slow
