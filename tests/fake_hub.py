@@ -95,7 +95,7 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         path = unquote(urlsplit(self.path).path)
         self.hub.asked.append(f"{self.command} {path}")
-        if match := re.fullmatch(r"/api/models/(\w+/[\w.-]+)(?:/(revision|tree)/(.+))?", path):
+        if match := re.fullmatch(r"/api/models/([\w-]+/[\w.-]+)(?:/(revision|tree)/(.+))?", path):
             files = self._files(match[1], match[3] or "main")
             if files is None:
                 return
@@ -107,7 +107,7 @@ class Handler(BaseHTTPRequestHandler):
                 names = [{"rfilename": name, "size": len(what)} for name, what in files.items()]
                 about = {"id": match[1], "sha": sha(files), "private": False}
                 self._json({**about, "siblings": names})
-        elif match := re.fullmatch(r"/(\w+/[\w.-]+)/resolve/([\w.]+|refs/pr/\d+)/(.+)", path):
+        elif match := re.fullmatch(r"/([\w-]+/[\w.-]+)/resolve/([\w.]+|refs/pr/\d+)/(.+)", path):
             self._send_file(match[1], match[2], match[3])
         else:
             self._json({}, 404)
@@ -174,6 +174,7 @@ def online(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
 
 
 PUBLIC = [f"jieliu/SD3.5M-FlowGRPO-{name}" for name in ("GenEval", "Text", "PickScore")]
+PUBLIC += [f"Jayce-Ping/{name}-Teacher" for name in ("GenEval", "OCR", "Pickscore")]
 FOLDERS = {  # of the other adapters that our configs name
     "worstcoder/SD3.5M-DiffusionNFT-MultiReward": [""],
     "quanhaol/DiffusionOPD": ["Student/lora/", "OCRTeacher/lora/"],

@@ -10,6 +10,7 @@ from fake_hub import PEFT, Hub, online
 
 from flowalign.backbone.adapters import adapter_files, read_lora
 from flowalign.checks import Launch, check_stage
+from flowalign.commands.evaluate import main as evaluate
 from flowalign.commands.train import main
 from flowalign.config import EvalStage, load
 
@@ -28,10 +29,15 @@ STUDENT += [f"tasks.{n}.{key}=null" for n in ("geneval", "ocr", "preference")
             for key in ("validation", "reward")]  # fmt: skip
 
 
-def rehearse(config: str, hub: Hub, model: str, output: Path, *changes: str) -> dict:
-    """The models of the table."""
+def publish(hub: Hub) -> None:
+    """The adapters that our configs name, of the small model."""
     for repository, folders in {**dict.fromkeys(fake_hub.PUBLIC, [""]), **fake_hub.FOLDERS}.items():
         hub.put(repository, {f"{f}{name}": what for f in folders for name, what in PEFT.items()})
+
+
+def rehearse(config: str, hub: Hub, model: str, output: Path, *changes: str) -> dict:
+    """The models of the table."""
+    publish(hub)
     small = f"model={{id: {model}, height: 64, width: 64}}"
     table = f"stages.table.set={json.dumps(TABLE)}"
     assert main(["--config", str(ROOT / config), small, f"output={output}", table, *changes]) == 0
@@ -48,6 +54,17 @@ def test_the_public_adapters_of_sd35_share_a_table(
         "diffusion_opd", "mend_pickscore", "mend_three", "grpo_merge",
     ]  # fmt: skip
     assert all("worst" in model["matrix"] for model in found.values())
+
+
+@pytest.mark.slow
+def test_the_quick_table(online: Hub, random_model: str, tmp_path: Path) -> None:
+    publish(online)
+    small = f"model={{id: {random_model}, height: 64, width: 64}}"
+    config = str(ROOT / "configs" / "sd35_medium" / "public_quick.yaml")
+    assert evaluate(["--config", config, small, f"output={tmp_path}", *TABLE]) == 0
+    found = json.loads((tmp_path / "results.json").read_text())["models"]
+    assert list(found) == ["base", "base_no_cfg", "teacher_geneval", "teacher_ocr",
+                           "teacher_pickscore", "diffusion_opd"]  # fmt: skip
 
 
 @pytest.mark.slow
