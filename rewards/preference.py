@@ -90,11 +90,8 @@ class ClipScore(Preference):
     name = "clipscore"
     cost = Cost(VIT_L, kept=KEPT_L)
     downloads = CLIP_L
-    published: tuple[str, str | None, float] = (
-        CLIP_LARGE,
-        None,
-        30.0,
-    )  # its processor, the normalizer
+    # its processor, the normalizer
+    published: tuple[str, str | None, float] = (CLIP_LARGE, None, 30.0)
     reads = {"model": (CLIP_LARGE, hub_files)}
 
     def __init__(

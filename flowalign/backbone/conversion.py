@@ -71,9 +71,8 @@ def layers_of(stored: Mapping[str, Tensor]) -> dict[str, Update]:
     updates = dict[str, Update]()
     for name, value in stored.items():
         part = PART.fullmatch(unwrapped(name))
-        kind = next(
-            (kind for known, kind in UNREAD_WEIGHTS.items() if re.search(known, name)), None
-        )
+        unread = (kind for known, kind in UNREAD_WEIGHTS.items() if re.search(known, name))
+        kind = next(unread, None)
         if not part:
             kind = kind or "no A, B or alpha of a layer"
         elif part["half"] == "alpha" and not (value.numel() == 1 and 0 < value < 1e30):

@@ -85,13 +85,11 @@ def model_index(model: str, **hub: Any) -> dict[str, Any]:
 def hub_files(model: str, revision: str | None = None) -> list[HubFiles]:
     """What `load_pipeline` reads of a model on the Hub: the parts in their folders, safetensors
     without variant, and no files of other programs beside them. [] for a folder here."""
+    if Path(resolve_model(model)).is_dir():
+        return []
     weights = (*WEIGHTS, *(f"diffusion_pytorch_{name}" for name in WEIGHTS))
     patterns = (*TEXTS, *(f"*/{name}" for name in weights))
-    return (
-        []
-        if Path(resolve_model(model)).is_dir()
-        else [HubFiles(model, patterns, revision=revision)]
-    )
+    return [HubFiles(model, patterns, revision=revision)]
 
 
 def check_packages(model: str, index: Mapping[str, Any]) -> None:

@@ -77,9 +77,8 @@ def lengths(config: Any, launch: Launch, inputs: Inputs) -> Iterator[Problem]:
         return
     for task in config.tasks:
         prompts = inputs.prompts(task.prompts, task.name).prompts
-        prompts = prompts[
-            :: max(1, len(prompts) // SAMPLED_PROMPTS)
-        ]  # of all parts: many sets are sorted
+        # of all parts: many sets are sorted
+        prompts = prompts[:: max(1, len(prompts) // SAMPLED_PROMPTS)]
         cut = cut_prompts(config.model, prompts)
         about = ""
         if cut is None:  # without its tokenizer: about 4 tokens for 3 words

@@ -51,7 +51,7 @@ from flowalign.training.data import path_of
 from flowalign.training.inputs import Inputs
 from flowalign.types import Problem
 
-COMMENT_WIDTH = 90  # of a comment
+COMMENT_WIDTH = 90
 TEACHER_STAGES = tuple(name for name, kind in STAGES.items() if issubclass(kind, RewardStage))
 SAMPLING = (*TEACHER_STAGES, "opd", "sft", "recipe", "eval")
 USED = {  # options that say what a config holds, by the stages that have it

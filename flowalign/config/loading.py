@@ -42,9 +42,7 @@ from flowalign.system.hub_address import secrets
 from flowalign.types import Problem
 
 C = TypeVar("C", bound=Stage)
-DEFAULT_STEPS = (
-    10  # of rollouts and evaluations, at most, where a config says nothing (as in Flow-GRPO)
-)
+DEFAULT_STEPS = 10  # of rollouts and evaluations, at most, as in Flow-GRPO
 
 
 def load(

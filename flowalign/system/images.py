@@ -27,18 +27,8 @@ IMAGE_SUFFIXES = (
     ".jp2", ".ppm", ".tga",
 )  # fmt: skip
 UNREADABLE_SUFFIXES = (
-    ".heic",
-    ".heif",
-    ".jxl",
-    ".svg",
-    ".psd",
-    ".exr",
-    ".dng",
-    ".cr2",
-    ".nef",
-    ".arw",
-    ".raw",
-)
+    ".heic", ".heif", ".jxl", ".svg", ".psd", ".exr", ".dng", ".cr2", ".nef", ".arw", ".raw",
+)  # fmt: skip
 HIDDEN = (".", "__MACOSX")  # first letters of names that a system, an archive or a notebook adds
 
 

@@ -36,9 +36,7 @@ from flowalign.training.nonfinite import NotFinite
 from flowalign.types import Problem, PromptBatch, Rollout, Scores
 
 REWARD_SCENES = 16  # that a reward scores
-IMAGES_A_PROMPT = (
-    4  # images of a prompt: of a small run at most, and for a reward that compares them
-)
+IMAGES_A_PROMPT = 4  # of a small run at most, and for a reward that compares them
 FEWEST_IMAGES = 16  # of an update, at least: enough to see what it does
 UPDATES = 3  # of a small run; the first one warms up, and the others are timed
 PROBES = ("tiny/geneval_test", "tiny/ocr_test", "tiny/preference_test")

@@ -12,7 +12,7 @@ import torch
 from flowalign.commands.doctor.count import Estimate, parts_of
 from flowalign.commands.doctor.gpus import GPUS, QUANTIZED, Gpu
 
-PHASES: tuple[str, ...] = ("sampling", "labels", "learning", "alarm")  # of phases
+PHASES: tuple[str, ...] = ("sampling", "labels", "learning", "alarm")
 REWARDS = 0.4  # of the float32 peak; not measured
 DEFAULT_GPU = "h100"  # where torch sees no GPU and none is named
 
