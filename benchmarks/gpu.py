@@ -290,6 +290,29 @@ def written_flux(setup: Setup, case: Case) -> Mapping[str, Any]:
     return {}
 
 
+def decoded(setup: Setup, case: Case) -> Mapping[str, Any]:
+    """Seconds an image of the Medium's decoder by dtype; runs decode in float32. Four at once."""
+    from diffusers import AutoencoderKL
+
+    vae = AutoencoderKL.from_pretrained(setup.folder / "model" / "vae").to(setup.device)
+    assert isinstance(vae, AutoencoderKL)
+    side = setup.size // 2 ** (len(vae.config["block_out_channels"]) - 1)
+    seconds = {}
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        vae.to(dtype)
+        shape = (4, vae.config["latent_channels"], side, side)
+        latents = torch.randn(shape, device=setup.device, dtype=dtype)
+        for _ in range(3):  # the first two warm up
+            began = time.perf_counter()
+            with torch.no_grad():
+                vae.decode(latents)
+            if setup.device == "cuda":
+                torch.cuda.synchronize()
+            seconds[dtype] = (time.perf_counter() - began) / len(latents)
+    texts = [f"{str(dtype)[6:]} {1e3 * found:.1f}" for dtype, found in seconds.items()]
+    return {"note": f"{', '.join(texts)} ms an image"}
+
+
 def student(setup: Setup, case: Case) -> Mapping[str, Any]:
     """An update of the student: its second one (the first warms up)."""
     return updated(student_config(setup, case), setup, case)
@@ -469,6 +492,7 @@ def cases() -> list[Case]:
         Case("tiny, merge", merged),
         Case("tiny, eval", stage, (f"{tiny}/eval.yaml", *JUDGES)),
         Case("write the Medium", written, teachers=4, limit=150),
+        Case("VAE decode", decoded),
         Case("2 teachers", student),
         Case("4 teachers", student, teachers=4),
         Case("NFT teacher", teacher, ("sd35_medium/teacher_pickscore_nft.yaml",)),
