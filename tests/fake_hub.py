@@ -174,8 +174,8 @@ def online(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
 
 
 PUBLIC = [f"jieliu/SD3.5M-FlowGRPO-{name}" for name in ("GenEval", "Text", "PickScore")]
-PUBLIC += [f"Jayce-Ping/{name}-Teacher" for name in ("GenEval", "OCR", "Pickscore")]
 FOLDERS = {  # of the other adapters that our configs name
+    **{f"Jayce-Ping/{name}-Teacher": [""] for name in ("GenEval", "OCR", "Pickscore")},
     "worstcoder/SD3.5M-DiffusionNFT-MultiReward": [""],
     "quanhaol/DiffusionOPD": ["Student/lora/", "OCRTeacher/lora/"],
     "shreshthsaini/MEND-SD3.5M-PickScore": [""], "shreshthsaini/MEND-SD3.5M-ThreeReward": [""],

@@ -10,8 +10,8 @@ scores on held-out prompts (measured here, on the fp16 weights read back). With 
 weights move by --share towards those of an earlier checkpoint: a model soup (2203.05482); along
 this line the scores go from often wrong to mostly right.
 
-A teacher ships as tiny/NAME: its run's adapter is brought to the rank (the best approximation of
-its update, layer by layer), stored in fp16, and given a card.
+A teacher ships as tiny/NAME: its run's adapter is brought to the rank if it has a higher one (the
+best approximation of its update, layer by layer), stored in fp16, and given a card.
 """
 
 from __future__ import annotations
@@ -172,8 +172,13 @@ def ship_teacher(name: str, run: Path, rank: int) -> Path:
     """Write one teacher's folder."""
     folder = TEACHERS / name
     shutil.rmtree(folder, ignore_errors=True)
-    report = merge([run / "adapter"], folder, method="svd", rank=rank)
-    lora = read_lora(folder)
+    lora = read_lora(run / "adapter")
+    worst = 0.0
+    old = max(lora.ranks.values())
+    if old > rank:
+        worst = merge([run / "adapter"], folder, method="svd", rank=rank).worst
+        lora = read_lora(folder)
+    # else its factors stay those of the run: from singular vectors a run learns more slowly
     halves = {key: value.half() for key, value in lora.weights.items()}
     metadata = {**lora.metadata, "base_model_name_or_path": "tiny"}
     write_lora(folder, halves, metadata, text_length=lora.text_length)
@@ -187,9 +192,9 @@ def ship_teacher(name: str, run: Path, rank: int) -> Path:
         what=TEACHER if held_out else GUIDED,
         config=f"teacher_{name}_nft" if held_out else name,
         seed=config["seed"],
-        old=max(read_lora(run / "adapter").ranks.values()),
-        rank=rank,
-        worst=report.worst,
+        old=old,
+        rank=min(rank, old),
+        worst=worst,
         scores=said,
     )
     (folder / "README.md").write_text(card)
