@@ -248,6 +248,8 @@ def check_config(what: str, path: Path, overrides: tuple[str, ...], variant: str
     """As the command would, up to where a model is loaded. What another command in the documents
     or a config of ours writes counts as there."""
     wanted: type[Stage] = EvalStage if "eval" in what else Job
+    if what in ("flowalign doctor", "flowalign fetch"):  # which read any stage
+        wanted = Stage
     config = load(path, overrides, stage=wanted, variant=variant)
     # 4 bits need a GPU and a package, which the reader has, as a LoRA and pairs of their own
     theirs = (
