@@ -36,6 +36,7 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures import TimeoutError as TooLong  # Python 3.10: not the built-in one
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -221,23 +222,26 @@ def tests(setup: Setup, case: Case) -> Mapping[str, Any]:
     return {"note": last}
 
 
-def rate(setup: Setup, case: Case) -> Mapping[str, Any]:
-    """FLOP/s of large matrix products in bf16."""
-    cuda = setup.device == "cuda"
-    repeats = 8
-    size = 8192 if cuda else 1024
-    a = torch.randn(size, size, device=setup.device, dtype=torch.bfloat16)
-
-    def seconds() -> float:
+def warm(call: Callable[[], object], device: str, repeats: int) -> float:
+    """Seconds of a call, mean of so many after as many that load what it needs."""
+    seconds = 0.0
+    for _ in range(2):
         began = time.perf_counter()
         for _ in range(repeats):
-            torch.mm(a, a)
-        if cuda:
+            call()
+        if device == "cuda":
             torch.cuda.synchronize()
-        return time.perf_counter() - began
+        seconds = time.perf_counter() - began
+    return seconds / repeats
 
-    seconds()  # the first product loads its library
-    found = 2 * size**3 * repeats / seconds()  # a multiplication and an addition each
+
+def rate(setup: Setup, case: Case) -> Mapping[str, Any]:
+    """FLOP/s of large matrix products in bf16."""
+    repeats = 8
+    size = 8192 if setup.device == "cuda" else 1024
+    a = torch.randn(size, size, device=setup.device, dtype=torch.bfloat16)
+    seconds = warm(lambda: torch.mm(a, a), setup.device, repeats)
+    found = 2 * size**3 / seconds  # a multiplication and an addition each
     return {"rate": found, "note": f"{found / 1e12:.4g} TFLOP/s"}
 
 
@@ -302,13 +306,8 @@ def decoded(setup: Setup, case: Case) -> Mapping[str, Any]:
         vae.to(dtype)
         shape = (4, vae.config["latent_channels"], side, side)
         latents = torch.randn(shape, device=setup.device, dtype=dtype)
-        for _ in range(3):  # the first two warm up
-            began = time.perf_counter()
-            with torch.no_grad():
-                vae.decode(latents)
-            if setup.device == "cuda":
-                torch.cuda.synchronize()
-            seconds[dtype] = (time.perf_counter() - began) / len(latents)
+        with torch.no_grad():
+            seconds[dtype] = warm(partial(vae.decode, latents), setup.device, 2) / len(latents)
     texts = [f"{str(dtype)[6:]} {1e3 * found:.1f}" for dtype, found in seconds.items()]
     return {"note": f"{', '.join(texts)} ms an image"}
 

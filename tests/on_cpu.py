@@ -9,6 +9,7 @@ import itertools
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 from accelerate import PartialState
 from accelerate.utils import DistributedType
@@ -19,6 +20,12 @@ def pretend() -> None:
     if os.environ.get("ACCELERATE_USE_FSDP") == "true":
         PartialState(cpu=True)
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+
+
+def traced(graph: Any, inputs: Any) -> Any:
+    """A backend of torch.compile that generates no code, and says that it was asked."""
+    print("a graph was traced", file=sys.stderr)
+    return graph.forward
 
 
 def run(argv: list[str]) -> None:
@@ -35,7 +42,7 @@ if __name__ == "__main__":
     from flowalign.training.run import processes
 
     pretend()
-    Backbone.compile.__defaults__ = ("eager",)
+    Backbone.compile.__defaults__ = (traced,)
     for then, argv in itertools.groupby(sys.argv[1:], lambda arg: arg == "--then"):
         if not then:
             run(list(argv))

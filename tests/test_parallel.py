@@ -338,14 +338,15 @@ def test_two_processes_with_a_teacher_on_another_base(random_model, tmp_path, st
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_compiled_blocks_on_two_processes(random_model, tmp_path, strategy: str) -> None:
     """The weights of an eager run in one process. GRPO's second step of a rollout has a ratio."""
-    runs, outputs = [], []
+    runs = []
+    outputs = []
     for make, given in ((grpo, ["optimizer.updates_per_rollout=2"]), (opd, [])):
         path = make(random_model, tmp_path / make.__name__, *given)
         assert fakes.command("--config", path) == 0
         outputs.append(tmp_path / make.__name__ / "run" / strategy)
         runs.append(["--config", path, f"output={outputs[-1]}", "model.compile=true"])
     said = launch(strategy, *runs)
-    assert "torch.compile: yes" in said and "torch.compile failed" not in said
+    assert "a graph was traced" in said and "torch.compile failed" not in said
     for output in outputs:
         assert_alike(output, 1e-5)
 

@@ -82,5 +82,5 @@ class LoraConfig(Section):
     model's family."""
     init: Location | None = Field(default=None, examples=["runs/teacher_ocr/adapter"])
     """Adapter folder to start from; null = a fresh adapter (B = 0). It brings its own rank, scale
-    and layers: rank, alpha and targets are ignored. The learning rate acts on its factors: from
-    singular vectors (merge.method svd) a run of ours learnt four times as slowly."""
+    and layers: rank, alpha and targets are ignored. The learning rate acts on its factors, not on
+    its update: from singular vectors (merge.method svd) a run may learn several times as slowly."""
