@@ -2,6 +2,7 @@
 same run on any hardware."""
 
 import json
+import shutil
 from collections.abc import Iterator
 from operator import attrgetter
 from pathlib import Path
@@ -52,6 +53,8 @@ def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clip_extra: None) -> I
         (folder / f"geneval_{name}.jsonl").write_text(json.dumps(row))
         (folder / f"ocr_{name}.txt").write_text(f'a sign that says "{thing}"')
         (folder / f"pickscore_sfw_{name}.txt").write_text(f"a {thing} over a lake")
+    # public_quick.yaml says how a reader makes it
+    shutil.copy(folder / "geneval_test.jsonl", folder / "geneval_ninth.jsonl")
     (folder / "drawbench.txt").write_text("a clock over a lake")
     fakes.write_pairs(folder / "votes", 1, (512, 512))
     picture = tmp_path / "brand" / "pictures" / "a.png"
