@@ -11,6 +11,7 @@ from accelerate.utils import set_seed
 
 from flowalign.backbone import DTYPES, Backbone
 from flowalign.backbone.compilation import compile_blocks
+from flowalign.checks import enforce
 from flowalign.checks.rewards import fitting
 from flowalign.config import ConfigError, StudentConfig, TrainingStage
 from flowalign.eval import suite
@@ -26,6 +27,7 @@ from flowalign.rewards import RewardBase, RewardSpec
 from flowalign.system.devices import resolve
 from flowalign.system.signals import Clock
 from flowalign.teachers.bank import Bank, Member
+from flowalign.teachers.distinct import base_states, indistinct
 from flowalign.training.algorithm import STUDENT, Parts, algorithm_class
 from flowalign.training.data import PromptSampler, spread, subset
 from flowalign.training.evaluations import Evaluate
@@ -64,6 +66,9 @@ def wire(
         for task in config.tasks
     }
     labelled = banks(config, backbone, inputs)
+    if teachers := labelled[0]:
+        states = base_states(config, backbone, sets)
+        enforce([*indistinct(teachers, states, config.optimizer.micro_batch)], told=not main)
     parts = Parts(config, backbone, accelerator, built, *labelled, sets, held_out)
     loop = Loop(
         config,
