@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import platform
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
@@ -204,27 +204,38 @@ def run(
     seconds: float | None = None,
     max_invalid_share: float = 1.0,
     shown: int = 0,
+    whole: Container[str] = (),
 ) -> EvalReport:
     """Score every benchmark; with an accelerator each process takes a share of the prompts.
 
     seconds: as in `judge_set`. max_invalid_share: a benchmark that loses more images is `lost`.
-    shown: the number of prompts per set, evenly spaced, whose first image is in the report.
+    shown: the number of prompts per set, evenly spaced, whose first image is an example of the
+    report. whole: the sets whose first images are all in its pictures.
     """
     rows = list[EvalRow]()
     reasons = dict[str, str]()
     examples = list[Example]()
+    whole_sets = dict[str, Mapping[str, bytes]]()
     for images in sets:
-        results = judge_set(backbone, images, settings, accelerator, keep=shown, seconds=seconds)
+        count = len(images.prompts)
+        keep = count if images.name in whole else shown
+        results = judge_set(backbone, images, settings, accelerator, keep=keep, seconds=seconds)
         for benchmark, judged in zip(images.judges, results, strict=True):
             rows += rows_of(benchmark, judged.scores)
             if reason := lost(benchmark, judged.scores, max_invalid_share):
                 reasons[benchmark.name] = reason
         first = images.judges[0]  # its scores are shown with the images
         judged = results[0]
-        pictured = [judged.scores[i * images.copies] for i in judged.pictured(images.copies)]
-        for score, picture in zip(pictured, judged.pictures[:: images.copies], strict=True):
-            examples.append(Example(score.image.prompt, score.number(part_of(first)), picture))
-    return EvalReport(rows, reasons, examples)
+        numbers = judged.pictured(images.copies)
+        pictures = dict(zip(numbers, judged.pictures[:: images.copies], strict=True))
+        for number in spread(count, shown):
+            score = judged.scores[number * images.copies]
+            value = score.number(part_of(first))
+            examples.append(Example(score.image.prompt, value, pictures[number]))
+        if images.name in whole:
+            prompts = images.prompts.prompts
+            whole_sets[images.name] = {prompts[i]: picture for i, picture in pictures.items()}
+    return EvalReport(rows, reasons, examples, whole_sets)
 
 
 def headline(report: EvalReport, benchmarks: Sequence[Benchmark]) -> EvalRow:

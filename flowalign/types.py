@@ -292,12 +292,23 @@ class Example:
 
 
 @dataclass(frozen=True)
+class Watched:
+    """The number of a judge that a run does not learn from. images: the image set that it is of."""
+
+    row: EvalRow
+    images: str
+
+
+@dataclass(frozen=True)
 class EvalReport:
     """What an evaluation measured."""
 
     rows: list[EvalRow]
     lost: Mapping[str, str] = field(default_factory=dict)  # {benchmark without enough scores: why}
     examples: Sequence[Example] = ()  # some of its images
+    # {image set: {prompt: PNG file of its first image}}, of the sets that were asked for
+    pictures: Mapping[str, Mapping[str, bytes]] = field(default_factory=dict)
+    watched: Mapping[str, Watched] = field(default_factory=dict)  # by judge
 
 
 class Reward(Protocol):

@@ -31,11 +31,11 @@ BUDGET = {
     "credit": 1074,
     "eval": 18786,
     "flowalign": 241,
-    "report": 10681,
+    "report": 11309,
     "rewards": 28249,
     "sde": 1041,
     "system": 7526,
-    "teachers": 9887,
+    "teachers": 10490,
     "training": 20344,
     "types": 1352,
 }

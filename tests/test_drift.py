@@ -190,7 +190,8 @@ def test_a_run_logs_its_drift_and_shows_it(finished_run: fakes.FinishedRun) -> N
     rows = finished_run.rows
     rollouts = [row for row in rows if any(name.startswith("image_drift/") for name in row)]
     assert [row["update"] for row in rollouts] == [2]  # nothing was learnt before the first
-    assert "image_drift_alarms" in rollouts[0] and samples.read_drift(finished_run.folder)
+    assert "image_drift_alarms" in rollouts[0]
+    assert samples.read_json(finished_run.folder, samples.DRIFT)
 
 
 def test_a_run_beyond_its_limit_stops_with_a_checkpoint(random_model: str, tmp_path: Path) -> None:
@@ -234,6 +235,6 @@ def test_two_processes_measure_what_one_does(random_model: str, tmp_path: Path) 
         for name in (name for name in one if name.startswith("image_drift")):
             # in standard deviations; batches of other sizes round differently on some CPUs
             assert two[name] == pytest.approx(one[name], rel=1e-3, abs=1e-2), name
-    checks = [samples.read_drift(tmp_path / name) for name in ("one", "two")]
+    checks = [samples.read_json(tmp_path / name, samples.DRIFT) for name in ("one", "two")]
     shown = [[row["prompt"] for row in check["rows"]] for _, check in filter(None, checks)]
     assert shown[0] == shown[1] and len(shown[0]) == 5

@@ -169,3 +169,7 @@ def test_a_run_watches_several_judges_of_images_that_are_sampled_once(
     for row in scored:
         assert row["eval/other_a/reward"] == 0.5 != row["eval/other_b/reward"]
         assert row["eval/headline"] == row["eval/red/reward"]
+    first, last = (row["watched/other_b"] for row in scored)
+    assert first == 0 and last == pytest.approx(
+        scored[1]["eval/other_b/reward"] - scored[0]["eval/other_b/reward"]
+    )

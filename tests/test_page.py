@@ -109,7 +109,7 @@ def test_the_page_of_a_finished_run(finished_run: fakes.FinishedRun) -> None:
     assert "updates2 of 2" in shown.text and "Drift from the base" in shown.text
     assert shown.loaded() and all(source.startswith("data:") for source in shown.loaded())
     kinds = [source[:16] for source in shown.loaded()]
-    newest = samples.read_drift(finished_run.folder)
+    newest = samples.read_json(finished_run.folder, samples.DRIFT)
     assert newest and (pairs := len(newest[1]["rows"])) > 1
     assert kinds.count("data:image/webp;") == 2 * pairs
     assert kinds.count("data:image/png;b") == 4  # curves, before and after, held-out, samples

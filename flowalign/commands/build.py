@@ -15,6 +15,7 @@ from flowalign.checks import enforce
 from flowalign.checks.rewards import fitting
 from flowalign.config import ConfigError, StudentConfig, TrainingStage
 from flowalign.eval import suite
+from flowalign.eval.stats import headline_row
 from flowalign.eval.suite import Benchmark
 from flowalign.report.alarm import Alarm
 from flowalign.report.drift.monitor import Monitor
@@ -23,6 +24,7 @@ from flowalign.report.page import Page
 from flowalign.report.pictures import png
 from flowalign.report.progress import Progress
 from flowalign.report.samples import HELD_OUT, Samples
+from flowalign.report.watched import WatchedJudges
 from flowalign.rewards import RewardBase, RewardSpec
 from flowalign.system.devices import resolve
 from flowalign.system.signals import Clock
@@ -36,7 +38,7 @@ from flowalign.training.inputs import Inputs
 from flowalign.training.loop import Loop
 from flowalign.training.rollout import generate
 from flowalign.training.run import processes
-from flowalign.types import EvalReport, EvalRow, Example, Problem
+from flowalign.types import EvalReport, EvalRow, Example, Problem, Watched
 
 # The parts of a run ------------------------------------------------------------------------------
 
@@ -96,6 +98,7 @@ def listeners(
     heard_by: list[Listener] = [Samples(config, accelerator), alarm]
     if config.alarm:
         heard_by.append(monitor(config, backbone, alarm, inputs))
+    heard_by.append(WatchedJudges(config))
     return [*heard_by, RunLog(config, accelerator, progress), Page(config)]
 
 
@@ -199,12 +202,20 @@ def evaluator(parts: Parts, inputs: Inputs) -> Evaluate | None:
     device = parts.accelerator.device
     watched = suite.build_sets(config.watched, key, device, config.model, inputs)
     sets = [*map(suite.ImageSet.of, benchmarks), *watched]
+    judges = [judge for images in watched for judge in images.judges]
 
     def evaluate() -> tuple[EvalRow | None, EvalReport]:
         report = suite.run(
             parts.backbone, sets, settings, parts.accelerator,
             seconds=config.train.score_seconds, max_invalid_share=share, shown=HELD_OUT,
+            whole={images.name for images in watched},
         )  # fmt: skip
+        seen = {
+            judge.name: Watched(headline_row(judge, report.rows), judge.image_set)
+            for judge in judges
+            if judge.name not in report.lost
+        }
+        report = replace(report, watched=seen)
         if benchmarks:
             return suite.headline(report, benchmarks), report
         return None, replace(report, examples=[*report.examples, *pictured()])

@@ -135,7 +135,12 @@ class EvaluationConfig(Section):
     """An evaluation does not count if a larger share of a task's images could not be scored: it
     never selects the best adapter. The run stops if its last evaluation does not count."""
     watch: list[BenchmarkConfig] = Field(default=[])
-    """Benchmarks that are scored but not trained on. A warning is logged when one falls."""
+    """Benchmarks with judges that the run does not learn from, such as those of other tasks. A
+    warning is logged when one falls since the start, by more than two paired standard errors, while
+    training improves: docs/alarm.md."""
+    on_fall: Literal["warn", "keep", "stop"] = "warn"
+    """What follows where one of `watch` has fallen. keep: that adapter is not kept, however good
+    its score is. stop: the run ends, too."""
 
 
 class AlarmConfig(Section):

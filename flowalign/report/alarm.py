@@ -10,10 +10,9 @@ from typing import Any
 
 from flowalign.report.drift.compare import Drift
 from flowalign.training import metrics
-from flowalign.training.evaluations import Evaluation, Measured
+from flowalign.training.evaluations import SURE, Change, Evaluation, Measured
 from flowalign.training.events import Learned, Listener, warn
 
-SURE = 2.0  # standard errors of a difference that count as a change
 COLLAPSED = 0.25  # a held-out reward below this share of the first one is a collapse
 LASTING = 5  # consecutive wrong updates before a warning
 CLIPPED = 0.5  # share of clipped policy ratios above which little is learnt
@@ -29,7 +28,7 @@ class Alarm(Listener):
     def __init__(self, rewards: Mapping[str, str] | None = None) -> None:
         self.rewards = dict(rewards or {})
         self.trained: list[Measured] = []  # objective of each period between evaluations
-        self.watched: list[dict[str, Measured]] = []  # held-out numbers of each evaluation
+        self.held_out: list[dict[str, Measured]] = []  # held-out numbers of each evaluation
         self.period: list[float] = []  # objectives since the last evaluation
         self.first_distance: float | None = None  # to the teachers, or the loss of a cold start
         self.lasting: dict[str, int] = {}  # {what is wrong: updates in a row}
@@ -40,7 +39,11 @@ class Alarm(Listener):
 
     def evaluated(self, update: int, evaluation: Evaluation) -> None:
         if evaluation.counts:
-            evaluation.alarms += self.look(evaluation.rows)
+            watched = evaluation.changes.keys()
+            rows = evaluation.rows.items()
+            trained = {name: row for name, row in rows if name.partition("/")[0] not in watched}
+            evaluation.alarms += self.look(trained)
+            evaluation.alarms += self.watch(evaluation.changes)
             evaluation.values[metrics.ALARMS] = len(evaluation.alarms)
 
     def update(self, values: Mapping[str, float]) -> list[str]:
@@ -97,11 +100,10 @@ class Alarm(Listener):
             error = statistics.stdev(self.period) / math.sqrt(len(self.period))
             self.trained.append((statistics.fmean(self.period), error))
         self.period = []
-        self.watched.append(dict(held_out))
-        improved = len(self.trained) > 1 and _beyond(self.trained[0], self.trained[-1])
+        self.held_out.append(dict(held_out))
         fallen = []
         for name, now in held_out.items():
-            seen = [report[name] for report in self.watched if name in report]
+            seen = [report[name] for report in self.held_out if name in report]
             first = seen[0]
             best = max(seen[:-1], default=now)
             fell = f"{{:.3f}} to {now[0]:.3f} (± {now[1]:.3f})"
@@ -113,13 +115,35 @@ class Alarm(Listener):
                     "diverged, or learnt to please its reward alone. Look at the samples; lower "
                     "optimizer.lr, or go back to an earlier adapter"
                 )
-            elif improved and _beyond(now, best):
+            elif self.improved and _beyond(now, best):
                 fallen.append(
-                    f"held-out {name} fell from {fell.format(best[0])} while training improved "
-                    f"from {self.trained[0][0]:.3g} to {self.trained[-1][0]:.3g}: look at the "
-                    "samples; an earlier adapter, a lower learning rate or an anchor may help"
+                    f"held-out {name} fell from {fell.format(best[0])} while training {self.rise}: "
+                    "look at the samples; an earlier adapter, a lower learning rate or an anchor "
+                    "may help"
                 )
         return fallen
+
+    def watch(self, changes: Mapping[str, Change]) -> list[str]:
+        """A sentence for each judge that the run does not learn from and whose number fell since
+        the start while training improved."""
+        if not self.improved:
+            return []
+        return [
+            f"{name}, which is not trained, fell from {change} while training {self.rise}: is the "
+            f"reward hacked? Worst: {'; '.join(map(repr, worst(change)))}. Look at report.html; "
+            "evaluation.on_fall keeps the adapter from before the fall"
+            for name, change in changes.items()
+            if change.fell
+        ]
+
+    @property
+    def improved(self) -> bool:
+        """Whether the trained objective rose from the first period to the last."""
+        return len(self.trained) > 1 and _beyond(self.trained[0], self.trained[-1])
+
+    @property
+    def rise(self) -> str:
+        return f"improved from {self.trained[0][0]:.3g} to {self.trained[-1][0]:.3g}"
 
     def drift_warnings(
         self, drifts: Sequence[Drift], warn: float, where: str, reference: str = "base"
@@ -144,10 +168,16 @@ class Alarm(Listener):
         vars(self).update(state, rewards=self.rewards)
         if not comparable:
             self.trained = []
-            self.watched = []
+            self.held_out = []
             return
         self.trained = [_measured(pair) for pair in state["trained"]]
-        self.watched = [{k: _measured(v) for k, v in seen.items()} for seen in state["watched"]]
+        earlier = state["held_out"]
+        self.held_out = [{k: _measured(v) for k, v in seen.items()} for seen in earlier]
+
+
+def worst(change: Change, count: int = 3) -> list[str]:
+    """The prompts that fell most, first."""
+    return sorted(change.moved, key=lambda prompt: change.moved[prompt])[:count]
 
 
 def _measured(pair: Sequence[float | None]) -> Measured:

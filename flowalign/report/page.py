@@ -106,6 +106,7 @@ def write(run: Path, config: TrainingStage | None = None) -> Path:
         meanings={chart.title: chart.about for chart in charts},
         pictures=_pictures(run),
         drifts=_drifts(run, keys.get("alarm") or {}),
+        watched=samples.read_json(run, samples.WATCHED),
         config=to_yaml(config) if config else folder.config.read_text("utf-8"),
     )
     with replacing(folder.page) as part:
@@ -165,7 +166,7 @@ def _pictures(run: Path) -> list[tuple[str, str]]:
 
 def _drifts(run: Path, alarm: Mapping[str, Any]) -> list[Panel]:
     """The panel of a run's newest drift check; [] if there is none. alarm: the config's section."""
-    if (newest := samples.read_drift(run)) is None:
+    if (newest := samples.read_json(run, samples.DRIFT)) is None:
         return []
     update, check = newest
     warn = alarm.get("warn", AlarmConfig().warn)

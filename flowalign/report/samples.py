@@ -1,8 +1,8 @@
 """The images that a run keeps.
 
 samples/update_000020.png shows images of a rollout, samples/held_out_000020.png of an evaluation.
-drift_*.json are drift checks, with small WebP images in base64. The oldest file and the
-newest KEPT files of each kind stay.
+drift_*.json are drift checks, watched_*.json the changes of the judges that are not trained; both
+have small WebP images in base64. The oldest file and the newest KEPT files of each kind stay.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 from flowalign.config import TrainingStage
 from flowalign.report import trackers
 from flowalign.report.pictures import grid, score_text
-from flowalign.system.files import replacing
+from flowalign.system.files import replacing, to_json
 from flowalign.system.folder import RunFolder
 from flowalign.system.images import pixels_of
 from flowalign.training.evaluations import Evaluation
@@ -30,8 +30,8 @@ from flowalign.types import Example, Rollout
 KEPT = 200  # newest files of a kind that stay
 COPIES, SHOWN = 4, 32  # images of a prompt, and of a picture, at most
 HELD_OUT = 8  # prompts of a benchmark
-TRAINING, EVALUATION = "update_", "held_out_"  # prefixes of file names
-DRIFT = "drift_rollout_"
+TRAINING, EVALUATION = GRIDS = "update_", "held_out_"  # prefixes of file names
+DRIFT, WATCHED = "drift_rollout_", "watched_"
 
 
 class Samples(Listener):
@@ -89,7 +89,7 @@ def _write_grid(
 
 
 def sample_path(run: Path, kind: str, update: int) -> Path:
-    return RunFolder(run).samples / f"{kind}{update:06d}.{'json' if kind == DRIFT else 'png'}"
+    return RunFolder(run).samples / f"{kind}{update:06d}.{'png' if kind in GRIDS else 'json'}"
 
 
 def updates(run: Path, kind: str) -> list[int]:
@@ -98,10 +98,11 @@ def updates(run: Path, kind: str) -> list[int]:
     return sorted({int(n.removeprefix(kind)) for n in names if re.fullmatch(rf"{kind}\d+", n)})
 
 
-def write_drift(folder: Path, update: int, content: Any) -> None:
-    with replacing(sample_path(folder, DRIFT, update)) as part:
-        part.write_text(json.dumps(content, allow_nan=False), encoding="utf-8")
-    _remove_old(folder, DRIFT)
+def write_json(folder: Path, kind: str, update: int, content: Any) -> None:
+    """Write what was found at an update, numbers and images."""
+    with replacing(sample_path(folder, kind, update)) as part:
+        part.write_text(json.dumps(to_json(content), allow_nan=False), encoding="utf-8")
+    _remove_old(folder, kind)
 
 
 def _remove_old(folder: Path, kind: str) -> None:
@@ -109,9 +110,9 @@ def _remove_old(folder: Path, kind: str) -> None:
         sample_path(folder, kind, update).unlink(missing_ok=True)
 
 
-def read_drift(run: Path) -> tuple[int, Any] | None:
-    """Update and content of the newest readable drift check; None if there is none."""
-    for update in updates(run, DRIFT)[::-1]:
+def read_json(run: Path, kind: str, oldest: bool = False) -> tuple[int, Any] | None:
+    """Update and content of the newest (or oldest) readable file of a kind; None without one."""
+    for update in updates(run, kind)[:: 1 if oldest else -1]:
         with suppress(OSError, ValueError):
-            return update, json.loads(sample_path(run, DRIFT, update).read_text("utf-8"))
+            return update, json.loads(sample_path(run, kind, update).read_text("utf-8"))
     return None

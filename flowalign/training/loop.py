@@ -341,6 +341,7 @@ class Loop:
                 listener.load(progress[listener.key], comparable=not changed)
         if changed:
             self.evaluations.best = {}
+            self.evaluations.start = {}
             events.warn(self.update, [f"--resume: {text}" for text in changed])
         evaluated = self.evaluations.last
         from_main(lambda: self.checkpoints.restore(folder, self.update, evaluated))

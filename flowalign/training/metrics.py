@@ -63,6 +63,7 @@ EVAL = "eval/"
 HEADLINE = "eval/headline"  # mean over the tasks' benchmarks; the kept adapter has the best
 LOST = "eval/lost"  # how many benchmarks lost too many images; such a line has no HEADLINE
 ALARMS = "alarms"
+WATCHED = "watched/"  # a judge that is not trained: its change since the start
 
 # The alarm: drift of a rollout's images from the base, in sigmas, by statistic
 IMAGE_DRIFT = "image_drift/"
@@ -98,6 +99,7 @@ def headline_metrics(values: Mapping[str, float]) -> str:
 MEANINGS = {
     REWARD: "reward: the mean reward of the training images; should rise.",
     HEADLINE: "headline: the mean of the held-out scores; the adapter of its best value is kept.",
+    WATCHED: "Judges that are not trained: their change since the start; none should fall.",
     FIXED_MEAN: "fixed_path: the mean over the tasks. Without rewards the adapter of its lowest "
     "value is kept.",
     DISTILL: "distill: the distance to the teachers; should fall.",

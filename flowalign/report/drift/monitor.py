@@ -19,7 +19,6 @@ from flowalign.report import samples
 from flowalign.report.alarm import Alarm
 from flowalign.report.drift.compare import Check, Pair, check_drift
 from flowalign.report.pictures import png
-from flowalign.system.files import to_json
 from flowalign.training import metrics
 from flowalign.training.data import spread
 from flowalign.training.events import Listener, Stop, warn
@@ -68,7 +67,7 @@ class Monitor(Listener):
             self.alarm.drift_warnings(check.drifts, limits.warn, "the rollout", limits.reference),
         )
         if self.main:
-            samples.write_drift(Path(self.config.output), update, to_json(asdict(check)))
+            samples.write_json(Path(self.config.output), samples.DRIFT, update, asdict(check))
         if worst := [drift for drift in check.drifts if drift.beyond(limits.stop)]:
             raise Stop(
                 f"the images drift from the {limits.reference}, beyond alarm.stop = "
