@@ -60,12 +60,14 @@ def test_the_steps_of_z_image_turbo_are_those_of_its_card() -> None:
     torch.testing.assert_close(found, 3 * even / (1 + 2 * even))
 
 
-@pytest.mark.parametrize("stage", ["nft", "awm", "sft", "dpo"])
-def test_a_distilled_model_is_not_trained_back_to_straight_paths(stage: str) -> None:
+@pytest.mark.parametrize(
+    ("stage", "level"), [("nft", "note"), ("awm", "note"), ("sft", "fault"), ("dpo", "fault")]
+)
+def test_training_a_distilled_model_back_to_straight_paths_is_named(stage: str, level: str) -> None:
     teachers = {"teachers": {"red": {"adapter": None}}} if stage == "sft" else {}
     given = "rollout={kind: ode, group_size: 2}"
     found = against(run(TURBO, given, stage=stage, **teachers))
-    assert [level for level, _ in found] == ["fault"] and "straight" in found[0][1]
+    assert [given for given, _ in found] == [level] and "straight" in found[0][1]
     assert not against(run("Tongyi-MAI/Z-Image", given, stage=stage, **teachers))
     assert not against(run(TURBO))  # GRPO at its own steps
 

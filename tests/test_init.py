@@ -52,6 +52,12 @@ def written(*words: str) -> Any:
     return load("own.yaml", stage=Stage)
 
 
+def test_a_run_does_not_watch_a_judge_that_it_learns_from() -> None:
+    config = written("--stage", "nft", "--reward", "ocr", "pickscore", "--model", "tiny")
+    judges = {spec.name for benchmark in config.watched for spec in benchmark.judges.values()}
+    assert judges == {"geneval"}
+
+
 PROMPTS = {  # each read by another reader
     "signs.txt": 'a sign that says "KITE"\na sign that says "LAMP"\n',
     "kites.jsonl": ROW,

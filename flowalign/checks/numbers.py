@@ -33,13 +33,15 @@ def card(config: Any, launch: Launch, inputs: Inputs) -> Iterator[Problem]:
     distilled = steps <= FEW_STEPS
     level = "fault" if distilled else "note"
     if distilled and config.stage in ("nft", "awm", "sft", "dpo"):
-        yield Problem(
-            "card",
-            f"{name} was distilled to {steps} steps, and {config.stage} trains it back to straight "
-            "paths, which take many. Use the model that it was distilled from, or grpo at "
-            f"{steps} steps.",
-            level,
-        )
+        text = f"{name} was distilled to {steps} steps, and {config.stage} trains it back to"
+        text += " straight paths, which take many. "
+        if config.stage in ("nft", "awm"):
+            text += f"Images blurred after thousands of updates, and held with {config.stage}."
+            text += "kl_weight for hundreds (Flow-Factory #225). Set it, and look at the samples."
+            yield Problem("card", text, "note")
+        else:
+            text += f"Use the model that it was distilled from, or grpo at {steps} steps."
+            yield Problem("card", text, level)
     on_grid = config.rollout.kind == "ode" and config.rollout.steps == steps
     if distilled and config.stage == "opd" and not (on_grid and config.student.substeps == 1):
         yield Problem(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import re
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -201,6 +201,9 @@ class Draft:
             data = self._teacher(self.like, self.rewards[0])
             data |= self._tasks(map(_short, self.rewards))
             data["tasks"] = self._paid(data["tasks"])
+            if watch := (data.get("evaluation") or {}).get("watch"):
+                watch = unpaid(watch, {task["reward"]["name"] for task in data["tasks"]})
+                data["evaluation"] = data["evaluation"] | {"watch": watch}
         elif self.like == "merge":
             shipped = [teacher["adapter"] for teacher in self.student["teachers"].values()]
             data = _average(list(self.adapters.values()) or shipped) | {"method": "concat"}
@@ -459,6 +462,20 @@ def _without_cfg(
         start = {"lora": {"init": "stage:guided"}, "rollout": data["rollout"] | without}
         stages[name] = data | start
     return stages
+
+
+def unpaid(watch: Sequence[Mapping[str, Any]], paid: Container[str]) -> list[dict[str, Any]]:
+    """The watched benchmarks without the judges that the run learns from."""
+    kept = []
+    for benchmark in watch:
+        rewards = benchmark.get("rewards", {}).items()
+        left = {name: reward for name, reward in rewards if reward["name"] not in paid}
+        alone = benchmark.get("reward")
+        if left:
+            kept.append({**benchmark, "rewards": left})
+        elif alone and alone["name"] not in paid:
+            kept.append({**benchmark})
+    return kept
 
 
 def _average(adapters: list[str]) -> dict[str, Any]:

@@ -107,6 +107,9 @@ class StudentConfig(Section):
 class OpdStage(DistillationStage):
     """A student by on-policy distillation from routed teachers.
 
+    *Choose it when* you have three LoRAs or more, or rewards that disagree. *Otherwise* merge two,
+    or train on all rewards that agree (docs/choosing.md).
+
     Start it from the average of the teachers: after 20 rollouts on the tiny world it has .855 from
     there, and .826 from nothing (docs/log). Guidance counts once: labels at a CFG scale above
     1 are for a student that is sampled at 1. One noise level costs a third of three, and
@@ -195,7 +198,11 @@ class SftConfig(Section):
 
 
 class SftStage(DistillationStage):
-    """A cold start from routed teachers' images."""
+    """A cold start from routed teachers' images.
+
+    *Choose it when* you compare with the paper, which has it. *Otherwise* start a student from the
+    merge, which is free: a student forgets its start in a few rollouts (docs/log).
+    """
 
     algorithm = "flowalign.training.student.sft:Sft"
     stage: Literal["sft"]  # pyright: ignore[reportIncompatibleVariableOverride]
