@@ -68,6 +68,19 @@ def test_the_quick_table(online: Hub, random_model: str, tmp_path: Path) -> None
 
 
 @pytest.mark.slow
+def test_the_first_run(random_model: str, tmp_path: Path) -> None:
+    changes = [
+        f"model={{id: {random_model}, height: 64, width: 64}}", f"output={tmp_path / 'out'}",
+        "tasks.0.prompts=tiny/ocr_train", "tasks.0.validation=tiny/ocr_val", "train.updates=1",
+        "tasks.0.reward.options={}", "rollout.prompts=4", "rollout.group_size=2",
+        "evaluation={every: 1, prompts: 2, steps: 2}",
+    ]  # fmt: skip
+    config = str(ROOT / "configs" / "sd35_medium" / "first_run.yaml")
+    assert main(["--config", config, *changes]) == 0
+    assert (tmp_path / "out" / "adapter" / "pytorch_lora_weights.safetensors").is_file()
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["sd35_medium", "flux"])
 def test_our_student_is_a_row_of_the_same_table(
     online: Hub, random_model: str, tmp_path: Path, family: str
