@@ -2,8 +2,7 @@
 its teachers.
 
     python scripts/tiny/ship.py FLOW VAE --earlier RIGHT --share 0.2 --history "..."
-    python scripts/tiny/ship.py --teachers guided=RUN --rank 32
-    python scripts/tiny/ship.py --teachers geneval=RUN ocr=RUN preference=RUN --rank 24
+    python scripts/tiny/ship.py --teachers guided=RUN geneval=RUN ocr=RUN preference=RUN
 
 Writes flowalign/backbone/tiny/model in fp16 with a card that says how it was made and what it
 scores on held-out prompts (measured here, on the fp16 weights read back). With --earlier, the
@@ -94,7 +93,7 @@ at most {worst:.2f}).{scores}
 GUIDED = """A LoRA on flowalign's tiny model that has absorbed its classifier-free guidance. It was
 trained by Flow-OPD with the base at CFG scale 2 as the only teacher:"""
 TEACHER = """A teacher of flowalign's tiny model: a LoRA trained by DiffusionNFT on one reward. It
-started from tiny/guided:"""
+started from {start}:"""
 
 
 def main() -> None:
@@ -108,7 +107,7 @@ def main() -> None:
     parser.add_argument("--history", help="samples seen, for the card; without it, no card")
     parser.add_argument("--guidance", type=float, nargs="+", default=[1, 2, 3], help="of the card")
     parser.add_argument("--teachers", nargs="+", metavar="NAME=RUN", help="folders of training")
-    parser.add_argument("--rank", type=int, default=16, help="of the teachers")
+    parser.add_argument("--rank", type=int, default=32, help="of the teachers")
     args = parser.parse_args()
     if args.teachers:
         for text in args.teachers:
@@ -186,10 +185,11 @@ def ship_teacher(name: str, run: Path, rank: int) -> Path:
     held_out = [row["eval/headline"] for row in evaluation_rows(run)]
     chosen = kept_adapter(run)
     score = chosen.row["eval/headline"] if chosen else float("nan")
-    said = f" Held-out score: {score:.3f}, of tiny/guided {held_out[0]:.3f}." if held_out else ""
+    start = config.get("lora", {}).get("init") or "the base"
+    said = f" Held-out score: {score:.3f}, of {start} {held_out[0]:.3f}." if held_out else ""
     card = TEACHER_CARD.format(
         name=name,
-        what=TEACHER if held_out else GUIDED,
+        what=TEACHER.format(start=start) if held_out else GUIDED,
         config=f"teacher_{name}_nft" if held_out else name,
         seed=config["seed"],
         old=old,
