@@ -104,7 +104,7 @@ def test_without_a_sound_checkpoint_of_this_config_the_run_is_refused(
     before = end(run)
     (run / "config.yaml").unlink()
     assert go(whole, run, "--resume", "optimizer.lr=0.5") == 2
-    assert "--resume: optimizer differ" in capsys.readouterr().err
+    assert "optimizer.lr (was 0.001, is 0.5)" in capsys.readouterr().err
     for folder in resume.checkpoints(run):
         (folder / "progress.json").write_text("{}")
     assert go(whole, run, "--resume") == 2

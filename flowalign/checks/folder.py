@@ -16,8 +16,8 @@ from flowalign.training.inputs import Inputs
 from flowalign.training.run import lock
 from flowalign.training.run.resume import (
     DELETE,
+    changed_keys,
     changed_rewards,
-    changed_sections,
     checkpoints,
     newest,
 )
@@ -84,7 +84,7 @@ def unfinished(run: Path, config: TrainingStage) -> Iterator[Problem]:
         old = load(folder.config)
         # a run writes its card at its end
         early = max(updates) <= old.train.checkpoint_every and not folder.card.exists()
-        ours = not changed_sections(config, old.model_dump(mode="json"))
+        ours = not changed_keys(config, old.model_dump(mode="json"))
     except (ConfigError, OSError, ValueError, AttributeError):
         early = ours = False
     if not (early and ours):

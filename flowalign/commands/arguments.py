@@ -25,13 +25,29 @@ NONE = "none"  # a task without a reward
 GRID_SIDE = 256  # pixels: a grid shows wider images smaller than they are
 
 
+def with_examples(name: str, text: str, *examples: str) -> argparse.ArgumentParser:
+    """The parser of a command whose help ends with examples."""
+    return argparse.ArgumentParser(
+        name,
+        description=text,
+        epilog="examples:\n" + "".join(f"  {example}\n" for example in examples),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+
+
 def init(argv: Sequence[str]) -> argparse.Namespace:
     """Arguments of `flowalign init`."""
     text = "Write a config with the keys that matter and their meaning."
-    parser = argparse.ArgumentParser("flowalign init", description=text)
-    stages = " ".join(f"{name}: {about(kind)}" for name, kind in STAGES.items())
+    parser = with_examples(
+        "flowalign init",
+        text,
+        "flowalign init --stage opd --loras a.safetensors b.safetensors --prompts a.txt b.txt",
+        "flowalign init --stage nft --reward my_rewards:redness --model MODEL",
+    )
+    stages = "; ".join(f"{name}: {about(kind)}" for name, kind in STAGES.items())
+    help = f"several LoRAs: opd; a reward: nft; several rewards: recipe; images: eval. {stages}"
     add = parser.add_argument
-    add("--stage", choices=stage_names(), required=True, help=stages)
+    add("--stage", choices=stage_names(), required=True, help=help)
     add("--model", default="tiny", help="tiny (default), a folder or a Hub id")
     many: Any = {"nargs": "+", "default": [], "action": "extend"}
     add("--reward", metavar="NAME", **many,
@@ -98,7 +114,12 @@ def doctor(argv: Sequence[str]) -> argparse.Namespace:
     """Arguments of `flowalign doctor`: --reward or --config, with the options of each. `root` is
     the config."""
     text = "Find what is wrong with a run or a reward before training starts."
-    parser = argparse.ArgumentParser("flowalign doctor", description=text)
+    parser = with_examples(
+        "flowalign doctor",
+        text,
+        "flowalign doctor --config opd.yaml --gpu 4090 --hours 24",
+        "flowalign doctor --reward my_rewards:redness",
+    )
     add = parser.add_argument
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--config", help="a YAML file of any stage or a recipe")

@@ -18,7 +18,7 @@ from pkgutil import resolve_name
 from typing import Any
 
 from flowalign.commands import CONFIGS, SD35
-from flowalign.commands.arguments import add_changes
+from flowalign.commands.arguments import add_changes, with_examples
 from flowalign.config import BenchmarkConfig, ConfigError, EvalStage, load, parse, read
 from flowalign.config.safe_yaml import dump_yaml
 from flowalign.config.section import did_you_mean
@@ -38,11 +38,13 @@ FLAGS = ("model", "lora", "images", "benchmarks", "limit")  # what a config says
 
 
 def parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = with_examples(
         "flowalign eval",
-        description="Score a model and its LoRAs, or images that another program made, on "
-        "benchmarks: those of a config, or those that `flowalign eval list` names. `flowalign eval "
-        "compare A B` compares two results.",
+        "Score a model and its LoRAs, or images that another program made, on benchmarks:\n"
+        "those of a config, or those that `flowalign eval list` names.\n"
+        "`flowalign eval compare A B` compares two results.",
+        "flowalign eval --model tiny --lora ocr=tiny/ocr --out outputs/scores",
+        "flowalign eval --config configs/tiny/eval.yaml models.ocr=tiny/ocr",
     )
     add = parser.add_argument
     way = parser.add_mutually_exclusive_group(required=True)

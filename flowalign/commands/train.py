@@ -9,13 +9,18 @@ import time
 from collections.abc import Sequence
 from pkgutil import resolve_name
 
-from flowalign.commands.arguments import add_changes
+from flowalign.commands.arguments import add_changes, with_examples
 from flowalign.config import ConfigError, Job, load
 from flowalign.training.run import lock
 
 
 def parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("flowalign train", description="Train from a config file.")
+    parser = with_examples(
+        "flowalign train",
+        "Train from a config file.",
+        "flowalign train --config opd.yaml",
+        "flowalign train --config opd.yaml train.updates=100 output=outputs/longer --resume",
+    )
     add = parser.add_argument
     add("--config", required=True, help="a YAML file, such as configs/tiny/...")
     add("--resume", action="store_true", help="continue from the last checkpoint")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -102,7 +102,7 @@ def newest(run: Path, config: TrainingStage) -> Resumable | None:
         except Damaged as error:
             skipped[folder] = str(error)
             continue
-        changed = changed_sections(config, about.get("config"))
+        changed = changed_keys(config, about.get("config"))
         if about.get("update") != update_of(folder):
             skipped[folder] = f"it is a copy of update {about.get('update')}"
         elif changed:
@@ -112,7 +112,7 @@ def newest(run: Path, config: TrainingStage) -> Resumable | None:
             return Resumable(folder, about, skipped)
     if other:
         text = (
-            f"{', '.join(other)} differ from the run that is there. A resumed run keeps its config "
+            f"the run that is there has another config: {', '.join(other)}. A resumed run keeps it "
             "(but for train and evaluation); undo the change or choose another `output`."
         )
         raise ConfigError([Problem("--resume", text)])
@@ -123,15 +123,28 @@ def newest(run: Path, config: TrainingStage) -> Resumable | None:
     return None
 
 
-def changed_sections(config: TrainingStage, saved: object) -> list[str]:
-    """The sections in which a saved config differs from the run's, except those in FREE."""
+def changed_keys(config: TrainingStage, saved: object) -> list[str]:
+    """The keys in which a saved config differs from the run's, except those of FREE sections, with
+    both values."""
     free = {key: value for key, value in config.model_dump(mode="json").items() if key in FREE}
     try:
         old = parse({**saved, **free} if isinstance(saved, dict) else saved, source="checkpoint")
     except ConfigError:
         return ["unreadable"]
     old, new = old.model_dump(exclude=FREE), config.model_dump(exclude=FREE)
-    return sorted(key for key in new.keys() | old if new.get(key) != old.get(key))
+    return sorted(differences(old, new))
+
+
+def differences(old: Any, new: Any, key: str = "") -> Iterator[str]:
+    """The keys at which two nested values differ, each with its old and new value."""
+    if isinstance(old, list) and isinstance(new, list):
+        old, new = dict(enumerate(old)), dict(enumerate(new))
+    if isinstance(old, dict) and isinstance(new, dict):
+        for name in old.keys() | new:
+            place = f"{key}.{name}" if key else str(name)
+            yield from differences(old.get(name), new.get(name), place)
+    elif old != new:
+        yield f"{key} (was {old!r}, is {new!r})"
 
 
 # What a run has written of itself ----------------------------------------------------------------
