@@ -5,10 +5,11 @@ from pathlib import Path
 import fakes
 import pytest
 
-from flowalign.checks import Launch, check_stage, enforce, stage_problems
+from flowalign.checks import Launch, check_stage, enforce, prompts, stage_problems
 from flowalign.commands.build import wire
 from flowalign.config import ConfigError
 from flowalign.training import data
+from flowalign.training.inputs import Inputs
 from flowalign.types import Problem
 
 
@@ -65,3 +66,13 @@ def test_a_run_reads_each_prompt_set_once(
     fakes.AcceleratorState._reset_state(reset_partial_state=True)
     wire(config, inputs=check_stage(config, Launch()))
     assert sorted(read) == sorted([config.tasks[0].prompts, "tiny/geneval_val"])
+
+
+@pytest.mark.parametrize(("count", "levels"), [(2, ["note"]), (16, [])])
+def test_a_held_out_set_of_two_prompts_is_named(tmp_path: Path, count: int, levels: list[str]):
+    held_out = tmp_path / "few_val.txt"
+    held_out.write_text("".join(f"a kite {i}\n" for i in range(count)))
+    validated = [f"tasks.0.validation={held_out}", "evaluation={every: 2}"]
+    config = fakes.settings("tiny", tmp_path / "run", *validated)
+    found = prompts.few(config, Launch(), Inputs(config.model))
+    assert [problem.level for problem in found] == levels

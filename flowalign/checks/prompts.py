@@ -17,6 +17,7 @@ from flowalign.training.inputs import Inputs
 from flowalign.types import Problem
 
 BAD_ROWS = 5  # of a prompt set that are named, at most
+FEW_HELD_OUT = 16
 SAMPLED_PROMPTS = 500  # prompts of a set, about, whose length is checked
 
 
@@ -68,6 +69,18 @@ def overlap(config: Any, launch: Launch, inputs: Inputs) -> Iterator[Problem]:
                 f"{task.name!r}) are trained on, such as {shared[0]!r}. Remove them from one set.",
                 "fault" if len(shared) > len(prompts) / 4 else "note",
             )
+
+
+def few(config: Any, launch: Launch, inputs: Inputs) -> Iterator[Problem]:
+    """Validation sets so small that chance chooses the adapter, and the end by patience."""
+    for task in config.tasks:
+        if not (config.evaluation and task.validation):
+            continue
+        count = len(inputs.prompts(task.validation, task.name))
+        if count < FEW_HELD_OUT:
+            text = f"{count} prompts in {task.validation} (task {task.name!r}). On so few, chance"
+            text += f" says which adapter is kept, and when patience ends. Use {FEW_HELD_OUT}"
+            yield Problem("validation", f"{text} or more.", "note")
 
 
 def lengths(config: Any, launch: Launch, inputs: Inputs) -> Iterator[Problem]:
