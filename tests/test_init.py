@@ -58,6 +58,15 @@ def test_a_run_does_not_watch_a_judge_that_it_learns_from() -> None:
     assert judges == {"geneval"}
 
 
+@pytest.mark.slow
+def test_a_config_is_written_for_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    wanted = ("--stage", "nft", "--reward", "ocr", "--model", MEDIUM)
+    config = written(*wanted, "--gpu", "4090")
+    assert config.model.gradient_checkpointing and not written(*wanted).model.gradient_checkpointing
+    assert "--gpu 4090" in capsys.readouterr().out
+    assert init(*wanted, "--hours", "3", "--out", "own.yaml", "--force") == 2  # of what GPU?
+
+
 PROMPTS = {  # each read by another reader
     "signs.txt": 'a sign that says "KITE"\na sign that says "LAMP"\n',
     "kites.jsonl": ROW,

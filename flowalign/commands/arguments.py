@@ -60,12 +60,19 @@ def init(argv: Sequence[str]) -> argparse.Namespace:
         "of its name, by default that of the folder or file")  # fmt: skip
     add("--prompts", metavar="FILE", **many,
         help="one per reward or teacher; NAME_val.txt beside NAME.txt is held out")  # fmt: skip
+    help = f"change what does not fit this GPU, by prediction: {', '.join(GPUS)}"
+    add("--gpu", type=str.lower, choices=list(GPUS), metavar="NAME", help=help)
+    help = "with --gpu: a run that is predicted to take at most so long"
+    add("--hours", type=float, metavar="H", help=help)
     add("--all", action="store_true", help="also write the keys at their defaults")
     add("--out", type=Path, help="file to write; default: STAGE.yaml")
     add("--force", action="store_true", help="replace a file that is there")
     add("overrides", nargs="*", metavar="key.path=value",
         help="change what is written, such as the changes that the doctor prints")  # fmt: skip
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if args.hours and not args.gpu:
+        parser.error("--hours needs --gpu")
+    return args
 
 
 def sample_arguments(argv: Sequence[str]) -> argparse.Namespace:

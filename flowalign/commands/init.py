@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import shlex
 import textwrap
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
@@ -27,6 +28,8 @@ from flowalign.checks.numbers import FEW_STEPS
 from flowalign.checks.prompts import judged_prompts
 from flowalign.commands import CONFIGS, SD35, recipe
 from flowalign.commands.arguments import NONE
+from flowalign.commands.doctor import advise
+from flowalign.commands.doctor.advise import Device
 from flowalign.commands.prompts.fetch import missing_sets
 from flowalign.config import (
     LABELS,
@@ -75,6 +78,7 @@ def main(arguments: argparse.Namespace) -> int:
     """Exit status: 0 written, 1 written with LoRAs that do not fit the model, 2 refused."""
     args = vars(arguments)
     every, force, overrides = args.pop("all"), args.pop("force"), args.pop("overrides")
+    gpu, hours = args.pop("gpu"), args.pop("hours")
     out = args["out"] = expanded(args["out"] or Path(f"{args['stage']}.yaml"))
     if out.exists() and not force:
         raise ValueError(f"--out: {out} is there already. Name another, or give --force.")
@@ -82,6 +86,10 @@ def main(arguments: argparse.Namespace) -> int:
     data = draft.data()
     config = parse(data, overrides, source=str(out), stage=Stage)
     notes = [f"note: {note}" for note in draft.notes(data)]
+    if gpu:
+        changes, told = fitted(config, out.parent, gpu, hours)
+        config = parse(data, [*overrides, *changes], source=str(out), stage=Stage)
+        notes.append(f"note: {told}")
     if not config.merges:
         size = f"{config.model.width} x {config.model.height} pixels"
         notes.append(f"note: images of {size} (model.width, model.height).")
@@ -103,11 +111,29 @@ def main(arguments: argparse.Namespace) -> int:
     if unfit := once(chain.from_iterable(map(_unfit, stages.values()))):
         print("\n".join(f"problem: {text}" for text in unfit))
         return 1
-    fits = "" if draft.model == "tiny" else " --gpu 4090"  # whatever the user has
+    fits = "" if draft.model == "tiny" else f" --gpu {gpu or '4090'}"
     if any(reward_registry.RewardSpec(name).own_code for name in draft.rewards):
         fits += " --trust"  # without it, the doctor does not run the user's code
     print(f"next: flowalign doctor --config {out}{fits}\nthen: {config.command} --config {out}")
     return 0
+
+
+def fitted(config: Stage, home: Path, gpu: str, limit: float | None) -> tuple[list[str], str]:
+    """The changes with which a config is predicted to fit a GPU, and at most so many hours; and
+    what is predicted then. Raises ValueError if it does not fit."""
+    stages, _ = recipe.read_stages(config, home)
+    inputs = Inputs(config.model)
+    listed = [one.timed() for one in advise.forecasts(stages, Device(1, gpu), inputs)]
+    changes = advise.memory_changes(listed)
+    fitting = [one.fitting for one in listed if one.estimate]
+    if large := [one.name for one in fitting if one.too_large]:
+        raise ValueError(f"--gpu: {', '.join(large)} does not fit {gpu}, whatever is changed.")
+    if limit:
+        for name, texts in advise.cuts(fitting, limit).items():
+            changes[name] += texts
+    arguments = advise.as_arguments(config, changes)
+    made = f"changed for it: {shlex.join(arguments)}" if arguments else "nothing was changed for it"
+    return arguments, f"predicted to fit {gpu}; {made}. The doctor says the hours."
 
 
 def _unfit(stage: Stage) -> Iterable[Problem]:

@@ -343,7 +343,7 @@ def within(config: Any, listed: Sequence[Forecast], limit: float | None) -> bool
     `flowalign train`. Returns False if the hours are a fault."""
     fitting = [forecast.fitting for forecast in listed]
     total = sum(forecast.hours for forecast in fitting)
-    changes = {f.name: [change for change, _ in f.advice] for f in listed if f.estimate}
+    changes = memory_changes(listed)
     text = f"{total:.2f} h"
     if any(changes.values()):
         text += " with the changes for memory"
@@ -362,15 +362,20 @@ def within(config: Any, listed: Sequence[Forecast], limit: float | None) -> bool
         )
     else:
         print_findings([(ok if total <= limit else fault)("time", f"{text} of {limit:g}")])
-        for name, texts in _cuts(fitting, limit).items():
+        for name, texts in cuts(fitting, limit).items():
             changes[name] = [*changes[name], *texts]
     if any(changes.values()):
         print("all of these changes, as arguments of `flowalign train` (or of `init --force`):")
-        print(_arguments(config, changes))
+        print(shlex.join(as_arguments(config, changes)))
     return limit is None or 0 < total <= limit
 
 
-def _cuts(listed: Sequence[Forecast], limit: float) -> dict[str, list[str]]:
+def memory_changes(listed: Sequence[Forecast]) -> dict[str, list[str]]:
+    """{stage: the changes that its memory needs}"""
+    return {f.name: [change for change, _ in f.advice] for f in listed if f.estimate}
+
+
+def cuts(listed: Sequence[Forecast], limit: float) -> dict[str, list[str]]:
     """{stage: changes} after which all stages together take at most so many hours, if CUTS suffice;
     prints them. The longest stage that can be cut is cut next, in the order of CUTS, and no further
     than needed."""
@@ -400,16 +405,16 @@ def _cuts(listed: Sequence[Forecast], limit: float) -> dict[str, list[str]]:
     return changes
 
 
-def _arguments(config: Any, changes: Mapping[str, Sequence[str]]) -> str:
-    """Changes by stage, as arguments of `flowalign train`. The last change of a key counts."""
+def as_arguments(config: Any, changes: Mapping[str, Sequence[str]]) -> list[str]:
+    """Changes by stage, as changes of the whole config. The last change of a key counts."""
     last = dict[str, list[str]]()
     for name, texts in changes.items():
         last[name] = list({text.partition("=")[0]: text for text in texts}.values())
     if not config.is_recipe:
-        return shlex.join(text for texts in last.values() for text in texts)
+        return [text for texts in last.values() for text in texts]
     settings = {name: config.stages[name].get("set", []) for name in last}
     sets = {n: json.dumps([*settings[n], *texts]) for n, texts in last.items() if texts}
-    return shlex.join(f"stages.{name}.set={texts}" for name, texts in sets.items())
+    return [f"stages.{name}.set={texts}" for name, texts in sets.items()]
 
 
 def _choices(cut: Cut, forecast: Forecast) -> list[list[str]]:
