@@ -81,7 +81,7 @@ class Alarm(Listener):
                 sentences.append(
                     f"reward {name} of task {task} gave the images of every prompt the same score "
                     f"in {LASTING} updates: nothing is learnt from it. Look at the samples, and at "
-                    "the reward with `flowalign doctor --reward`"
+                    "the reward with `flowalign doctor --reward` (docs/reward.md)"
                 )
         return sentences
 
@@ -119,7 +119,7 @@ class Alarm(Listener):
                 fallen.append(
                     f"held-out {name} fell from {fell.format(best[0])} while training {self.rise}: "
                     "look at the samples; an earlier adapter, a lower learning rate or an anchor "
-                    "may help"
+                    "may help (docs/reward.md)"
                 )
         return fallen
 
@@ -131,7 +131,7 @@ class Alarm(Listener):
         return [
             f"{name}, which is not trained, fell from {change} while training {self.rise}: is the "
             f"reward hacked? Worst: {'; '.join(map(repr, worst(change)))}. Look at report.html; "
-            "evaluation.on_fall keeps the adapter from before the fall"
+            "evaluation.on_fall keeps the adapter from before the fall (docs/reward.md)"
             for name, change in changes.items()
             if change.fell
         ]
