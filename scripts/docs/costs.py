@@ -56,6 +56,10 @@ class Cost(NamedTuple):
     fits: bool
     changes: bool
 
+    @property
+    def after(self) -> str:
+        return " after the doctor's changes" if self.changes else ""
+
 
 @cache
 def cost(config: str, variant: str | None, gpu: str) -> Cost:
@@ -93,8 +97,7 @@ def of_runs() -> Iterator[list[str]]:
         row = [f"`{name}.yaml`{note}, {stage.train.updates} x {stage.rollout.images}"]
         for variant, gpu in SMALL.items():
             found = cost(config, variant, gpu)
-            after = " after the doctor's changes" if found.changes else ""
-            row.append(f"{found.peak:.1f}, {hours(sum(found.hours.values()))} h{after}")
+            row.append(f"{found.peak:.1f}, {hours(sum(found.hours.values()))} h{found.after}")
         yield row
 
 
@@ -112,7 +115,8 @@ def of_families() -> Iterator[list[str]]:
                 row.append(f"does not fit ({max(part.peak for part in parts):.0f})")
                 continue
             sums = " + ".join(hours(sum(part.hours.values())) for part in parts)
-            row.append(f"{parts[0].peak:.1f}, {sums} h")
+            changed = next((part.after for part in parts if part.changes), "")
+            row.append(f"{parts[0].peak:.1f}, {sums} h{changed}")
         yield row
 
 
@@ -123,7 +127,7 @@ def of_weekends() -> Iterator[list[str]]:
         row = [f"`{family}`"]
         for variant, gpu in (SMALL if family == "sd35_medium" else LARGE).items():
             found = cost(f"{family}/weekend.yaml", variant, gpu)
-            whole = f"{found.peak:.1f}, {hours(sum(found.hours.values()))} h"
+            whole = f"{found.peak:.1f}, {hours(sum(found.hours.values()))} h{found.after}"
             row.append(whole if found.fits else f"does not fit ({found.peak:.0f} GiB)")
         yield row
 

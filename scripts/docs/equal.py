@@ -20,6 +20,9 @@ PAGE = ROOT / "docs" / "equal.md"
 TABLE = re.compile(r"(?<=<!-- table -->\n).*?(?=<!-- end -->)", re.DOTALL)
 
 
+FAMILY_CASES = 15  # of CALLS in tests/test_families.py: a pipeline at a guidance
+
+
 class Row(NamedTuple):
     """what: is computed; code, commit: of the authors; tests: compare the cases; exact: by ==;
     transcribed: not the code itself ran, but a copy of its arithmetic."""
@@ -164,6 +167,10 @@ def rows() -> Iterator[Row]:
         "merge as sum of outputs", "peft, in the test", "", 1,
         ("test_merge.py::test_concat_is_the_sum_of_the_outputs",),
     )  # fmt: skip
+    yield Row(
+        "images of nine pipelines, random weights", f"diffusers {golden('scheduler')['diffusers']}",
+        "", FAMILY_CASES, ("test_families.py::test_our_images_are_the_pipelines",),
+    )  # fmt: skip
 
 
 def filled(page: str, differences: Mapping[str, str] | None = None) -> str:
@@ -261,7 +268,8 @@ def measured() -> dict[str, str]:
     pytest.approx = Compared
     torch.testing.assert_close = assert_close
     wanted = [f"{TESTS}/{test}" for row in rows() for test in row.tests]
-    code = pytest.main(["-q", "-p", "no:cacheprovider", *wanted], plugins=[recorder])
+    options = ["-q", "-p", "no:cacheprovider", "-m", "not long"]  # slow ones, too
+    code = pytest.main([*options, *wanted], plugins=[recorder])
     assert code == 0, recorder.failed
     return {
         row.what: "0" if row.exact else rounded(max(map(recorder.of, row.tests))) for row in rows()
