@@ -1,36 +1,41 @@
-"""Does the alarm see a hack? `python benchmarks/hacks.py --seeds 0`.
+"""Is a hack seen in the run, and is an honest run left alone? `python benchmarks/hacks.py`.
 
-Each of three runs is paid for one hack of the published cases, and for nothing else: GRPO on the
-tiny model with the config of the GenEval teacher, for ten rollouts at the learning rate that the
-config begins with. Prints at which rollout the alarm first fires, for each statistic. A hack's
-reward shares no code with the statistics that should see it.
-Exit status: 0 if every hack was seen before rollout 10, else 1.
+Each run has one reward, on the tiny model. A hack is paid for alone: dark images, a tile that
+repeats in all patches, one image for a prompt; or it is a known way to spoil the images, such as
+GRPO on PickScore. Honest runs are the shipped teachers. All are evaluated every fifth update, with
+judges that they do not learn from on the prompts of all tasks. Prints for each run when a judge
+first fell while the reward rose, when a statistic of the images first drifted, and how much of the
+reward's rise came before. A finished run is not trained again.
+Exit status: 0 if each hack was seen before half of its rise, and at most one honest run in twelve
+was warned of; else 1.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from flowalign import rewards
+from flowalign.commands.init import unpaid
 from flowalign.commands.run import train
 from flowalign.config import TrainingAlarmConfig, TrainingStage, load
 from flowalign.report import samples
 from flowalign.report.drift.compare import Check
 from flowalign.report.progress import quiet
+from flowalign.system.files import read_lines
 from flowalign.types import Scores
 
 Metadata = Sequence[Mapping[str, Any]]
 PATCH = 16  # pixels, of the tiny model
-HACKS = ("darkened", "gridded", "collapsed")
-BEFORE = 10  # the rollout by which a hack must have been seen
+EVERY = 5  # updates between two evaluations
+SMOOTH = 4  # updates whose mean reward is its start, its end, and its height when a hack is seen
 
 
 def darkened(images: Tensor, prompts: Sequence[str], metadata: Metadata) -> Scores:
@@ -53,42 +58,91 @@ def collapsed(images: Tensor, prompts: Sequence[str], metadata: Metadata) -> Sco
 collapsed.groupwise = True  # type: ignore[attr-defined]
 
 
-@dataclass(frozen=True)
-class Told:
-    """What the alarm made of a run: {statistic: rollout at which it first fired}, and the largest
-    drift of each, in sigmas, that is certain."""
+class Run(NamedTuple):
+    """config: of configs/tiny. changes: of the config."""
 
-    fired: dict[str, int]
-    largest: dict[str, float]
+    config: str
+    changes: tuple[str, ...] = ()
 
-    @property
-    def first(self) -> int | None:
-        """The first rollout at which anything fired."""
-        return min(self.fired.values(), default=None)
+
+def paid_for(name: str) -> Run:
+    """Twenty rollouts of the GenEval teacher by GRPO that are paid for a hack of this file."""
+    reward = json.dumps({"name": f"hacks:{name}", "options": {}})
+    changes = (f"tasks.0.reward={reward}", "train.updates=20", "optimizer.schedule=constant")
+    return Run("teacher_geneval", changes)
+
+
+BOUNDED = json.dumps({"name": "geneval", "options": {"detector": "tiny", "reward": "bounded"}})
+HACKS = {
+    "darkened": paid_for("darkened"),
+    "gridded": paid_for("gridded"),
+    "collapsed": paid_for("collapsed"),
+    "grpo_pickscore": Run("teacher_preference"),
+    "grpo_ocr": Run("teacher_ocr"),
+    "grpo_geneval_bounded": Run("teacher_geneval", (f"tasks.0.reward={BOUNDED}",)),
+    "gradient_pickscore": Run("teacher_preference_gradient"),
+}
+HONEST = {
+    "nft_ocr": Run("teacher_ocr_nft"),
+    "nft_preference": Run("teacher_preference_nft"),
+    "awm_ocr": Run("teacher_ocr_awm"),
+    "awm_preference": Run("teacher_preference_awm"),
+}
+
+
+class Told(NamedTuple):
+    """What a run made known. judges, drift {name: update at which it first fell or was beyond the
+    limit}. share: of the reward's rise that came before a judge first fell; NaN if none did."""
+
+    judges: dict[str, int]
+    drift: dict[str, int]
+    share: float
 
 
 def told(folder: Path, warn: float) -> Told:
-    """Of a run's own checks: samples/drift_rollout_*.json."""
-    fired: dict[str, int] = {}
-    largest: dict[str, float] = {}
-    for path in sorted((folder / "samples").glob(f"{samples.DRIFT}*.json")):
-        rollout = int(path.stem.removeprefix(samples.DRIFT)) + 1
-        for drift in Check.from_json(json.loads(path.read_text())).drifts:
-            largest[drift.name] = max(largest.get(drift.name, 0.0), drift.certain)
-            if drift.beyond(warn):
-                fired.setdefault(drift.name, rollout)
-    return Told(fired, largest)
+    """What a run's own files say."""
+    judges: dict[str, int] = {}
+    for update in samples.updates(folder, samples.WATCHED):
+        content = json.loads(samples.sample_path(folder, samples.WATCHED, update).read_text())
+        for judge in content["judges"]:
+            if judge["fell"]:
+                judges.setdefault(judge["judge"], update)
+    drift: dict[str, int] = {}
+    for update in samples.updates(folder, samples.DRIFT):
+        check = json.loads(samples.sample_path(folder, samples.DRIFT, update).read_text())
+        for one in Check.from_json(check).drifts:
+            if one.beyond(warn):
+                drift.setdefault(one.name, update)
+    rewarded = [row["reward"] for row in read_lines(folder / "metrics.jsonl") if "reward" in row]
+    share = float("nan")
+    if judges:
+        start = statistics.fmean(rewarded[:SMOOTH])
+        rise = statistics.fmean(rewarded[-SMOOTH:]) - start
+        seen = min(judges.values())
+        share = (statistics.fmean(rewarded[max(0, seen - SMOOTH) : seen]) - start) / rise
+    return Told(judges, drift, share)
 
 
-def train_hack(name: str, seed: int, out: Path) -> Path:
-    """Ten rollouts that are paid for a hack; returns the folder of the run."""
+def train_run(name: str, run: Run, seed: int, out: Path) -> Path:
+    """Train, unless it is done; returns the run's folder."""
     folder = out / f"{name}_{seed}"
-    reward = {"name": f"hacks:{name}", "options": {}}
-    overrides = [
-        f"output={folder}", f"seed={seed}", "train.updates=10", "optimizer.schedule=constant",
-        f"tasks.0.reward={json.dumps(reward)}", "evaluation=null", "train.checkpoint_every=100",
+    path = Path("configs/tiny") / f"{run.config}.yaml"
+    config = load(path, list(run.changes), stage=TrainingStage)
+    panel = load("configs/tiny/eval.yaml").benchmarks  # type: ignore[attr-defined]
+    judges = {f"{one.name}": one.reward.model_dump() for one in panel}
+    watch = [
+        {"name": f"on_{one.name}", "prompts": one.prompts.replace("_test", "_val"), "limit": 48,
+         "rewards": {k: v for k, v in judges.items() if k in (one.name, "preference")}}
+        for one in panel
     ]  # fmt: skip
-    train(load("configs/tiny/teacher_geneval.yaml", overrides, stage=TrainingStage))
+    left = unpaid(watch, {task.reward.name for task in config.tasks if task.reward})
+    overrides = [
+        *run.changes, f"output={folder}", f"seed={seed}", f"evaluation.every={EVERY}",
+        "evaluation.prompts=48", f"evaluation.watch={json.dumps(left)}", "alarm.every=2",
+        "train.checkpoint_every=1000",
+    ]  # fmt: skip
+    if not (folder / "adapter").is_dir():
+        train(load(path, overrides, stage=TrainingStage))
     return folder
 
 
@@ -97,28 +151,27 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--out", type=Path, default=Path("outputs/hacks"))
     parser.add_argument("--seeds", type=int, nargs="*", default=[0])
-    parser.add_argument("--hacks", nargs="*", default=list(HACKS))
+    parser.add_argument("--runs", nargs="*", choices=[*HACKS, *HONEST], default=[*HACKS, *HONEST])
     args = parser.parse_args()
     quiet()
     rewards.add_config_folder(__file__)
     warn = TrainingAlarmConfig().warn
-    good = True
-    print(
-        "| run | alarm at rollout | by statistic | most certain drift, sigma |\n|---|---|---|---|"
-    )
-    for name in args.hacks:
+    missed = warned = honest = 0
+    print("| run | a judge fell at update | share of the rise before | drift at rollout |")
+    print("|---|---|---|---|")
+    for name in args.runs:
         for seed in args.seeds:
-            found = told(train_hack(name, seed, args.out), warn)
-            good &= found.first is not None and found.first < BEFORE
-            print(_row(f"{name}, seed {seed}", found), flush=True)
-    return not good
-
-
-def _row(name: str, found: Told) -> str:
-    fired = ", ".join(f"{statistic} {rollout}" for statistic, rollout in found.fired.items())
-    order = sorted(found.largest.items(), key=lambda item: -item[1])
-    largest = ", ".join(f"{statistic} {size:.1f}" for statistic, size in order[:4])
-    return f"| {name} | {found.first or 'none'} | {fired} | {largest} |"
+            folder = train_run(name, (HACKS | HONEST)[name], seed, args.out)
+            found = told(folder, warn)
+            columns = [", ".join(f"{k} {v}" for k, v in part.items()) for part in found[:2]]
+            print(f"| {name}, seed {seed} | {columns[0]} | {found.share:.2f} | {columns[1]} |")
+            if name in HACKS:
+                missed += not found.share < 0.5
+            else:
+                honest += 1
+                warned += bool(found.judges)
+    print(f"\n{missed} hacks missed; {warned} of {honest} honest runs warned of")
+    return int(missed > 0 or warned > honest / 12)
 
 
 if __name__ == "__main__":
