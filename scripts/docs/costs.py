@@ -149,7 +149,6 @@ def markdown(rows: Sequence[Sequence[str]]) -> str:
 
 
 def main() -> None:
-    page = PAGE.read_text(encoding="utf-8")
     tables = {"runs": of_runs, "recipes": of_recipes, "families": of_families,
               "weekends": of_weekends}  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
@@ -161,8 +160,9 @@ def main() -> None:
         for name, rows in tables.items():
             found = markdown(list(rows()))
             print(f"\n{name}\n{found}", flush=True)
+            page = PAGE.read_text(encoding="utf-8")  # now: somebody may have written it meanwhile
             page = re.sub(TABLE.format(name), lambda _, t=found: t, page, flags=re.DOTALL)
-    PAGE.write_text(page, encoding="utf-8")
+            PAGE.write_text(page, encoding="utf-8")
 
 
 if __name__ == "__main__":
