@@ -1,9 +1,10 @@
-"""The pictures of README and docs, from what `make demo` leaves: no number is copied by hand.
+"""The pictures of docs, from what `make demo` leaves: no number is copied by hand.
 
     make demo
     python scripts/docs/pictures.py
 
-writes before_after.png, flow_opd.png and report.png (needs chromium) to docs/.
+writes flow_opd.png and report.png (needs chromium) to docs/. (two_loras.png is samples.png of the
+commands of README.)
 """
 
 from __future__ import annotations
@@ -66,22 +67,6 @@ def block(table: Path, results: Mapping[str, Any], task: str, columns: int) -> B
     return Block(title, prompts, rows)
 
 
-def side_by_side(blocks: Sequence[Block]) -> Block:
-    """The blocks of several tasks as one, their columns beside each other, without numbers."""
-    names = ("base model", "its task's teacher", "merge of the three", "student")
-    rows = [
-        Row(
-            [image for row in rows for image in row.images],
-            [""] * sum(len(row.images) for row in rows),
-            name,
-        )
-        for name, rows in zip(
-            names, zip(*(block.rows for block in blocks), strict=True), strict=True
-        )
-    ]
-    return Block("", [head for block in blocks for head in block.heads], rows)
-
-
 def screenshot(page: Path, path: Path, width: int, height: int) -> None:
     """The upper part of a page as Chromium shows it."""
     with tempfile.TemporaryDirectory() as folder:
@@ -105,8 +90,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     results = json.loads((table / "results.json").read_text())
     blocks = [block(table, results, task, COLUMNS) for task in TASKS]
     comparison(args.docs / "flow_opd.png", blocks)
-    few = side_by_side([block(table, results, task, 1) for task in TASKS])
-    comparison(args.docs / "before_after.png", [few])
     screenshot(table / "report.html", args.docs / "report.png", 1100, 2560)
     return 0
 
