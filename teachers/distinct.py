@@ -77,7 +77,7 @@ def indistinct(bank: Bank, states: Rollout, size: int) -> Iterator[Problem]:
     for name, source in trained.items():
         base = bases[source.guidance]
         if torch.equal(velocities[name], base):
-            text = "its velocity equals the base's at all states that were tried: it changes nothing"
+            text = "its velocity equals the base's at all states that were tried: it does nothing"
             yield Problem(f"teachers.{name}", f"{text}. Were its weights trained and saved?")
             continue
         share = float(velocity_error(velocities[name], base).mean() / base.square().mean())
@@ -89,4 +89,5 @@ def indistinct(bank: Bank, states: Rollout, size: int) -> Iterator[Problem]:
         same = bank.members[one].adapter is bank.members[two].adapter
         if not same and torch.equal(velocities[one], velocities[two]):
             text = f"its velocity equals that of {one!r} at all states that were tried"
-            yield Problem(f"teachers.{two}", f"{text}. Name another adapter, or one teacher for both.")
+            text += ". Name another adapter, or one teacher for both."
+            yield Problem(f"teachers.{two}", text)

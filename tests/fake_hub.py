@@ -25,9 +25,9 @@ from safetensors.torch import save
 LAYER = "base_model.model.transformer_blocks.0.attn.to_q"
 
 
-def peft(width: int) -> dict[str, bytes]:
+def peft(width: int, strength: float = 1.0) -> dict[str, bytes]:
     """The files of a LoRA as peft saves it, of one layer of a transformer of this width."""
-    halves = {"A": torch.ones(2, width), "B": torch.ones(width, 2)}
+    halves = {"A": strength * torch.ones(2, width), "B": torch.ones(width, 2)}
     return {
         "adapter_config.json": b'{"peft_type": "LORA", "r": 2, "lora_alpha": 5}',
         "adapter_model.safetensors": save({f"{LAYER}.lora_{h}.weight": halves[h] for h in "AB"}),

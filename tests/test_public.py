@@ -1,5 +1,6 @@
 """The configs of public adapters, rehearsed: a small model in place of theirs, a Hub of our own."""
 
+import itertools
 import json
 from pathlib import Path
 
@@ -30,9 +31,14 @@ STUDENT += [f"tasks.{n}.{key}=null" for n in ("geneval", "ocr", "preference")
 
 
 def publish(hub: Hub) -> None:
-    """The adapters that our configs name, of the small model."""
+    """The adapters that our configs name, of the small model, each another."""
+    strengths = itertools.count(1)
     for repository, folders in {**dict.fromkeys(fake_hub.PUBLIC, [""]), **fake_hub.FOLDERS}.items():
-        hub.put(repository, {f"{f}{name}": what for f in folders for name, what in PEFT.items()})
+        files = {}
+        for folder in folders:
+            made = fake_hub.peft(32, next(strengths) / 10)
+            files |= {f"{folder}{name}": what for name, what in made.items()}
+        hub.put(repository, files)
 
 
 def rehearse(config: str, hub: Hub, model: str, output: Path, *changes: str) -> dict:

@@ -315,9 +315,10 @@ class Draft:
         shipped = self.like == "sft" and (self.folder / "sft.yaml").is_file()
         data = self._shipped("sft") if shipped else dict(self.student)
         like = dict(next(iter(data["teachers"].values())))
-        # it is tuned for the shipped teachers, and for teachers that a recipe trains
-        if not self.taught and like.get("guidance") != data["rollout"]["guidance"]:
+        if like.get("guidance") != data["rollout"]["guidance"]:  # that of the shipped teachers
             like.pop("guidance", None)
+            if self.taught:
+                like["guidance"] = data["rollout"]["guidance"]
         teachers = {name: like | {"adapter": adapter} for name, adapter in self.adapters.items()}
         data["teachers"] = teachers or data["teachers"]
         data |= self._tasks(data["teachers"])
