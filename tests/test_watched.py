@@ -24,7 +24,8 @@ PROMPTS = [f"prompt {i}" for i in range(len(START))]
 
 
 class Named:
-    name, headline = "other", None
+    name = "other"
+    headline = None
 
 
 def watched(values: list[float]) -> Watched:
