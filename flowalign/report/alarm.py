@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 from flowalign.report.drift.compare import Drift
@@ -39,10 +39,7 @@ class Alarm(Listener):
 
     def evaluated(self, update: int, evaluation: Evaluation) -> None:
         if evaluation.counts:
-            watched = evaluation.changes.keys()
-            rows = evaluation.rows.items()
-            trained = {name: row for name, row in rows if name.partition("/")[0] not in watched}
-            evaluation.alarms += self.look(trained)
+            evaluation.alarms += self.look(evaluation.rows, evaluation.changes)
             evaluation.alarms += self.watch(evaluation.changes)
             evaluation.values[metrics.ALARMS] = len(evaluation.alarms)
 
@@ -90,12 +87,12 @@ class Alarm(Listener):
         self.lasting[sign] = self.lasting.get(sign, 0) + 1 if wrong else 0
         return self.lasting[sign] == LASTING
 
-    def look(self, held_out: Mapping[str, Measured]) -> list[str]:
+    def look(self, held_out: Mapping[str, Measured], watched: Container[str] = ()) -> list[str]:
         """A sentence for each reward that collapsed since the first evaluation, and for each number
         that fell from its best while training improved from the first period to this one.
         Differences within SURE standard errors, or with an unknown error, raise no alarm. The
         errors assume independent prompts; that is conservative, because evaluations share their
-        prompts."""
+        prompts. watched: benchmarks of which only a collapse is named here."""
         if len(self.period) > 1:
             error = statistics.stdev(self.period) / math.sqrt(len(self.period))
             self.trained.append((statistics.fmean(self.period), error))
@@ -115,6 +112,8 @@ class Alarm(Listener):
                     "diverged, or learnt to please its reward alone. Look at the samples; lower "
                     "optimizer.lr, or go back to an earlier adapter"
                 )
+            elif name.partition("/")[0] in watched:
+                continue  # `watch` compares it with the start, paired
             elif self.improved and _beyond(now, best):
                 fallen.append(
                     f"held-out {name} fell from {fell.format(best[0])} while training {self.rise}: "
