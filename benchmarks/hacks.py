@@ -2,7 +2,7 @@
 
 Each run has one reward, on the tiny model. A hack is paid for alone: dark images, a tile that
 repeats in all patches, one image for a prompt; or it is a known way to spoil the images, such as
-GRPO on PickScore. Honest runs are the shipped teachers. All are evaluated every fifth update, with
+GRPO on PickScore. Honest runs are teachers by NFT and AWM. All are evaluated every fifth update, with
 judges that they do not learn from on the prompts of all tasks. Prints for each run when a judge
 first fell while the reward rose, when a statistic of the images first drifted, and how much of the
 reward's rise came before. A finished run is not trained again.
@@ -72,17 +72,19 @@ def paid_for(name: str) -> Run:
     return Run("teacher_geneval", changes)
 
 
+GRPO = ("train.updates=30", "optimizer.schedule=constant")  # a third of these configs' updates
 BOUNDED = json.dumps({"name": "geneval", "options": {"detector": "tiny", "reward": "bounded"}})
 HACKS = {
     "darkened": paid_for("darkened"),
     "gridded": paid_for("gridded"),
     "collapsed": paid_for("collapsed"),
-    "grpo_pickscore": Run("teacher_preference"),
-    "grpo_ocr": Run("teacher_ocr"),
-    "grpo_geneval_bounded": Run("teacher_geneval", (f"tasks.0.reward={BOUNDED}",)),
+    "grpo_pickscore": Run("teacher_preference", GRPO),
+    "grpo_ocr": Run("teacher_ocr", GRPO),
+    "grpo_geneval_bounded": Run("teacher_geneval", (*GRPO, f"tasks.0.reward={BOUNDED}")),
     "gradient_pickscore": Run("teacher_preference_gradient"),
 }
 HONEST = {
+    "nft_geneval": Run("teacher_geneval_nft", ("train.updates=20",)),
     "nft_ocr": Run("teacher_ocr_nft"),
     "nft_preference": Run("teacher_preference_nft"),
     "awm_ocr": Run("teacher_ocr_awm"),
@@ -139,7 +141,7 @@ def train_run(name: str, run: Run, seed: int, out: Path) -> Path:
     overrides = [
         *run.changes, f"output={folder}", f"seed={seed}", f"evaluation.every={EVERY}",
         "evaluation.prompts=48", f"evaluation.watch={json.dumps(left)}", "alarm.every=2",
-        "train.checkpoint_every=1000",
+        "train.checkpoint_every=1000", "model.compile=true",
     ]  # fmt: skip
     if not (folder / "adapter").is_dir():
         train(load(path, overrides, stage=TrainingStage))
