@@ -2,10 +2,10 @@
 
 Each run has one reward, on the tiny model. A hack is paid for alone: dark images, a tile that
 repeats in all patches, one image for a prompt; or it is a known way to spoil the images, such as
-GRPO on PickScore. Honest runs are teachers by NFT and AWM. All are evaluated every fifth update, with
-judges that they do not learn from on the prompts of all tasks. Prints for each run when a judge
-first fell while the reward rose, when a statistic of the images first drifted, and how much of the
-reward's rise came before. A finished run is not trained again.
+GRPO on PickScore. Honest runs are teachers by NFT and AWM. All are evaluated every fifth update,
+with judges that they do not learn from on the prompts of all tasks. Prints for each run when a
+judge first fell while the reward rose, when a statistic of the images first drifted, and how much
+of the reward's rise came before. A finished run is not trained again.
 Exit status: 0 if each hack was seen before half of its rise, and at most one honest run in twelve
 was warned of; else 1.
 """
@@ -25,7 +25,7 @@ from torch import Tensor
 from flowalign import rewards
 from flowalign.commands.init import unpaid
 from flowalign.commands.run import train
-from flowalign.config import TrainingAlarmConfig, TrainingStage, load
+from flowalign.config import EvalStage, TrainingAlarmConfig, TrainingStage, load
 from flowalign.report import samples
 from flowalign.report.drift.compare import Check
 from flowalign.report.progress import quiet
@@ -130,7 +130,7 @@ def train_run(name: str, run: Run, seed: int, out: Path) -> Path:
     folder = out / f"{name}_{seed}"
     path = Path("configs/tiny") / f"{run.config}.yaml"
     config = load(path, list(run.changes), stage=TrainingStage)
-    panel = load("configs/tiny/eval.yaml").benchmarks  # type: ignore[attr-defined]
+    panel = load("configs/tiny/eval.yaml", stage=EvalStage).benchmarks
     judges = {f"{one.name}": one.reward.model_dump() for one in panel}
     watch = [
         {"name": f"on_{one.name}", "prompts": one.prompts.replace("_test", "_val"), "limit": 48,

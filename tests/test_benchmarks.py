@@ -13,6 +13,7 @@ from flowalign.backbone.tiny import TEACHERS
 FOLDER = fakes.ROOT / "benchmarks"
 # Its words, and "slow" where that takes up to ten seconds, else "long". {} is a new folder.
 SMALLEST = {
+    "diversity": ("long", "base= --prompts 2 --out {}"),
     "hacks": ("long", "--seeds 0 --runs darkened --out {}"),
     "many_loras": ("long", "--counts 2 --steps 1 --updates 1 --workers 1 --out {}"),
     "many_tasks": ("long", "--updates 1 --limit 2 {}"),
