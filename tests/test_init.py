@@ -58,6 +58,17 @@ def test_a_run_does_not_watch_a_judge_that_it_learns_from() -> None:
     assert judges == {"geneval"}
 
 
+def test_a_run_watches_what_is_on_this_disk(capsys: pytest.CaptureFixture[str]) -> None:
+    """OCR needs no weights of the Hub; PickScore's are not here."""
+    wanted = ("--stage", "nft", "--reward", "pickscore", "--model", MEDIUM)
+    assert not written(*wanted).watched
+    assert "docs/alarm.md" in capsys.readouterr().out
+    Path("data").mkdir()
+    Path("data/ocr_train.txt").write_text('a sign that says "KITE"\n' * 30)
+    (watched,) = written(*wanted).watched
+    assert [spec.name for spec in watched.judges.values()] == ["ocr"] and watched.limit == 24
+
+
 @pytest.mark.slow
 def test_a_config_is_written_for_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     wanted = ("--stage", "nft", "--reward", "ocr", "--model", MEDIUM)

@@ -69,6 +69,7 @@ QUALITY = ("pickscore", "hpsv2", "imagereward", "aesthetic")  # their teacher is
 # with .025 more of other judges' scores than .04, the paper's (docs/results.md#three-seeds).
 LABELS_AT = 1.0
 ANCHOR_WEIGHT = 0.3
+WATCHED = 24  # prompts of each task whose judges a run does not learn from
 URLS = ("http://", "https://")  # of a server, which the reward `remote` asks
 SHARED = ("model", "output", "seed")  # keys that a recipe gives to its stages
 
@@ -227,9 +228,10 @@ class Draft:
             data = self._teacher(self.like, self.rewards[0])
             data |= self._tasks(map(_short, self.rewards))
             data["tasks"] = self._paid(data["tasks"])
-            if watch := (data.get("evaluation") or {}).get("watch"):
+            if data.get("evaluation"):
+                watch = data["evaluation"].get("watch") or self._watch()
                 watch = unpaid(watch, {task["reward"]["name"] for task in data["tasks"]})
-                data["evaluation"] = data["evaluation"] | {"watch": watch}
+                data["evaluation"] |= {"watch": watch} if watch else {}
         elif self.like == "merge":
             shipped = [teacher["adapter"] for teacher in self.student["teachers"].values()]
             data = _average(list(self.adapters.values()) or shipped) | {"method": "concat"}
@@ -266,6 +268,9 @@ class Draft:
             scale = guided["teachers"]["base"]["guidance"]
             text = f"`guided` puts the base's CFG of {scale:g} (card or shipped config) into a LoRA"
             yield f"{text}. Then all is trained and sampled at 1, with labels at {LABELS_AT:g}."
+        if self.like in TEACHER_STAGES and not (data.get("evaluation") or {}).get("watch"):
+            text = "here are no prompts of another task with a judge that is on this disk"
+            yield f"no judge watches for a hacked reward: {text} (docs/alarm.md)."
         if stages.get("student", data).get("evaluation", "on") is None:
             yield (
                 "evaluation is off, so the last weights are kept, not the best. It needs held-out "
@@ -302,6 +307,18 @@ class Draft:
         if len(paid) == 1:
             paid[0].pop("weight", None)
         return paid
+
+    def _watch(self) -> list[dict[str, Any]]:
+        """What a run may watch (docs/alarm.md): the prompts of the family's tasks whose sets are
+        here, with the judges whose weights are on this disk."""
+        found = []
+        for task in self.student["tasks"]:
+            judges = {name: self._reward(name) for name in (task["reward"]["name"], *QUALITY)}
+            judges = {name: reward for name, reward in judges.items() if on_disk(reward)}
+            if judges and path_of(task["prompts"]).is_file():
+                shared = {"name": f"watched_{task['name']}", "limit": WATCHED}
+                found.append({**shared, "prompts": task["prompts"], "rewards": judges})
+        return found
 
     def _pairs(self) -> dict[str, Any]:
         """The shipped teacher from pairs, with the user's pairs if --prompts names them."""
@@ -503,6 +520,12 @@ def unpaid(watch: Sequence[Mapping[str, Any]], paid: Container[str]) -> list[dic
         elif alone and alone["name"] not in paid:
             kept.append({**benchmark})
     return kept
+
+
+def on_disk(reward: Mapping[str, Any]) -> bool:
+    """Whether a reward can be built without a download."""
+    spec = reward_registry.RewardSpec(reward["name"], reward.get("options", {}))
+    return not spec.missing_packages and all(files.cached for files in spec.hub_files)
 
 
 def _average(adapters: list[str]) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,6 +39,15 @@ class HubFiles:
     def chosen(self) -> dict[str, Any]:
         return {"allow_patterns": [*self.patterns], "ignore_patterns": [*self.ignored]}
 
+    @property
+    def cached(self) -> bool:
+        """Whether the cache has all of them, as far as it knows. The Hub is not asked."""
+        try:
+            self.download(local_files_only=True)
+        except FAILED:
+            return False
+        return True
+
     def missing(self) -> dict[str, int]:
         """{file: bytes} that the cache lacks of what the Hub has now. Raises HubError if the Hub
         does not say, and the cache does not know that it has all of them."""
@@ -47,8 +55,7 @@ class HubFiles:
         try:
             about = HfApi().model_info(**at, files_metadata=True)
         except FAILED as error:
-            with suppress(*FAILED):
-                self.download(local_files_only=True)
+            if self.cached:
                 return {}
             answered = isinstance(error, errors.HfHubHTTPError | errors.HFValidationError)
             kind = HubError if answered else Unreachable
