@@ -48,6 +48,19 @@ def test_the_loss_and_its_gradient_are_those_of_the_paper(beta: float) -> None:
                 assert_close(v.grad[row], slope, rtol=1e-9, atol=1e-14)
 
 
+def test_the_loss_and_its_gradient_are_the_official_ones() -> None:
+    for case in json.loads((fakes.ROOT / "tests/golden/dpo.json").read_text())["cases"]:
+        names = ("model", "reference", "target", "gradient")
+        tensors = (torch.tensor(case[name], dtype=torch.float64) for name in names)
+        # theirs: all chosen images, then all rejected ones; ours: in turn
+        v, reference, target, slope = (torch.stack(t.chunk(2), 1).flatten(0, 1) for t in tensors)
+        loss, gain = dpo_loss(v.requires_grad_(), reference, target, beta=case["beta"])
+        loss.mean().backward()
+        assert float(loss.mean().detach()) == pytest.approx(case["loss"], rel=1e-12)
+        assert float((gain[:, 0] > gain[:, 1]).double().mean()) == pytest.approx(case["accuracy"])
+        assert_close(v.grad, slope, rtol=1e-10, atol=1e-15)
+
+
 def test_a_model_that_is_its_reference_has_loss_log_2(random_model: str, tmp_path: Path) -> None:
     """Without an adapter to start from, and with one; a pair has one noise and one level."""
     start = fakes.teachers(random_model, tmp_path)["even"]

@@ -119,6 +119,12 @@ def rows() -> Iterator[Row]:
         ("test_matching.py::test_awm_is_the_published_arithmetic",),
     )  # fmt: skip
     yield Row(
+        "DPO loss, gradient", "Diffusion-DPO",
+        commit(golden("dpo")["source"], "SalesforceAIResearch/DiffusionDPO"),
+        len(golden("dpo")["cases"]),
+        ("test_dpo.py::test_the_loss_and_its_gradient_are_the_official_ones",), transcribed=True,
+    )  # fmt: skip
+    yield Row(
         "GDPO advantages", "Flow-Factory", "", len(golden("gdpo")["cases"]),
         ("test_credit.py::test_gdpo_is_the_published_one",), transcribed=True,
     )  # fmt: skip
