@@ -24,6 +24,7 @@ from flowalign.eval.stats import (
     number_text,
     part_of,
     rows_of,
+    student_t,
 )
 from flowalign.eval.suite import Benchmark, JudgedImages
 from flowalign.report.page import Panel
@@ -177,7 +178,7 @@ class Numbers:
             for number, (label, row) in enumerate(self.rows.items()):
                 lines[number].append(self.text(label, column))
                 interval = between(row[column], decimals)
-                kind = "best" if label in best else self.trend(label, column)
+                kind = "best" if label == best else self.trend(label, column)
                 hint = f"95 % {interval}" if interval else ""
                 marks[number, place] = Mark(kind, hint)
         return Table(heads, lines, marks=marks, foot=foot)
@@ -198,18 +199,21 @@ class Numbers:
         """The table for results.json: caption, rows of texts with the heads first, and notes."""
         return {"caption": self.caption, "rows": self.table.texts, "notes": list(self.notes)}
 
-    def best(self, column: str) -> set[str]:
-        """The rows with the best printed number (several if equal); empty for differences."""
+    def best(self, column: str) -> str | None:
+        """The row that is ahead of every other one: the 95 % interval of each paired difference is
+        above 0. None if there is none, and for differences."""
         sign = -1 if column in LOWER_IS_BETTER else 1
-        # rounded as printed: hidden digits must not decide
-        rounded = {
-            label: sign * round(row[column].mean, self.decimals[column])
-            for label, row in self.rows.items()
-            if math.isfinite(row[column].mean)
-        }
-        if self.signed or len(rounded) < 2:  # one number alone is not the best
-            return set()
-        return {label for label, value in rounded.items() if value == max(rounded.values())}
+        known = {n: row[column] for n, row in self.rows.items() if math.isfinite(row[column].mean)}
+        if self.signed or len(known) < 2:  # one number alone is not the best
+            return None
+        first, *others = sorted(known, key=lambda label: -sign * known[label].mean)
+        for other in others:
+            gap = abs(known[first].mean - known[other].mean)
+            moved = known[first].moved_from(known[other])
+            count = len(moved) if known[first].influence else known[first].n
+            if not gap > student_t(count - 1) * math.hypot(*moved.values()):
+                return None
+        return first
 
     def trend(self, label: str, column: str) -> str:
         """ "better" or "worse" for a difference whose interval excludes 0, else ""."""

@@ -280,6 +280,17 @@ class EvalRow:
     # {prompt: how far its scores move the mean}; stderr is the root of the sum of squares
     influence: Mapping[str, float] = field(default_factory=dict, compare=False, repr=False)
 
+    def moved_from(self, other: EvalRow) -> dict[str, float]:
+        """{prompt: how far it moves this mean minus the other's}, for the same prompts and noise;
+        the standard error of the difference is the root of the sum of squares. Rows without
+        influences are independent."""
+        if not (self.influence and other.influence):
+            return {"": math.hypot(self.stderr, other.stderr)}
+        return {
+            prompt: self.influence.get(prompt, 0.0) - other.influence.get(prompt, 0.0)
+            for prompt in {*self.influence, *other.influence}
+        }
+
 
 @dataclass(frozen=True)
 class Example:

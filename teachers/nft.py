@@ -70,11 +70,11 @@ def nft_loss(
     positive = beta * velocity + (1 - beta) * old
     negative = (1 + beta) * old - beta * velocity
     r = r.to(velocity.dtype)
-    good, bad = (_x0_error(v, target, sigma) for v in (positive, negative))
+    good, bad = (x0_error(v, target, sigma) for v in (positive, negative))
     return (r * good + (1 - r) * bad) / beta
 
 
-def _x0_error(velocity: Tensor, target: Tensor, sigma: Tensor) -> Tensor:
+def x0_error(velocity: Tensor, target: Tensor, sigma: Tensor) -> Tensor:
     """L [B]: the squared error of the predicted image over its mean absolute error."""
     error = sigma.to(velocity.dtype)[:, None, None, None] * (target - velocity)
     scale = sde.image_mean(error.detach().abs()).clamp_min(1e-5)

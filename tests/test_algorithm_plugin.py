@@ -68,6 +68,7 @@ def test_init_writes_its_config(tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
     assert cli.main(["init", "--stage", "toy", "--reward", "ocr", "--all"]) == 0
     config = load("toy.yaml")
+    assert config.toy.noise_levels == 3  # declared by the plugin; NFT's shipped 8 are not its own
     assert config.stage == "toy" and config.tasks[0].validation == "tiny/ocr_val"
     assert "# Noise levels." in Path("toy.yaml").read_text()
     assert recipe.stages_and_problems(config, tmp_path)[1] == []
@@ -83,15 +84,17 @@ def test_the_examples_of_its_page_run(
     raw = fakes.settings(random_model, tmp_path / "run").model_dump(mode="json", exclude={"grpo"})
     raw["rollout"] |= {"kind": "ode", "window": None}
     own = {"advantage": "my_advantages:centred"}
-    config = parse({**raw, "stage": "weighted", "weighted": own}, stage=TrainingStage)
-    loop = fakes.wired(config, moved=True)
-    prepared: Any = loop.prepare(loop.rollout(0))
-    assert prepared.advantage.view(2, 4).sum(1).abs().max() < 1e-6
-    loop.run()
-    assert {"my_advantages", "weighted"} <= sys.modules.keys()
+    for stage in ("weighted", "milder"):
+        config = parse({**raw, "stage": stage, stage: own}, stage=TrainingStage)
+        loop = fakes.wired(config, moved=True)
+        prepared: Any = loop.prepare(loop.rollout(0))
+        assert prepared.advantage.view(2, 4).sum(1).abs().max() < 1e-6
+        loop.run()
+    assert {"my_advantages", "weighted", "milder"} <= sys.modules.keys()
     monkeypatch.chdir(tmp_path)
     for stage in ("weighted", "nft"):
         assert cli.main(["init", "--stage", stage, "--reward", "ocr"]) == 0
+    assert "power: 1.0" in Path("weighted.yaml").read_text()
     keys = [load(f"{s}.yaml", stage=Stage).model_dump() for s in ("weighted", "nft")]
     assert keys[0]["weighted"]["noise_levels"] == keys[1]["nft"]["noise_levels"] == 8
     assert all(keys[0][name] == keys[1][name] for name in ("rollout", "optimizer", "lora"))

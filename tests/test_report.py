@@ -110,38 +110,49 @@ def test_differences_are_paired_in_every_column(results: Results):
 
 
 def rows_with(column: str, means: list[float]) -> dict[str, dict[str, EvalRow]]:
-    return {f"m{i}": {column: EvalRow("x", "x", m, 0.1, 9)} for i, m in enumerate(means)}
+    return {f"m{i}": {column: EvalRow("x", "x", m, 0.01, 9)} for i, m in enumerate(means)}
 
 
 @pytest.mark.parametrize(
     ("column", "means", "best"),
     [
-        ("ocr", [0.1, 0.3, 0.2], {"m1"}),
-        ("fidelity", [0.1, 0.3, 0.2], {"m0"}),
-        ("ocr", [0.30004, 0.29996, 0.2], {"m0", "m1"}),  # alike in print
-        ("ocr", [NAN, 0.3, 0.2], {"m1"}),
-        ("ocr", [NAN, 0.3], set()),  # nothing to compare with
-        ("ocr", [0.3], set()),
+        ("ocr", [0.1, 0.3, 0.2], "m1"),
+        ("fidelity", [0.1, 0.3, 0.2], "m0"),
+        ("ocr", [0.3, 0.27, 0.2], None),  # 2.1 standard errors; 2.31 are needed
+        ("ocr", [NAN, 0.3, 0.2], "m1"),
+        ("ocr", [NAN, 0.3], None),  # nothing to compare with
+        ("ocr", [0.3], None),
     ],
 )
-def test_the_best_of_a_column(column: str, means: list[float], best: set[str]):
+def test_the_best_of_a_column(column: str, means: list[float], best: str | None):
     rows = rows_with(column, means)
     assert Numbers("", rows, {column: 3}).best(column) == best
-    assert Numbers("", rows, {column: 3}, signed=True).best(column) == set()
+    assert Numbers("", rows, {column: 3}, signed=True).best(column) is None
+
+
+def test_the_best_of_a_column_is_found_in_pairs():
+    """Two numbers whose errors are alike, prompt by prompt, differ by less than each is off."""
+    moved = {"a": 0.1, "b": 0.1, "c": 0.1}
+    near = {prompt: value + 0.001 for prompt, value in moved.items()}
+    rows = {
+        name: {"ocr": EvalRow("x", "x", mean, 0.17, 3, influence=influence)}
+        for name, mean, influence in (("one", 0.5, moved), ("two", 0.52, near))
+    }
+    assert Numbers("", rows, {"ocr": 3}).best("ocr") == "two"
 
 
 def test_a_table_as_markdown():
     rows = {
-        "base": {"ocr": EvalRow("", "", 22.338, 0.5, 8), "fidelity": EvalRow("", "", 0.5, NAN, 8)},
-        "new": {"ocr": EvalRow("", "", 23.0, 0.25, 7), "fidelity": EvalRow("", "", NAN, NAN, 8)},
+        "base": {"ocr": EvalRow("", "", 22.338, 0.25, 8), "fidelity": EvalRow("", "", 0.5, NAN, 8)},
+        "new": {"ocr": EvalRow("", "", 25.0, 0.25, 7), "fidelity": EvalRow("", "", NAN, NAN, 8)},
     }
     assert Numbers("Scores.", rows, {"ocr": 2, "fidelity": 3}).markdown().splitlines() == [
         "Scores.",
         "",
         "|  | ocr | fidelity ↓ |",
         "|---|---|---|",
-        "| base | 22.34 ± 0.50 | 0.500 |",
-        "| new | **23.00 ± 0.25** | – |",
+        "| base | 22.34 ± 0.25 | 0.500 |",
+        "| new | **25.00 ± 0.25** | – |",
         "| n | 7 to 8 | 8 |",
     ]
     some = {"new": {"ocr": EvalRow("", "", 0.5, 0.1, 7, total=8)}}

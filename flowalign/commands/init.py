@@ -7,6 +7,7 @@ Stable Diffusion 3.5. The meaning of a key is its docstring in `flowalign.config
 from __future__ import annotations
 
 import argparse
+import inspect
 import re
 import shlex
 import textwrap
@@ -251,8 +252,9 @@ class Draft:
         # a plugin's stage lacks some keys of the built-in one; its own section has others
         fields = stage_class(self.stage).model_fields
         if self.stage != self.like and self.stage in fields and self.like in data:
-            keys = getattr(fields[self.stage].annotation, "model_fields", {})
-            data[self.stage] = {k: v for k, v in data[self.like].items() if k in keys}
+            section: Any = fields[self.stage].annotation
+            copied = {k: v for k, v in data[self.like].items() if k in section.model_fields}
+            data[self.stage] = copied | own_keys(section)
         return {k: v for k, v in data.items() if k in fields}
 
     def notes(self, data: Mapping[str, Any]) -> Iterator[str]:
@@ -260,6 +262,8 @@ class Draft:
         if label and self.stage in STAGES:  # not a plugin
             text = f"{label} with the prompts and rewards there ({LABELS[label]})"
             yield f"settings as in configs/{self.folder.name}: {text}."
+        if self.stage not in STAGES:
+            yield f"keys that {self.stage} does not declare itself are those of {self.like}."
         if not self.known:
             text = "is not known here, so the values are those of Stable Diffusion 3.5"
             yield f"the family of {self.model} {text}. Check model, guidance and steps."
@@ -520,6 +524,17 @@ def unpaid(watch: Sequence[Mapping[str, Any]], paid: Container[str]) -> list[dic
         elif alone and alone["name"] not in paid:
             kept.append({**benchmark})
     return kept
+
+
+def own_keys(section: type[Section]) -> dict[str, Any]:
+    """The defaults of the keys that a plugin's section declares itself."""
+    kinds = (kind for kind in section.__mro__ if not kind.__module__.startswith("flowalign."))
+    names = {name for kind in kinds for name in inspect.get_annotations(kind)}
+    return {
+        name: field.get_default(call_default_factory=True)
+        for name, field in section.model_fields.items()
+        if name in names and not field.is_required()
+    }
 
 
 def on_disk(reward: Mapping[str, Any]) -> bool:

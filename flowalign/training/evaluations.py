@@ -54,11 +54,7 @@ class Change:
 
 def change_of(start: EvalRow, now: Watched) -> Change:
     """The change of a watched number since the start."""
-    prompts = {*start.influence, *now.row.influence}
-    moved = {
-        prompt: now.row.influence.get(prompt, 0.0) - start.influence.get(prompt, 0.0)
-        for prompt in prompts
-    }
+    moved = now.row.moved_from(start)
     stderr = math.hypot(*moved.values())
     return Change(start.mean, now.row.mean, stderr, moved, now.images)
 
