@@ -68,6 +68,24 @@ def test_a_run_reads_each_prompt_set_once(
     assert sorted(read) == sorted([config.tasks[0].prompts, "tiny/geneval_val"])
 
 
+@pytest.mark.parametrize(
+    ("second", "levels"),
+    [("ink", ["fault"]), ("both", ["note"]), ("dots", [])],
+)
+def test_a_prompt_with_two_teachers_is_named(
+    random_model: str, tmp_path: Path, second: str, levels: list[str]
+) -> None:
+    """Of styles, which have no rewards; a few of many are only noted."""
+    ink, dots = ([f"{name} {i}" for i in range(10)] for name in ("INK", "DOTS"))
+    for name, lines in {"ink": ink, "dots": dots, "both": ink[:1] + dots}.items():
+        (tmp_path / f"{name}.txt").write_text("\n".join(lines))
+    given = [f"tasks.{i}.prompts={tmp_path}/{file}.txt" for i, file in enumerate(("ink", second))]
+    styles = [f"tasks.{i}.reward=null" for i in range(2)]
+    config = fakes.distillation(random_model, tmp_path / "run", *given, *styles)
+    found = prompts.shared(config, Launch(), Inputs(config.model))
+    assert [problem.level for problem in found] == levels
+
+
 @pytest.mark.parametrize(("count", "levels"), [(2, ["note"]), (16, [])])
 def test_a_held_out_set_of_two_prompts_is_named(tmp_path: Path, count: int, levels: list[str]):
     held_out = tmp_path / "few_val.txt"

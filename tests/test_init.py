@@ -78,6 +78,13 @@ def test_a_config_is_written_for_a_gpu(capsys: pytest.CaptureFixture[str]) -> No
     assert init(*wanted, "--hours", "3", "--out", "own.yaml", "--force") == 2  # of what GPU?
 
 
+def test_a_model_that_nobody_knows_is_not_predicted(capsys: pytest.CaptureFixture[str]) -> None:
+    wanted = ("--stage", "nft", "--reward", "ocr", "--gpu", "4090")
+    written(*wanted, "--model", MEDIUM.replace("diffusion", "difusion"))
+    out = capsys.readouterr().out
+    assert "not predicted for 4090" in out and f"'{MEDIUM}'" in out
+
+
 PROMPTS = {  # each read by another reader
     "signs.txt": 'a sign that says "KITE"\na sign that says "LAMP"\n',
     "kites.jsonl": ROW,
@@ -338,7 +345,11 @@ def test_of_two_shipped_teachers_of_a_reward_the_usual_one_is_taken() -> None:
 
 def test_names_that_look_like_other_values_stay_names() -> None:
     names = ["1e3", "007", "on", "null", "1_0", "2026-11-22", "true"]
-    config = written("--stage", "opd", "--teachers", *(f"{name}=base" for name in names))
+    files = [f"prompts_{number}.txt" for number in range(len(names))]
+    for file in files:
+        Path(file).write_text("a kite\n")
+    words = ["--stage", "opd", "--prompts", *files, "--teachers"]
+    config = written(*words, *(f"{name}=base" for name in names))
     assert list(config.teachers) == [task.name for task in config.tasks] == names
 
 
@@ -443,6 +454,8 @@ def test_loras_without_rewards_are_measured_by_their_distance() -> None:
     assert both.evaluates and both.student.noise_levels.count == 3  # as shipped
     Path("ink_val.txt").unlink()
     assert not written(*words).evaluates
+    assert init(*words[:6], "--out", "none.yaml") == 2 and not Path("none.yaml").exists()
+    assert init(*words[:6], "--prompts", "ink.txt", "ink.txt", "--out", "none.yaml") == 2
 
 
 @pytest.mark.parametrize(

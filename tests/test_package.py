@@ -191,6 +191,13 @@ def test_a_wheel_holds_the_package_and_nothing_else(tmp_path: Path) -> None:
     assert "flowalign/report/templates/report.html.j2" in names
 
 
+def test_a_clone_in_the_current_folder_does_not_hide_the_package(tmp_path: Path) -> None:
+    """Its folder would be found as a namespace package of that name."""
+    (tmp_path / "flowalign").mkdir()
+    code = "import flowalign; assert flowalign.__file__"
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True)
+
+
 def test_only_the_backbone_knows_a_family_by_name() -> None:
     """A family is one file there, and all else derives from what it says."""
     names = {family.name for family in families().values()} | {"klein", "qwenimage", "zimage"}

@@ -15,7 +15,7 @@ import diffusers
 import torch
 import transformers
 from diffusers import BitsAndBytesConfig
-from huggingface_hub import HfApi, hf_hub_download
+from huggingface_hub import HfApi, hf_hub_download, try_to_load_from_cache
 
 from flowalign.backbone.adapters import Lora
 from flowalign.backbone.family import LENGTH, Family, ModelError, default_length
@@ -29,6 +29,7 @@ from flowalign.backbone.shapes import public
 from flowalign.backbone.tiny import MODEL as TINY
 from flowalign.backbone.tiny import T5_LENGTH
 from flowalign.backbone.z_image import ZImage
+from flowalign.config.section import did_you_mean
 from flowalign.system import packages
 from flowalign.system.files import expanded
 from flowalign.system.hub_files import FAILED, TEXTS, WEIGHTS, HubFiles
@@ -36,6 +37,7 @@ from flowalign.system.hub_files import FAILED, TEXTS, WEIGHTS, HubFiles
 FAMILIES: dict[str, type[Family]] = {
     family.pipeline: family for family in (SD3, Flux, Flux2, Flux2Klein, QwenImage, ZImage, Sana)
 }
+ANSWER = 5  # seconds in which the Hub answers whether it has a model
 LIBRARIES = {"diffusers": diffusers, "transformers": transformers}  # of a pipeline's parts
 
 
@@ -75,10 +77,12 @@ def model_index(model: str, **hub: Any) -> dict[str, Any]:
     index = Path(resolve_model(model), "model_index.json")
     try:
         if not index.parent.is_dir():
+            if not try_to_load_from_cache(model, index.name, revision=hub.get("revision")):
+                HfApi().model_info(model, timeout=ANSWER)  # a download would ask for half a minute
             index = Path(hf_hub_download(model, index.name, **hub))
         content = json.loads(index.read_text())
         return {**content, "_class_name": str(content["_class_name"])}
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (*FAILED, ValueError, KeyError, TypeError) as error:
         raise model_error(model, error) from error
 
 
@@ -178,6 +182,11 @@ def store_in_fp8(transformer: Any, dtype: torch.dtype) -> None:
     )
 
 
+def meant(model: str) -> str:
+    """Which public model somebody may have meant; "" if none has nearly this id."""
+    return did_you_mean(model, public(), cutoff=0.8)
+
+
 def model_error(model: str, error: Exception) -> ModelError:
     """What is wrong with model.id, from what reading it raised."""
     if isinstance(error, WeightsError):
@@ -207,9 +216,9 @@ def model_error(model: str, error: Exception) -> ModelError:
     reason = (str(error).strip() or type(error).__name__).splitlines()[0]
     state = "does not load" if folder.exists() else "is no folder here, and the Hub did not give it"
     return ModelError(
-        f"model.id {model!r} {state} ({reason[:200]}). Give `tiny`, the folder of a diffusers "
-        "pipeline, or a Hub id such as stabilityai/stable-diffusion-3.5-medium; a gated one needs "
-        "its licence accepted on the Hub and `hf auth login`."
+        f"model.id {model!r} {state} ({reason[:200]}).{meant(model)} Give `tiny`, the folder of a "
+        "diffusers pipeline, or a Hub id such as stabilityai/stable-diffusion-3.5-medium; a gated "
+        "one needs its licence accepted on the Hub and `hf auth login`."
     )
 
 

@@ -28,6 +28,7 @@ from flowalign.backbone.attention import has_backends
 from flowalign.backbone.family import ENCODERS, Family, ModelError
 from flowalign.backbone.loading import (
     family_of,
+    meant,
     model_error,
     resolve_model,
     store_in_fp8,
@@ -148,7 +149,8 @@ def find(model: str, revision: str | None = None) -> Architecture:
     if folder is None:
         raise LookupError(
             f"model.id {model!r} is neither a folder nor in the Hub's cache on this machine, and "
-            f"its shapes are not built in. Download it, or use one of {', '.join(public())}."
+            "its shapes are not built in. Download it, or use a public model."
+            f"{meant(model) or ' There are ' + ', '.join(public())}"
         )
 
     def read(path: str) -> Config | None:

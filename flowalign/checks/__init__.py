@@ -39,6 +39,7 @@ ADVICE: tuple[LaunchCheck, ...] = (  # of a training stage that can start, for t
     numbers.volume,
     numbers.slow_average,
     prompts.overlap,
+    prompts.shared,
     prompts.few,
     prompts.lengths,
     adapters.trained,

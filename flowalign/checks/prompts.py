@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import suppress
+from itertools import combinations
 from typing import Any
 
 from flowalign.backbone.structure import cut_prompts, known
@@ -69,6 +70,24 @@ def overlap(config: Any, launch: Launch, inputs: Inputs) -> Iterator[Problem]:
                 f"{task.name!r}) are trained on, such as {shared[0]!r}. Remove them from one set.",
                 "fault" if len(shared) > len(prompts) / 4 else "note",
             )
+
+
+def shared(config: Any, launch: Launch, inputs: Inputs) -> Iterator[Problem]:
+    """Prompts that two tasks have with different teachers: the student learns the mean of both."""
+    routed = [task for task in config.tasks if task.name in config.routing]
+    prompts = {task.name: {*inputs.prompts(task.prompts, task.name).prompts} for task in routed}
+    for one, other in combinations(routed, 2):
+        common = prompts[one.name] & prompts[other.name]
+        if not common or config.routing[one.name] == config.routing[other.name]:
+            continue
+        fewer = min(len(prompts[one.name]), len(prompts[other.name]))
+        yield Problem(
+            "prompts",
+            f"tasks {one.name!r} and {other.name!r} share {len(common)} prompts, such as "
+            f"{min(common)!r}, but have different teachers, whose mean the student learns there. "
+            "Give each task its own prompts: those of a style LoRA have its trigger words.",
+            "fault" if len(common) > fewer / 4 and not (one.reward and other.reward) else "note",
+        )
 
 
 def few(config: Any, launch: Launch, inputs: Inputs) -> Iterator[Problem]:

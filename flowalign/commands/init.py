@@ -126,6 +126,8 @@ def fitted(config: Stage, home: Path, gpu: str, limit: float | None) -> tuple[li
     stages, _ = recipe.read_stages(config, home)
     inputs = Inputs(config.model)
     listed = [one.timed() for one in advise.forecasts(stages, Device(1, gpu), inputs)]
+    if unknown := next((one.unknown for one in listed if not one.estimate), ""):
+        return [], f"not predicted for {gpu}: {unknown}"
     changes = advise.memory_changes(listed)
     fitting = [one.fitting for one in listed if one.estimate]
     if large := [one.name for one in fitting if one.too_large]:
@@ -365,6 +367,10 @@ class Draft:
         rewards = _one_each("--reward", self.rewards, len(names))
         prompts = _one_each("--prompts", self.prompts, len(names))
         tasks = list(map(self._task, names, rewards, prompts))
+        files = [task["prompts"] for task in tasks if "reward" not in task]
+        if same := next((file for file in files if files.count(file) > 1), ""):
+            text = f"several LoRAs would have the prompts of {same}, and a prompt has one teacher"
+            raise ValueError(f"--prompts: {text}. Give one file for each, with its trigger words.")
         judged = [task for task in tasks if "reward" in task] or (
             [] if self.like == "sft" else tasks
         )

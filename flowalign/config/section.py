@@ -55,9 +55,13 @@ class ConfigError(ValueError):
         super().__init__("\n  - ".join([f"{source}: {count}", *map(str, problems)]))
 
 
-def did_you_mean(word: object, possible: Iterable[str], quote: str = "'") -> str:
+def did_you_mean(
+    word: object, possible: Iterable[str], quote: str = "'", cutoff: float = 0.5
+) -> str:
     """A sentence that names the closest possible word; "" if none is close."""
-    close = difflib.get_close_matches(str(word).lower(), possible, n=1, cutoff=0.5)
+    spelt = {name.lower(): name for name in possible}
+    close = difflib.get_close_matches(str(word).lower(), spelt, n=1, cutoff=cutoff)
+    close = [spelt[name] for name in close]
     return f" Did you mean {quote}{close[0]}{quote}?" if close else ""
 
 

@@ -7,10 +7,12 @@ import logging
 import sys
 import time
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
+from statistics import fmean
 
 from flowalign.config import TrainingStage
 from flowalign.system.escape import harmless
@@ -52,7 +54,7 @@ class Progress:
         self.folder = Path(config.output)
         self.on_update: OnMetrics | None = None
         self.done = 0  # updates
-        self.seconds: float | None = None  # of the last update
+        self.seconds = deque[float](maxlen=10)  # of the last updates
 
     def live(self, update: int) -> AbstractContextManager[None]:
         """Record warnings during the run, which starts after `update` updates."""
@@ -69,11 +71,11 @@ class Progress:
         elif metrics.LOST in values:
             line = "held-out scores are missing"
         else:
-            self.seconds = sum(values.get(name, 0.0) for name in metrics.SECONDS)
+            self.seconds.append(sum(values.get(name, 0.0) for name in metrics.SECONDS))
         parts = [f"update {update}/{self.total}", line]
-        if self.seconds is not None:
-            left = timedelta(seconds=round(self.seconds * (self.total - update)))
-            parts += [f"{self.seconds:.3g} s/update", f"ETA {left}"]
+        if self.seconds:
+            left = timedelta(seconds=round(fmean(self.seconds) * (self.total - update)))
+            parts += [f"{self.seconds[-1]:.3g} s/update", f"ETA {left}"]
         # not through rich: FORCE_COLOR would put colours into a log
         print(time.strftime(CLOCK), "  ".join(filter(None, parts)), file=sys.stderr, flush=True)
         if self.on_update:

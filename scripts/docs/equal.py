@@ -196,7 +196,8 @@ def filled(page: str, differences: Mapping[str, str] | None = None) -> str:
         file = f"tests/{row.tests[0].partition('::')[0]}"
         difference = kept.get(row.what, "?")
         lines.append(f"|{row.what}|{code}|{row.cases}|{difference}|[`{file}`](../{file})|")
-    lines += ["", f"Together {total()} cases."]
+    copied = sum(row.cases for row in rows() if row.transcribed)
+    lines += ["", f"Together {total()} cases, {copied} of them from copies of the arithmetic."]
     return TABLE.sub(lambda _: "\n".join(lines) + "\n\n", page)
 
 
