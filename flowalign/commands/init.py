@@ -112,6 +112,7 @@ def main(arguments: argparse.Namespace) -> int:
     print("\n".join([str(out), *notes]))
     if unfit := once(chain.from_iterable(map(_unfit, stages.values()))):
         print("\n".join(f"problem: {text}" for text in unfit))
+        print(f"{out} was written all the same; --force writes it again")
         return 1
     fits = "" if draft.model == "tiny" else f" --gpu {gpu or '4090'}"
     if any(reward_registry.RewardSpec(name).own_code for name in draft.rewards):
