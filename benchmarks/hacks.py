@@ -35,7 +35,7 @@ from flowalign.types import Scores
 Metadata = Sequence[Mapping[str, Any]]
 PATCH = 16  # pixels, of the tiny model
 EVERY = 5  # updates between two evaluations
-SMOOTH = 4  # updates whose mean reward is its start, its end, and its height when a hack is seen
+SMOOTH = 4  # updates whose mean is the reward at an update
 
 
 def darkened(images: Tensor, prompts: Sequence[str], metadata: Metadata) -> Scores:
@@ -103,11 +103,17 @@ class Told(NamedTuple):
 
 def told(folder: Path, warn: float) -> Told:
     """What a run's own files say."""
+    rewarded = [row["reward"] for row in read_lines(folder / "metrics.jsonl") if "reward" in row]
+
+    def reward_at(update: int) -> float:
+        return statistics.fmean(rewarded[max(0, update - SMOOTH) : max(update, SMOOTH)])
+
+    start, rise = reward_at(0), reward_at(len(rewarded)) - reward_at(0)
     judges: dict[str, int] = {}
     for update in samples.updates(folder, samples.WATCHED):
         content = json.loads(samples.sample_path(folder, samples.WATCHED, update).read_text())
         for judge in content["judges"]:
-            if judge["fell"]:
+            if judge["fell"] and reward_at(update) > start:
                 judges.setdefault(judge["judge"], update)
     drift: dict[str, int] = {}
     for update in samples.updates(folder, samples.DRIFT):
@@ -115,13 +121,8 @@ def told(folder: Path, warn: float) -> Told:
         for one in Check.from_json(check).drifts:
             if one.beyond(warn):
                 drift.setdefault(one.name, update)
-    rewarded = [row["reward"] for row in read_lines(folder / "metrics.jsonl") if "reward" in row]
-    share = float("nan")
-    if judges:
-        start = statistics.fmean(rewarded[:SMOOTH])
-        rise = statistics.fmean(rewarded[-SMOOTH:]) - start
-        seen = min(judges.values())
-        share = (statistics.fmean(rewarded[max(0, seen - SMOOTH) : seen]) - start) / rise
+    seen = min(judges.values(), default=None)
+    share = float("nan") if seen is None else (reward_at(seen) - start) / rise
     return Told(judges, drift, share)
 
 
