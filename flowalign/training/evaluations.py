@@ -14,6 +14,8 @@ from flowalign.types import EvalReport, EvalRow, Watched
 Evaluate = Callable[[], tuple[EvalRow | None, EvalReport]]  # None where no task has a reward
 Measured = tuple[float, float]  # a mean and its standard error
 SURE = 2.0  # standard errors of a difference that count as a change
+# and of a watched judge's fall: there are many of them, at many evaluations (docs/alarm.md)
+FALL = 3.0
 
 
 def measured(row: EvalRow) -> Measured:
@@ -44,8 +46,8 @@ class Change:
 
     @property
     def fell(self) -> bool:
-        """Whether it is lower by more than SURE standard errors."""
-        return self.difference < -SURE * self.stderr
+        """Whether it is lower by more than FALL standard errors."""
+        return self.difference < -FALL * self.stderr
 
     def __str__(self) -> str:
         about = f"{self.difference:+.3f} ± {self.stderr:.3f}, paired over {len(self.moved)} prompts"
