@@ -26,6 +26,8 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--out", type=Path, default=Path("curves.pdf"), help=help)
     parser.add_argument("--over", choices=(metrics.UPDATE, metrics.EVALUATIONS),
                         default=metrics.UPDATE, help="what the axis counts")  # fmt: skip
+    parser.add_argument("--of", nargs="+", default=(), metavar="CHART",
+                        help="the charts to draw: names of tasks (default: all)")  # fmt: skip
     args = parser.parse_args(argv)
     logs = named_logs(args.runs)
     out = expanded(args.out)
@@ -35,7 +37,7 @@ def main(argv: Sequence[str]) -> int:
         )
     from flowalign.report.pictures import held_out_plot  # matplotlib and torch
 
-    held_out_plot(logs, out, args.over)
+    held_out_plot(logs, out, args.over, args.of)
     print(out)
     return 0
 

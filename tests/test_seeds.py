@@ -227,6 +227,14 @@ def test_the_curves_of_runs_are_one_figure(tmp_path: Path, capsys) -> None:
         assert out.read_bytes().startswith(begin)
     drawn = re.findall(r"<!-- (.*?) -->", out.read_text())
     assert {"mean of the tasks", "ocr", "other"} <= {*drawn} and "exact" not in drawn
+    # a run has one colour in all charts, whichever others a chart has
+    (tmp_path / "more").mkdir()
+    rows = [{"update": update, "eval/headline": 0.5, "eval/x/reward": 0.5} for update in (0, 5)]
+    (tmp_path / "more" / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    more = [*runs, str(tmp_path / "more"), "--out", str(out), "--of", "x"]
+    assert main(["eval", "curves", *more]) == 0
+    text = out.read_text()
+    assert "#2ca02c" in text and "#1f77b4" not in text and "mean of the tasks" not in text
     lines = [{"update": 0, "eval/headline": 0.4}, {"update": 1, "evaluations": 10}]
     lines += [{"update": 2, "evaluations": 20}, {"update": 2, "eval/headline": 0.5}]
     (tmp_path / "counted").mkdir()
@@ -245,6 +253,7 @@ def test_the_curves_of_runs_are_one_figure(tmp_path: Path, capsys) -> None:
         ([str(tmp_path)], "metrics.jsonl"), ([str(tmp_path / "none")], "held-out"),
         ([*runs, "--out", str(tmp_path / "x.txt")], "txt"),
         ([*runs, "--over", "evaluations"], "evaluations"), ([f"{runs[0]}+{runs[0]}"], "--over"),
+        ([*runs, "--of", "y"], "ocr"),
     ):  # fmt: skip
         assert main(["eval", "curves", *bad]) == 2
         assert key in capsys.readouterr().err

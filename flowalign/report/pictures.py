@@ -255,7 +255,8 @@ def read_metrics(path: Path) -> dict[str, Curve]:
 
 
 class Chart(NamedTuple):
-    """Curves {label: points} with one axis. about: what is good. style: NOISY, LOG or ""."""
+    """Curves {label: points} with one axis. about: what is good. style: NOISY, LOG or "". labels:
+    of all charts of a figure, so that a label has one colour in it; () = those of `curves`."""
 
     title: str
     axis: str
@@ -263,6 +264,7 @@ class Chart(NamedTuple):
     about: str
     style: str = ""
     over: str = "rollouts"
+    labels: Sequence[str] = ()
 
 
 def charts(curves: Mapping[str, Curve]) -> list[Chart]:
@@ -299,14 +301,18 @@ def metrics_plot(drawn: Sequence[Chart], path: Path, title: str = "") -> None:
 
 
 def held_out_plot(
-    logs: Mapping[str, Sequence[Path]], path: Path, over: str = metrics.UPDATE
+    logs: Mapping[str, Sequence[Path]],
+    path: Path,
+    over: str = metrics.UPDATE,
+    wanted: Sequence[str] = (),
 ) -> None:
     """Plot the held-out scores of runs {name: metrics.jsonl}: a chart for the mean of the tasks and
     one per task (its `overall` if there is one). Runs without rewards show their distance to the
     teachers. If a name has several runs, the last one is plotted.
 
-    over: metrics.UPDATE, or EVALUATIONS, the cumulative count over all runs of a name. Raises
-    ValueError if a run has no score, or no such metric.
+    over: metrics.UPDATE, or EVALUATIONS, the cumulative count over all runs of a name. wanted: the
+    charts to draw, () = all. Raises ValueError if a run has no score, or no such metric, or there
+    is no such chart.
     """
     scores: dict[str, dict[str, Curve]] = {}  # by chart, then by run
     for run, files in logs.items():
@@ -324,11 +330,13 @@ def held_out_plot(
                 scores.setdefault(task, {})[run] = curve
     if not scores:
         raise ValueError(f"no held-out score in {', '.join(str(f[-1]) for f in logs.values())}.")
+    if unknown := [title for title in wanted if title not in scores]:
+        raise ValueError(f"--of: no chart is named {unknown[0]!r}; there are {', '.join(scores)}.")
     about = "rollouts" if over == metrics.UPDATE else "function evaluations"
     made = []
-    for title, curves in scores.items():
+    for title in wanted or scores:
         axis = "of the base model's" if title == DISTANCE else "held-out score"
-        made.append(Chart(title, axis, curves, "", over=about))
+        made.append(Chart(title, axis, scores[title], "", over=about, labels=[*logs]))
     metrics_plot(made, path)
 
 
@@ -354,7 +362,9 @@ def _over_evaluations(
 def _draw_chart(axis: Axes, chart: Chart) -> None:
     about = chart.over
     ones = np.ones(WINDOW)
+    labels = [*(chart.labels or chart.curves)]
     for label, points in chart.curves.items():
+        color = f"C{labels.index(label)}"
         x, y = zip(*points, strict=True)
         line = y
         smooth = chart.style == NOISY and len(x) > WINDOW
@@ -362,9 +372,9 @@ def _draw_chart(axis: Axes, chart: Chart) -> None:
             line = np.convolve(y, ones, "same") / np.convolve(np.ones(len(y)), ones, "same")
             about = f"{chart.over} (line: mean of {WINDOW} points)"
         marker = "o" if len(x) < 20 else ""  # a short run would be a bare line, or invisible
-        (drawn,) = axis.plot(x, line, linewidth=1.2, marker=marker, label=_plain(label))
+        axis.plot(x, line, color=color, linewidth=1.2, marker=marker, label=_plain(label))
         if smooth:
-            axis.plot(x, y, ".", markersize=2.5, alpha=0.35, color=drawn.get_color())
+            axis.plot(x, y, ".", color=color, markersize=2.5, alpha=0.35)
     axis.set_title(_plain(chart.title), fontsize=10)
     axis.set_xlabel(about, fontsize=8)
     axis.set_ylabel(chart.axis, fontsize=8)
