@@ -108,7 +108,8 @@ def told(folder: Path, warn: float) -> Told:
     def reward_at(update: int) -> float:
         return statistics.fmean(rewarded[max(0, update - SMOOTH) : max(update, SMOOTH)])
 
-    start, rise = reward_at(0), reward_at(len(rewarded)) - reward_at(0)
+    start = reward_at(0)
+    rise = reward_at(len(rewarded)) - start
     judges: dict[str, int] = {}
     for update in samples.updates(folder, samples.WATCHED):
         content = json.loads(samples.sample_path(folder, samples.WATCHED, update).read_text())
