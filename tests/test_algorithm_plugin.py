@@ -67,7 +67,7 @@ def test_the_doctor_predicts_it_by_what_it_keeps(random_model, tmp_path, capsys)
 def test_init_writes_its_config(tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
     assert cli.main(["init", "--stage", "toy", "--reward", "ocr", "--all"]) == 0
-    config = load("toy.yaml")
+    config: Any = load("toy.yaml")
     assert config.toy.noise_levels == 3  # declared by the plugin; NFT's shipped 8 are not its own
     assert config.stage == "toy" and config.tasks[0].validation == "tiny/ocr_val"
     assert "# Noise levels." in Path("toy.yaml").read_text()
