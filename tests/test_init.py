@@ -56,6 +56,8 @@ def test_a_run_does_not_watch_a_judge_that_it_learns_from() -> None:
     config = written("--stage", "nft", "--reward", "ocr", "pickscore", "--model", "tiny")
     judges = {spec.name for benchmark in config.watched for spec in benchmark.judges.values()}
     assert judges == {"geneval"}
+    every = ("--reward", "ocr", "pickscore", "geneval")
+    assert not written("--stage", "nft", *every, "--model", "tiny").watched
 
 
 def test_a_run_watches_what_is_on_this_disk(capsys: pytest.CaptureFixture[str]) -> None:

@@ -233,7 +233,7 @@ class Draft:
             data |= self._tasks(map(_short, self.rewards))
             data["tasks"] = self._paid(data["tasks"])
             if data.get("evaluation"):
-                watch = data["evaluation"].get("watch") or self._watch()
+                watch = data["evaluation"].pop("watch", None) or self._watch()
                 watch = unpaid(watch, {task["reward"]["name"] for task in data["tasks"]})
                 data["evaluation"] |= {"watch": watch} if watch else {}
         elif self.like == "merge":
