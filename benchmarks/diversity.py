@@ -48,7 +48,8 @@ def layouts(images: Tensor, prompts: Sequence[str], metadata: Metadata) -> Score
 
 def config(args: argparse.Namespace) -> dict[str, Any]:
     """The evaluation of the models."""
-    models, guidance = {}, {}
+    models: dict[str, str | None] = {}
+    guidance: dict[str, float] = {}
     for text in args.models:
         name, _, rest = text.partition("=")
         adapter, _, scale = rest.partition("@")
