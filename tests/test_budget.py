@@ -201,6 +201,21 @@ def test_a_pace_that_was_measured_is_that_of_the_weights(random_model: str, tmp_
     assert packed.after("model.quantization=null").hours == pytest.approx(run.hours)
 
 
+@pytest.mark.parametrize(("prompts", "noted"), [(512, False), (16, True)])
+def test_judges_that_are_not_trained_take_a_twentieth_of_a_run_at_most(
+    random_model: str, tmp_path: Path, prompts: int, noted: bool
+) -> None:
+    judge = {"name": "pickscore", "options": {"model": "tiny"}}
+    watch = {"name": "others", "prompts": "tiny/ocr_val", "limit": 400, "reward": judge}
+    run = big(random_model, tmp_path, "nft")
+    run["evaluation"] = {"every": 100, "watch": [watch]}
+    run["tasks"][0]["validation"] = "tiny/preference_val"
+    stage = config.parse(run, ["train.updates=10", f"rollout.prompts={prompts}"])
+    pace = Pace(dict.fromkeys([*PHASES, "rewards"], 1e12), "measured here")
+    findings = planned(stage, Device(1), pace).findings()
+    assert any(found.key == "watch" for found in findings) == noted
+
+
 def test_a_run_that_nothing_makes_fit_has_no_hours_and_says_what_is_large(
     random_model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -35,6 +35,7 @@ GIB = 2**30
 USABLE_SHARE = 0.92  # of a device's memory that tensors can use; the rest is lost between blocks
 CUDA_CONTEXT = 0.6 * GIB  # of CUDA, cuDNN and cuBLAS
 LONG = 100  # hours above which a run is noted
+WATCHING = 0.05  # of a run's hours: a larger share for the judges of evaluation.watch is noted
 
 
 class Device(NamedTuple):
@@ -108,6 +109,17 @@ class Forecast:
     def hours(self) -> float:
         return self.times.hours if self.times else 0.0
 
+    @property
+    def watching(self) -> float:
+        """The share of the hours that the judges of evaluation.watch take."""
+        stage: Any = self.stage
+        if not (self.times and self.hours and stage.trains and stage.watched):
+            return 0.0
+        images = self.estimate.evaluated
+        watched = sum(images[judged.name] for judged in stage.watched)
+        seconds = self.times.evaluation * watched / sum(images.values())
+        return self.estimate.evaluations * seconds / (3600 * self.hours)
+
     @cached_property
     def memory(self) -> int:
         """Bytes of the device: from --memory, of the planned GPU, or of this machine."""
@@ -154,6 +166,10 @@ class Forecast:
             yield note("time", "the rate of this device is not known; --gpu or --tflops says it")
         elif self.times.unknown:
             yield note("time", f"not included: {', '.join(self.times.unknown)}")
+        if self.watching > WATCHING:
+            text = f"{self.watching:.0%} of the hours are for judges that are not trained"
+            remedy = "raise evaluation.every, or lower evaluation.watch.*.limit"
+            yield note("watch", f"{text}; {WATCHING:.0%} are enough: {remedy}")
         if self.times and self.stage.trains and self.device.gpus > 1:
             longest = max(self.times.update, self.times.evaluation)
             warned = 60 * math.ceil((1.5 * longest + 30) / 60)  # hours may be too low by a third
