@@ -5,7 +5,8 @@ distance between the images of a prompt (1 - mean cosine of the tiny encoder's f
 and of GenEval's prompts the share of pairs of right images whose layouts differ. A layout is where
 the objects are: the third of the image, across and down, of each. Wrong images do not count there,
 since a model that errs more would have more layouts. `NAME=` is the base; `NAME=ADAPTER@2` is
-sampled at CFG 2. A finished evaluation is not made again.
+sampled at CFG 2. A finished evaluation is not made again. --picture FILE draws the images of each
+task's first prompt.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import argparse
 import math
 import statistics
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,8 @@ import flowalign
 from flowalign.backbone.tiny.detector import TinyDetector
 from flowalign.config import read
 from flowalign.rewards.geneval import GenEval
+from flowalign.report.pictures import Block, Row, comparison
+from flowalign.system.images import pixels_of
 from flowalign.types import Metadata, Scores
 
 COPIES = 8
@@ -92,12 +95,24 @@ def differing(images: Sequence[dict[str, Any]]) -> float:
     return statistics.fmean(a != b for a, b in pairs) if pairs else math.nan
 
 
+def block(folder: Path, task: str, models: Mapping[str, Any]) -> Block:
+    """The images of a task's first prompt, a row for each model."""
+    rows = []
+    for name, model in models.items():
+        first = model["images"][f"{task}_diversity"][0]
+        files = sorted((folder / "images" / name / task).glob("*.png"))[:COPIES]
+        images = [pixels_of(path.read_bytes()) for path in files]
+        rows.append(Row(images, [""] * COPIES, name.replace("_", " ")))
+    return Block(f"{task}: {first['prompt']}", [""] * COPIES, rows)
+
+
 def main() -> None:
     """See the module."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("models", nargs="+", metavar="NAME=ADAPTER[@CFG]")
     parser.add_argument("--prompts", type=int, default=96, help="of each task")
     parser.add_argument("--out", type=Path, default=Path("outputs/diversity"))
+    parser.add_argument("--picture", type=Path, help="a PNG")
     args = parser.parse_args()
     found = flowalign.train(config(args)).results["models"]
     print("| model | GenEval | OCR | preference | layouts of right images that differ |")
@@ -110,6 +125,9 @@ def main() -> None:
         )
         layout = mean(map(differing, by_prompt(images["geneval_layouts"])))
         print(f"| {name} | {' | '.join(distances)} | {layout} |")
+    if args.picture:
+        tasks = ("geneval", "ocr", "preference")
+        comparison(args.picture, [block(args.out, task, found) for task in tasks])
 
 
 if __name__ == "__main__":
