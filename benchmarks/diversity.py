@@ -26,8 +26,8 @@ from torch import Tensor
 import flowalign
 from flowalign.backbone.tiny.detector import TinyDetector
 from flowalign.config import read
-from flowalign.rewards.geneval import GenEval
 from flowalign.report.pictures import Block, Row, comparison
+from flowalign.rewards.geneval import GenEval
 from flowalign.system.images import pixels_of
 from flowalign.types import Metadata, Scores
 

@@ -67,7 +67,7 @@ QUALITY = ("pickscore", "hpsv2", "imagereward", "aesthetic")  # their teacher is
 # The student of teachers that have absorbed the base's guidance, and its anchor of good pictures.
 # Labels at CFG 1.5 to 3 were no better (docs/log/2026-11.md#guidance: .881 to .864, 1: .862; on
 # world 3 GenEval .615 for .656). The weight: 256 validation prompts a task chose .3 of .04 to 3,
-# with .025 more of other judges' scores than .04, the paper's (docs/log/earlier-teachers.md#three-seeds).
+# with .025 more of other judges than .04, the paper's (docs/log/earlier-teachers.md#three-seeds).
 LABELS_AT = 1.0
 ANCHOR_WEIGHT = 0.3
 WATCHED = 24  # prompts of each task whose judges a run does not learn from
