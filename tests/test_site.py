@@ -28,6 +28,11 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def test_the_introduction_links_to_no_later_section_of_the_readme() -> None:
+    """The site's first page has the introduction alone."""
+    assert "](#" not in (ROOT / "README.md").read_text().partition("\n## ")[0]
+
+
 @pytest.mark.long
 def test_the_site_reads_a_page_as_github_does(site: Path) -> None:
     """Python's Markdown wants blank lines where CommonMark does not: count what is made of a page
