@@ -2,7 +2,7 @@
 
     python benchmarks/many_tasks.py outputs/tiny/seed_{0,1,2}
 
-The folders are runs of benchmarks/seeds.yaml, which this starts from. A task is a letter before
+A folder holds what is made for one seed. All starts from tiny/guided. A task is a letter before
 the prompt of two objects ("R a dog and a bus"), and wants one of three styles, one of two layouts
 and one of two orders; twelve in all. The base hardly heeds the letter. Every task has a teacher by
 NFT; for 3, 6 and 12 tasks a student is distilled from the average of its teachers, and NFT trains
@@ -121,7 +121,7 @@ def recipe(run: Path, seed: int, counts: Sequence[int], updates: int, limit: int
     def nft(letters: str, updates: int, **more: Any) -> dict[str, Any]:
         return {
             "use": str(CONFIGS / "nft_mix.yaml"),
-            "lora": {"init": str(run / "guided" / "adapter")},
+            "lora": {"init": "tiny/guided"},
             "nft": {"noise_levels": 4, **more},
             "optimizer": {"lr": 1e-3},
             **train(letters, updates),
@@ -157,7 +157,7 @@ def recipe(run: Path, seed: int, counts: Sequence[int], updates: int, limit: int
     stages[f"table_{len(every)}"] = {
         "use": str(CONFIGS / "eval.yaml"),
         "benchmarks": [prompts(letter, "test") | {"limit": limit} for letter in every],
-        "models": {"base": None, "guided": str(run / "guided" / "adapter"), **models},
+        "models": {"base": None, "guided": "tiny/guided", **models},
         "fidelity": None,
         "alarm": None,
         "matrix": False,
@@ -175,7 +175,7 @@ def recipe(run: Path, seed: int, counts: Sequence[int], updates: int, limit: int
 def main() -> None:
     """Run the recipe of every seed; what is there already is not made again."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("runs", type=Path, nargs="+", help="outputs of benchmarks/seeds.yaml")
+    parser.add_argument("runs", type=Path, nargs="+", help="a folder for each seed")
     parser.add_argument("--counts", type=int, nargs="+", default=[3, 6, 12], help="of tasks")
     parser.add_argument("--updates", type=int, default=UPDATES, help="of a teacher")
     parser.add_argument("--limit", type=int, default=72, help="test prompts of a task")

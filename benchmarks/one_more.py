@@ -94,7 +94,7 @@ def recipe(run: Path, seed: int, updates: int | None, limit: int) -> dict[str, A
         "stages": {
             "teacher_noto": {
                 **nft,
-                "lora": {"init": str(run / "guided" / "adapter")},
+                "lora": {"init": "tiny/guided"},
                 "tasks": [task],
                 "train": train(20),
             },

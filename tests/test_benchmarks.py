@@ -23,7 +23,7 @@ SMALLEST = {
     "predictions pace": ("long", "teacher_ocr --updates 1"),
     "text_in_style": ("long", "--out {} --steps 1 --updates 1 --prompts 8"),
 }
-ONE_MORE = {"guided": "guided", "student": "preference"}
+ONE_MORE = {"student": "preference"}
 ONE_MORE |= {f"teacher_{name}": name for name in ("geneval", "ocr", "preference")}
 ELSEWHERE = {"gpu"}  # has tests of its own
 
@@ -38,7 +38,7 @@ def test_every_benchmark_is_tried() -> None:
 )
 def test_it_runs(name: str, tmp_path: Path) -> None:
     script, *command = name.split()
-    if script in ("many_tasks", "one_more"):  # the models of a seed
+    if script == "one_more":  # the models of a seed
         for model, adapter in ONE_MORE.items():
             shutil.copytree(TEACHERS / adapter, tmp_path / model / "adapter")
     words = shlex.split(SMALLEST[name][1].replace("{}", str(tmp_path)))
