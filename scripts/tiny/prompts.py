@@ -10,6 +10,7 @@ training prompt asks for; nor have they the words of their signs. A prompt has s
 from __future__ import annotations
 
 import json
+import math
 import zlib
 from collections.abc import Mapping
 from functools import cache
@@ -46,7 +47,6 @@ TRAINING = {  # of 40 prompts that train GenEval: more of what the base seldom d
 SIMPLE = ("single_object", "colors")  # too few to hold any out: pretraining alone draws them
 HELD_OUT_SHARE = {"two_object": 0.1, "counting": 0.12, "position": 0.1, "color_attr": 0.1}
 SIZES = {"train": 2000, "val": 400, "test": 400}  # prompts of a split
-GENEVAL_TRAIN = 1000  # "three" has no more scenes for its share
 NUMBERS = ("one", "two", "three", "four")
 OPPOSITE = {"left of": "right of", "above": "below"}
 TEST_WORDS = """
@@ -216,6 +216,20 @@ def objects_file(split: str, entries: int, seed: int, shares: Mapping[str, int])
     return [rows[i] for i in rng.permutation(len(rows))]
 
 
+def training_file(entries: int, seed: int) -> list[Metadata]:
+    """`entries` scenes for GenEval's teacher, shuffled, in the proportions of TRAINING. None is
+    twice in it before all of its kind are once: "three" has 179, the others enough."""
+    rng = np.random.default_rng(seed)
+    rows = []
+    for kind, share in TRAINING.items():
+        pool = scenes(kind, "train")
+        wanted = round(entries * share / sum(TRAINING.values()))
+        turns = math.ceil(wanted / len(pool))
+        order = np.concatenate([rng.permutation(len(pool)) for _ in range(turns)])
+        rows += [pool[i] for i in order[:wanted]]
+    return [rows[i] for i in rng.permutation(len(rows))]
+
+
 def by_turns(rows: list[Metadata]) -> list[Metadata]:
     """The scenes with their tags taking turns: GenEval's score is the mean over tags, so the first
     prompts (`limit`) hold as many of each tag as there are."""
@@ -245,7 +259,7 @@ def files(split: str) -> dict[str, list[Metadata]]:
     entries = SIZES[split]
     seed = list(SIZES).index(split)
     if split == "train":
-        objects = objects_file(split, GENEVAL_TRAIN, seed, TRAINING)
+        objects = training_file(entries, seed)
         mixed = dict.fromkeys(TAGS, 1)
     else:
         objects = by_turns(objects_file(split, entries, seed, TAGS))
