@@ -139,7 +139,7 @@ def train_run(name: str, run: Run, seed: int, out: Path) -> Path:
          "rewards": {k: v for k, v in judges.items() if k in (one.name, "preference")}}
         for one in panel
     ]  # fmt: skip
-    left = unpaid(watch, {task.reward.name for task in config.tasks if task.reward})
+    left = unpaid(watch, [task.reward.model_dump() for task in config.tasks if task.reward])
     overrides = [
         *run.changes, f"output={folder}", f"seed={seed}", f"evaluation.every={EVERY}",
         "evaluation.prompts=48", f"evaluation.watch={json.dumps(left)}", "alarm.every=2",

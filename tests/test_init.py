@@ -60,6 +60,17 @@ def test_a_run_does_not_watch_a_judge_that_it_learns_from() -> None:
     assert not written("--stage", "nft", *every, "--model", "tiny").watched
 
 
+def test_a_reward_has_the_settings_of_the_teacher_whose_product_begins_with_it() -> None:
+    """The tiny GenEval teacher's reward is GenEval times PickScore."""
+    config = written("--stage", "nft", "--reward", "geneval", "--model", "tiny")
+    shipped = load_shipped("tiny", "teacher_geneval_nft")
+    assert (config.rollout, config.nft) == (shipped.rollout, shipped.nft)
+    assert config.tasks[0].reward.options == {"detector": "tiny", "reward": "official"}
+    assert {spec.name for one in config.watched for spec in one.judges.values()} == {
+        "ocr", "pickscore",
+    }  # fmt: skip
+
+
 def test_a_run_watches_what_is_on_this_disk(capsys: pytest.CaptureFixture[str]) -> None:
     """OCR needs no weights of the Hub; PickScore's are not here."""
     wanted = ("--stage", "nft", "--reward", "pickscore", "--model", MEDIUM)

@@ -11,7 +11,7 @@ import inspect
 import re
 import shlex
 import textwrap
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -234,7 +234,7 @@ class Draft:
             data["tasks"] = self._paid(data["tasks"])
             if data.get("evaluation"):
                 watch = data["evaluation"].pop("watch", None) or self._watch()
-                watch = unpaid(watch, {task["reward"]["name"] for task in data["tasks"]})
+                watch = unpaid(watch, [task["reward"] for task in data["tasks"]])
                 data["evaluation"] |= {"watch": watch} if watch else {}
         elif self.like == "merge":
             shipped = [teacher["adapter"] for teacher in self.student["teachers"].values()]
@@ -293,7 +293,7 @@ class Draft:
             files = [file for name in ("teacher_*", "dpo") for file in folder.glob(f"{name}.yaml")]
             # if a reward has two, use the shorter name: x.yaml, not x_published.yaml
             configs = [c for c in map(read, sorted(files, reverse=True)) if c["stage"] == stage]
-            by_reward = {c["tasks"][0].get("reward", {}).get("name"): c for c in configs}
+            by_reward = {first_judge(c["tasks"][0]): c for c in configs}
             if by_reward:
                 break
         data = by_reward.get(reward) or by_reward.get("ocr") or next(iter(by_reward.values()))
@@ -309,8 +309,10 @@ class Draft:
         paid = []
         for task in tasks:
             (shipped,) = self._teacher(stage, task["reward"]["name"])["tasks"]
-            same = shipped["reward"]["name"] == task["reward"]["name"]
-            paid.append({**task, **({"reward": shipped["reward"]} if same else {})})
+            parts = {part.name: part for part in parts_of(shipped["reward"])}
+            same = parts.get(task["reward"]["name"])
+            reward = {"name": same.name, "options": same.options} if same else task["reward"]
+            paid.append({**task, "reward": reward})
         if len(paid) == 1:
             paid[0].pop("weight", None)
         return paid
@@ -519,12 +521,27 @@ def _without_cfg(
     return stages
 
 
-def unpaid(watch: Sequence[Mapping[str, Any]], paid: Container[str]) -> list[dict[str, Any]]:
-    """The watched benchmarks without the judges that the run learns from."""
+def parts_of(reward: Mapping[str, Any] | None) -> list[reward_registry.RewardSpec]:
+    """The judges that a reward of a raw config is made of."""
+    if reward is None:
+        return []
+    return list(reward_registry.RewardSpec(reward["name"], reward.get("options", {})).parts())
+
+
+def first_judge(task: Mapping[str, Any]) -> str | None:
+    """The judge that a task is for: of a product, the one that it names first."""
+    return next((part.name for part in parts_of(task.get("reward"))), None)
+
+
+def unpaid(
+    watch: Sequence[Mapping[str, Any]], rewards: Iterable[Mapping[str, Any]]
+) -> list[dict[str, Any]]:
+    """The watched benchmarks without the judges that the rewards of a run are made of."""
+    paid = {part.name for reward in rewards for part in parts_of(reward)}
     kept = []
     for benchmark in watch:
-        rewards = benchmark.get("rewards", {}).items()
-        left = {name: reward for name, reward in rewards if reward["name"] not in paid}
+        judges = benchmark.get("rewards", {}).items()
+        left = {name: judge for name, judge in judges if judge["name"] not in paid}
         alone = benchmark.get("reward")
         if left:
             kept.append({**benchmark, "rewards": left})
