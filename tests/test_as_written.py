@@ -22,7 +22,7 @@ CHECKOUT = (  # what a command on the pages reads
 CUT = {
     "flowalign train ": "train.updates=2 rollout.prompts=8 rollout.batch_size=8"
     " optimizer.micro_batch=8 train.checkpoint_every=1 train.sample_every=1"
-    " evaluation.every=2 evaluation.prompts=3",
+    " evaluation.every=2 evaluation.prompts=3 evaluation.watch=[]",
     "python -m flowalign.eval ": "fidelity=null benchmarks.0.limit=2 benchmarks.1.limit=2"
     " benchmarks.2.limit=2",
 }

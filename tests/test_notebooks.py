@@ -50,7 +50,7 @@ def test_what_is_committed_shows_its_outputs_and_is_short(path: Path) -> None:
     assert path.stat().st_size < 1_000_000
 
 
-LONG = ("custom_reward", "many_loras")  # they train; what they show is tested elsewhere, too
+LONG = ("custom_reward", "from_python", "many_loras")  # shown elsewhere, too
 
 
 @pytest.mark.parametrize(

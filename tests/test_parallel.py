@@ -334,8 +334,13 @@ def test_two_processes_with_a_teacher_on_another_base(random_model, tmp_path, st
             assert found == pytest.approx(expected, rel=1e-3, abs=1e-5, nan_ok=True)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        pytest.param("ddp_2cpu", marks=pytest.mark.slow),
+        pytest.param("fsdp2_8gpu", marks=pytest.mark.long),
+    ],
+)
 def test_compiled_blocks_on_two_processes(random_model, tmp_path, strategy: str) -> None:
     """The weights of an eager run in one process. GRPO's second step of a rollout has a ratio."""
     runs = []
