@@ -1,4 +1,4 @@
-"""alarm.py: it speaks when the reward rises and something held out falls, and only then."""
+"""alarm.py: it speaks when something held out falls, and when an update goes wrong."""
 
 import json
 import math
@@ -26,6 +26,7 @@ def told(rewards: list[list[float]], held_out: list[float], error: float = 0.01)
 
 RISING = [[0.1, 0.2, 0.1], [0.5, 0.6, 0.5], [0.8, 0.9, 0.8]]
 FLAT = [[0.1, 0.2, 0.1], [0.1, 0.2, 0.1], [0.2, 0.1, 0.1]]
+DIVERGING = [[0.6, 0.9, 1.0], [0.9, 1.0, 1.0], [0.9, 0.9, 0.9], [0.8, 0.7, 0.7]]
 
 
 @pytest.mark.parametrize(
@@ -34,10 +35,13 @@ FLAT = [[0.1, 0.2, 0.1], [0.1, 0.2, 0.1], [0.2, 0.1, 0.1]]
         (RISING, [0.5, 0.6, 0.4, 0.3], [0, 0, 1, 1]),  # below its best
         (RISING, [0.5, 0.6, 0.59, 0.6], [0, 0, 0, 0]),  # within its error
         (RISING, [0.5, 0.6, 0.7, 0.8], [0, 0, 0, 0]),
-        (FLAT, [0.5, 0.6, 0.4, 0.3], [0, 0, 0, 0]),  # nothing was learnt: no hacking
+        (FLAT, [0.5, 0.6, 0.59, 0.6], [0, 0, 0, 0]),
+        (FLAT, [0.5, 0.6, 0.4, 0.3], [0, 0, 1, 1]),  # no hack, and yet it gets worse
+        (DIVERGING, [0.58, 0.98, 0.96, 0.91, 0.81], [0, 0, 0, 1, 1]),  # an OCR teacher by NFT
+        (FLAT, [-0.5, -0.5, -9, -9], [0, 0, 1, 1]),  # a score of another scale
     ],
 )
-def test_it_speaks_when_one_rises_and_the_other_falls(
+def test_it_speaks_when_what_is_held_out_falls(
     rewards: list[list[float]], held_out: list[float], expected: list[int]
 ) -> None:
     assert told(rewards, held_out) == expected
@@ -79,7 +83,6 @@ def test_a_collapse_of_what_is_held_out_is_a_divergence(held_out: list[float]) -
     rewards = [[0.0, 0.1, 0.0]] * (len(held_out) - 1)
     alarms = told(rewards, held_out, error=0.07)
     assert alarms == [int(score < 0.1) for score in held_out]
-    assert told(rewards, [-0.5, *[-9.0] * (len(held_out) - 1)])[-1] == 0  # of no known scale
     assert told([[0.1]], [0.02, 0.0], error=0.02)[-1] == 0  # it was as good as nothing before
     alarm = Alarm()  # nor a tag of two prompts, whose error is 0
     assert not alarm.look({"geneval/counting": (1.0, 0.0)})

@@ -13,7 +13,6 @@ from flowalign.training import metrics
 from flowalign.training.evaluations import SURE, Change, Evaluation, Measured
 from flowalign.training.events import Learned, Listener, warn
 
-COLLAPSED = 0.25  # a held-out reward below this share of the first one is a collapse
 LASTING = 5  # consecutive wrong updates before a warning
 CLIPPED = 0.5  # share of clipped policy ratios above which little is learnt
 FARTHER = 10.0  # times the first distance to the teachers, which should only fall
@@ -88,49 +87,33 @@ class Alarm(Listener):
         return self.lasting[sign] == LASTING
 
     def look(self, held_out: Mapping[str, Measured], watched: Container[str] = ()) -> list[str]:
-        """A sentence for each reward that collapsed since the first evaluation, and for each number
-        that fell from its best while training improved from the first period to this one.
-        Differences within SURE standard errors, or with an unknown error, raise no alarm. The
-        errors assume independent prompts; that is conservative, because evaluations share their
-        prompts. watched: benchmarks of which only a collapse is named here."""
+        """A sentence for each number that fell from its best: of all numbers while training
+        improved from the first period to this one, else of the rewards alone, for a tag has few
+        prompts. Differences within SURE standard errors, or with an unknown error, raise no alarm.
+        The errors assume independent prompts; that is conservative, because evaluations share
+        their prompts. watched: benchmarks that `watch` compares, with the start and paired."""
         if len(self.period) > 1:
             error = statistics.stdev(self.period) / math.sqrt(len(self.period))
             self.trained.append((statistics.fmean(self.period), error))
         self.period = []
         self.held_out.append(dict(held_out))
-        fallen = []
+        sentences = []
         for name, now in held_out.items():
-            seen = [report[name] for report in self.held_out if name in report]
-            first = seen[0]
-            best = max(seen[:-1], default=now)
-            fell = f"{{:.3f}} to {now[0]:.3f} (± {now[1]:.3f})"
-            # only the total: a tag with few prompts may fall from one success to none by chance
-            is_total = name.rpartition("/")[2] == metrics.REWARD and first[0] > 0
-            if is_total and now[0] < COLLAPSED * first[0] and _beyond(now, first):
-                fallen.append(
-                    f"held-out {name} collapsed from {fell.format(first[0])}: the run has "
-                    "diverged, or learnt to please its reward alone. Look at the samples; lower "
-                    "optimizer.lr, or go back to an earlier adapter"
-                )
-            elif name.partition("/")[0] in watched:
-                continue  # `watch` compares it with the start, paired
-            elif self.improved and _beyond(now, best):
-                fallen.append(
-                    f"held-out {name} fell from {fell.format(best[0])} while training {self.rise}: "
-                    "look at the samples; an earlier adapter, a lower learning rate or an anchor "
-                    "may help (docs/reward.md)"
-                )
-        return fallen
+            best = max(report[name] for report in self.held_out if name in report)
+            benchmark, _, metric = name.partition("/")
+            counts = benchmark not in watched and (self.improved or metric == metrics.REWARD)
+            if counts and _beyond(now, best):
+                fell = f"fell from {best[0]:.3f} to {now[0]:.3f} (± {now[1]:.3f})"
+                sentences.append(f"held-out {name} {fell} {self.meaning}")
+        return sentences
 
     def watch(self, changes: Mapping[str, Change]) -> list[str]:
         """A sentence for each judge that the run does not learn from and whose number fell since
-        the start while training improved."""
-        if not self.improved:
-            return []
+        the start."""
         return [
-            f"{name}, which is not trained, fell from {change} while training {self.rise}: is the "
-            f"reward hacked? Worst: {'; '.join(map(repr, worst(change)))}. Look at report.html; "
-            "evaluation.on_fall keeps the adapter from before the fall (docs/reward.md)"
+            f"{name}, which is not trained, fell from {change} {self.meaning}. Worst: "
+            f"{'; '.join(map(repr, worst(change)))}. evaluation.on_fall keeps the adapter from "
+            "before the fall"
             for name, change in changes.items()
             if change.fell
         ]
@@ -141,8 +124,19 @@ class Alarm(Listener):
         return len(self.trained) > 1 and _beyond(self.trained[0], self.trained[-1])
 
     @property
-    def rise(self) -> str:
-        return f"improved from {self.trained[0][0]:.3g} to {self.trained[-1][0]:.3g}"
+    def meaning(self) -> str:
+        """What a fall means, and what to do."""
+        if self.improved:
+            first, now = (f"{self.trained[i][0]:.3g}" for i in (0, -1))
+            return (
+                f"while training improved from {first} to {now}: is the reward hacked? Look at the "
+                "samples; an earlier adapter, a lower learning rate or an anchor may help "
+                "(docs/reward.md#it-rises-and-the-images-get-worse)"
+            )
+        return (
+            "and training does not improve: does the run diverge? Look at the samples; lower "
+            "optimizer.lr, or go back to an earlier adapter (docs/reward.md#it-rises-then-falls)"
+        )
 
     def drift_warnings(
         self, drifts: Sequence[Drift], warn: float, where: str, reference: str = "base"
