@@ -82,6 +82,16 @@ def test_the_alarm_names_the_judge_and_the_prompts_that_fell_most() -> None:
     assert "docs/reward.md#it-rises-and-the-images-get-worse" in text
 
 
+def test_a_watched_judge_that_collapses_is_named_though_nothing_rises() -> None:
+    alarm = Alarm()
+    for score, count in ((0.9, 0), (0.1, 1)):
+        rows = {"other/reward": (score, 0.01)}
+        change = change_of(watched([0.9] * 6).row, watched([score] * 6))
+        evaluation = Evaluation(report(START), rows, {}, changes={"other": change})
+        alarm.evaluated(0, evaluation)
+        assert len(evaluation.alarms) == count
+
+
 def test_the_page_shows_start_and_now(random_model: str, tmp_path: Path) -> None:
     config = fakes.settings(random_model, tmp_path / "run")
     listener = WatchedJudges(config)

@@ -112,8 +112,8 @@ class Alarm(Listener):
         the start."""
         return [
             f"{name}, which is not trained, fell from {change} {self.meaning}. Worst: "
-            f"{'; '.join(map(repr, worst(change)))}. evaluation.on_fall keeps the adapter from "
-            "before the fall"
+            f"{'; '.join(map(repr, worst(change)))}. Look at report.html; evaluation.on_fall keeps "
+            "the adapter from before the fall"
             for name, change in changes.items()
             if change.fell
         ]
