@@ -112,7 +112,8 @@ class Weighted(Terms):
 
 class Product(Terms):
     """Product of value ** weight over components: an image needs all of them, but those of weight
-    0. A value below 0 makes its image invalid."""
+    0. A value below 0 counts as 0, so put a reward that is often below it on another scale first
+    (see `Normalized`)."""
 
     name, called = "product", "exponents"
     exponents: Mapping[str, float] = {}
@@ -124,9 +125,9 @@ class Product(Terms):
             scores = score(reward, images, prompts, metadata)
             if exponent := self.exponents[label]:
                 rows: list[int] = (scores.value < 0).nonzero().flatten().tolist()
-                below = {row: f"{float(scores.value[row]):.3g} is below 0" for row in rows}
+                below = {row: f"{float(scores.value[row]):.3g} counts as 0" for row in rows}
                 scores = replace(scores, reasons={**scores.reasons, **below})
-                value *= scores.value.where(scores.value >= 0, torch.nan) ** exponent
+                value *= scores.value.clamp(min=0) ** exponent  # NaN stays
             components[label] = scores
         return _join(value, components, self.exponents)
 

@@ -297,7 +297,7 @@ class Encoded(RewardBase):
 
 class Similarity(Encoded):
     """Reward: mean cosine of an image to the images of a folder, such as those of a brand's style;
-    0 where it is negative, so that `product` takes it.
+    0 where it is negative.
 
     With a CLIP it is DreamBooth's CLIP-I, with a DINO its DINO score (2208.12242, section 4.1). The
     prompt is ignored, so alone this reward favours the image nearest to all of them. `product` with

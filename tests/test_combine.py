@@ -82,7 +82,8 @@ def test_an_image_that_one_component_failed_on_is_invalid_with_its_reason():
 
 
 def test_a_product_needs_every_component():
-    """RED * sqrt(brightness); what is negative, and what a component fails on, is invalid."""
+    """RED * sqrt(brightness); what is negative counts as 0, so that two make no good image. What a
+    component fails on is invalid."""
     bright = brightness(IMAGES, PROMPTS, METADATA).value
     terms = [spec("brightness") | {"weight": 0.5}, spec("refusing")]
     found = ask(build("product", rewards=terms))
@@ -91,10 +92,11 @@ def test_a_product_needs_every_component():
     torch.testing.assert_close(found.value, expected, equal_nan=True)
     assert not found.valid[1]
     assert set(found.parts) == {"test_combine:brightness", "test_combine:refusing"}
-    signed = ask(build("product", rewards=[RED, spec("brightness")]))
-    assert signed.valid.tolist() == (REDNESS >= 0).tolist() and not bool(signed.valid.all())
+    signed = ask(build("product", rewards=[RED, RED | {"label": "again"}, spec("brightness")]))
+    torch.testing.assert_close(signed.value, REDNESS.clamp(min=0).square() * bright)
     negative = (REDNESS < 0).nonzero().flatten().tolist()
-    assert all("below 0" in signed.reasons[row] for row in negative)
+    assert negative and list(signed.reasons) == negative and bool(signed.valid.all())
+    torch.testing.assert_close(signed.parts["again"], REDNESS)  # as it is
     assert not RewardSpec("product").may_be_sum  # gdpo would take it for one
 
 
