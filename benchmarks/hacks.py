@@ -4,8 +4,8 @@ Each run has one reward, on the tiny model. A hack is paid for alone: dark image
 repeats in all patches, one image for a prompt; or it is a known way to spoil the images, such as
 GRPO on PickScore. Honest runs are teachers by NFT and AWM. All are evaluated every fifth update,
 with judges that they do not learn from on the prompts of all tasks. Prints for each run when a
-judge first fell, when a statistic of the images first drifted, and how much
-of the reward's rise came before. A finished run is not trained again.
+judge first fell, when a statistic of the images first drifted, and how much of the reward's rise
+came before. A finished run is not trained again.
 Exit status: 0 if each hack was seen before half of its rise, and at most one honest run in twelve
 was warned of; else 1.
 """
