@@ -2,10 +2,11 @@
 
 Each run has one reward, on the tiny model. A hack is paid for alone: dark images, a tile that
 repeats in all patches, one image for a prompt; or it is a known way to spoil the images, such as
-GRPO on PickScore. Honest runs are teachers by NFT and AWM. All are evaluated every fifth update,
-with judges that they do not learn from on the prompts of all tasks. Prints for each run when a
-judge first fell, when a statistic of the images first drifted, and how much of the reward's rise
-came before. A finished run is not trained again.
+GRPO on PickScore. Honest runs are teachers by NFT, AWM and DPO (whose pairs `python
+benchmarks/pairs.py outputs/tiny/pairs` makes first), and a student. All are evaluated every fifth
+update, with judges that they do not learn from on the prompts of all tasks. Prints for each run
+when a judge first fell, when a statistic of the images first drifted, and how much of the reward's
+rise came before. A finished run is not trained again.
 Exit status: 0 if each hack was seen before half of its rise, and at most one honest run in twelve
 was warned of; else 1.
 """
@@ -89,6 +90,8 @@ HONEST = {
     "nft_preference": Run("teacher_preference_nft"),
     "awm_ocr": Run("teacher_ocr_awm"),
     "awm_preference": Run("teacher_preference_awm"),
+    "dpo": Run("dpo"),
+    "flow_opd": Run("student_flow_opd", ("train.updates=20",)),
 }
 
 
@@ -102,8 +105,9 @@ class Told(NamedTuple):
 
 
 def told(folder: Path, warn: float) -> Told:
-    """What a run's own files say."""
-    rewarded = [row["reward"] for row in read_lines(folder / "metrics.jsonl") if "reward" in row]
+    """What a run's own files say. Where no reward is logged, as of a student, share is NaN."""
+    rows = read_lines(folder / "metrics.jsonl")
+    rewarded = [row["reward"] for row in rows if "reward" in row] or [float("nan")]
 
     def reward_at(update: int) -> float:
         return statistics.fmean(rewarded[max(0, update - SMOOTH) : max(update, SMOOTH)])
@@ -139,10 +143,12 @@ def train_run(name: str, run: Run, seed: int, out: Path) -> Path:
          "rewards": {k: v for k, v in judges.items() if k in (one.name, "preference")}}
         for one in panel
     ]  # fmt: skip
-    left = unpaid(watch, [task.reward.model_dump() for task in config.tasks if task.reward])
+    paid = [task.reward.model_dump() for task in config.tasks if task.reward]
+    left = unpaid(watch, [] if config.stage == "opd" else paid)  # a student's are only watched
+    alarm = ["alarm.every=2"] if "alarm" in type(config).model_fields else []
     overrides = [
-        *run.changes, f"output={folder}", f"seed={seed}", f"evaluation.every={EVERY}",
-        "evaluation.prompts=48", f"evaluation.watch={json.dumps(left)}", "alarm.every=2",
+        *run.changes, *alarm, f"output={folder}", f"seed={seed}", f"evaluation.every={EVERY}",
+        "evaluation.prompts=48", f"evaluation.watch={json.dumps(left)}",
         "train.checkpoint_every=1000", "model.compile=true",
     ]  # fmt: skip
     if not (folder / "adapter").is_dir():
