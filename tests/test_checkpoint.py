@@ -111,13 +111,13 @@ TWICE = "optimizer.updates_per_rollout=2"
     ("stage", "given"),
     [
         pytest.param("grpo", [EVERY, TWICE, "ema.every=3"], id="evaluations"),
-        pytest.param("grpo", PICK, id="a reward that knows prompts"),
+        pytest.param("grpo", PICK, id="a reward that knows prompts", marks=pytest.mark.slow),
         pytest.param("opd", ["student.noise_levels={select: random, count: 1}"], id="opd"),
-        pytest.param("sft", [], id="sft"),
+        pytest.param("sft", [], id="sft", marks=pytest.mark.slow),
         pytest.param("nft", [*NFT, TWICE], id="nft with two steps"),
-        pytest.param("awm", [*AWM, TWICE], id="awm with two steps"),
-        pytest.param("gradient", FORWARD, id="gradient"),
-        pytest.param("dpo", [], id="dpo"),
+        pytest.param("awm", [*AWM, TWICE], id="awm with two steps", marks=pytest.mark.slow),
+        pytest.param("gradient", FORWARD, id="gradient", marks=pytest.mark.slow),
+        pytest.param("dpo", [], id="dpo", marks=pytest.mark.slow),
     ],
 )
 def test_so_they_are_under_every_algorithm(random_model, tmp_path, stage: str, given: list[str]):

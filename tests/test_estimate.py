@@ -265,6 +265,7 @@ def test_the_alarm_costs_what_its_images_cost(of):
         assert drift == pytest.approx(sampled / share, rel=0.05)  # without a LoRA
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("options", "kept"), [({}, 1), ({"device": "cpu"}, 0)])
 def test_a_judge_with_a_gradient_keeps_its_activations(of, options, kept):
     """Beside what the decoder keeps of the same images: 2 of .44 GB."""

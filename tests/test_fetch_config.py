@@ -79,6 +79,7 @@ def test_a_run_starts_without_a_network_after_it(
     assert main(["doctor", "--config", path, "--no-model"]) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lost", ["vae/diffusion_pytorch_model.safetensors", "vae/config.json"])
 def test_a_download_that_broke_off_is_missed_and_resumed(
     stocked: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, lost: str
@@ -99,6 +100,7 @@ def test_a_download_that_broke_off_is_missed_and_resumed(
     assert stocked.downloads == [lost]
 
 
+@pytest.mark.slow
 def test_what_cannot_be_had_is_said(stocked: Hub, tmp_path: Path, capsys: Any) -> None:
     path = config(tmp_path, models={"x": "me/none"})
     for more in (["--check"], []):
@@ -110,6 +112,7 @@ def test_what_cannot_be_had_is_said(stocked: Hub, tmp_path: Path, capsys: Any) -
         assert f"missing: {source}: " in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_prompt_sets_are_written_by_their_own_commands(
     stocked: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
@@ -127,6 +130,7 @@ def test_prompt_sets_are_written_by_their_own_commands(
     assert asked == [["data"], ["data"]]
 
 
+@pytest.mark.slow
 def test_code_of_the_config_is_not_run_and_other_downloads_are_named(
     stocked: Hub, tmp_path: Path, capsys: Any
 ) -> None:

@@ -21,6 +21,7 @@ from flowalign.types import Problem
 ROOT = Path(__file__).parents[1]
 
 
+@pytest.mark.slow
 def test_reward_models_are_in_the_sum(random_model: str, tmp_path: Path) -> None:
     """On the device all the time, or while images are sampled and scored."""
 

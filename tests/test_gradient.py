@@ -269,6 +269,7 @@ def test_a_reward_without_a_gradient_is_refused_by_name(random_model: str, tmp_p
         fakes.ascending(random_model, tmp_path / "run", "rollout.kind=sde")
 
 
+@pytest.mark.slow
 def test_it_trains_towards_its_reward(random_model: str, tmp_path: Path) -> None:
     given = ["train.updates=12", "optimizer.lr=1e-2", "rollout.prompts=4"]
     loop = fakes.wired(fakes.ascending(random_model, tmp_path / "run", *given))

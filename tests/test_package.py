@@ -213,6 +213,7 @@ def test_only_the_backbone_knows_a_family_by_name() -> None:
     assert found == []
 
 
+@pytest.mark.slow
 def test_a_bare_import_reaches_what_documents_write() -> None:
     """`flowalign.rewards.register` and the like; `import flowalign` alone loads nothing heavy."""
     text = "".join(path.read_text() for path in [ROOT / "README.md", *ROOT.glob("docs/**/*.md")])

@@ -200,6 +200,7 @@ def test_an_evaluation_takes_over_the_scores_of_this_code_only(random_model, tmp
         compare(then, now, ("base", "base"))
 
 
+@pytest.mark.slow
 def test_a_run_is_not_resumed_with_another_code_of_its_reward_unless_it_is_allowed(
     random_model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -53,6 +53,7 @@ def test_every_drawing_is_told_in_every_style_and_colour() -> None:
         assert found.color == clause.get("color", found.color)
 
 
+@pytest.mark.slow
 def test_what_is_drawn_is_judged_correct() -> None:
     found = [correct(image, row) for row, image in drawn(list(prompts.TAGS), 200, seed=0)]
     assert sum(found) >= 198
