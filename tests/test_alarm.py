@@ -66,6 +66,20 @@ def test_a_distillation_improves_as_its_loss_falls() -> None:
     assert len(found) == 1 and found[0].startswith("held-out ocr fell from 0.600 to 0.300")
 
 
+def test_a_held_out_reward_may_rise_where_training_is_too_noisy_to_tell() -> None:
+    """As under PickScore's gradient, of four rollouts an evaluation."""
+    alarm = Alarm({"preference": "pickscore"})
+    for noisy, held_out in (([], 0.639), ([0.5, 1.0], 0.700), ([1.1, 0.4], 0.786)):
+        assert not alarm.risen
+        for reward in noisy:
+            alarm.update({"reward": reward})
+        alarm.look({"preference/reward": (held_out, 0.03), "signs/reward": (held_out, 0.0)})
+    assert alarm.risen
+    others = Alarm({"signs": "ocr"})
+    others.load(alarm.state())
+    assert others.risen and not Alarm({"pictures": "x"}).risen
+
+
 def spoken(rows: list[dict[str, float]], **rewards: str) -> list[int]:
     """The updates, from 0, at which something is said of them; each run is resumed all along."""
     alarm, said = Alarm(rewards), []

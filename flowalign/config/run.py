@@ -136,8 +136,8 @@ class EvaluationConfig(Section):
     never selects the best adapter. The run stops if its last evaluation does not count."""
     watch: list[BenchmarkConfig] = Field(default=[])
     """Benchmarks with judges that the run does not learn from, such as those of other tasks. A
-    warning is logged when one falls since the start, by more than three paired standard errors,
-    while training improves: docs/alarm.md."""
+    warning is logged when one falls since the start, by more than three paired standard errors:
+    docs/alarm.md."""
     on_fall: Literal["warn", "keep", "stop"] = "warn"
     """What follows where one of `watch` has fallen. keep: that adapter is not kept, however good
     its score is. stop: the run ends, too."""

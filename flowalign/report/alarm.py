@@ -87,11 +87,11 @@ class Alarm(Listener):
         return self.lasting[sign] == LASTING
 
     def look(self, held_out: Mapping[str, Measured], watched: Container[str] = ()) -> list[str]:
-        """A sentence for each number that fell from its best: of all numbers while training
-        improved from the first period to this one, else of the rewards alone, for a tag has few
-        prompts. Differences within SURE standard errors, or with an unknown error, raise no alarm.
-        The errors assume independent prompts; that is conservative, because evaluations share
-        their prompts. watched: benchmarks that `watch` compares, with the start and paired."""
+        """A sentence for each number that fell from its best: of all numbers where training or a
+        held-out reward has risen, else of the rewards alone, for a tag has few prompts.
+        Differences within SURE standard errors, or with an unknown error, raise no alarm. The
+        errors assume independent prompts; that is conservative, because evaluations share their
+        prompts. watched: benchmarks that `watch` compares, with the start and paired."""
         if len(self.period) > 1:
             error = statistics.stdev(self.period) / math.sqrt(len(self.period))
             self.trained.append((statistics.fmean(self.period), error))
@@ -101,7 +101,7 @@ class Alarm(Listener):
         for name, now in held_out.items():
             best = max(report[name] for report in self.held_out if name in report)
             benchmark, _, metric = name.partition("/")
-            counts = benchmark not in watched and (self.improved or metric == metrics.REWARD)
+            counts = benchmark not in watched and (self.risen or metric == metrics.REWARD)
             if counts and _beyond(now, best):
                 fell = f"fell from {best[0]:.3f} to {now[0]:.3f} (± {now[1]:.3f})"
                 sentences.append(f"held-out {name} {fell} {self.meaning}")
@@ -119,18 +119,25 @@ class Alarm(Listener):
         ]
 
     @property
-    def improved(self) -> bool:
-        """Whether the trained objective rose from the first period to the last."""
-        return len(self.trained) > 1 and _beyond(self.trained[0], self.trained[-1])
+    def risen(self) -> str:
+        """How the trained objective rose since the first period, or else a reward on held-out
+        prompts since the first evaluation: the objective of few images is noisy. "" if none did."""
+        seen = {"training improved": self.trained}
+        for task in self.rewards:
+            name = f"{task}/{metrics.REWARD}"
+            seen[f"held-out {name} rose"] = [rows[name] for rows in self.held_out if name in rows]
+        for what, values in seen.items():
+            if len(values) > 1 and _beyond(values[0], values[-1]):
+                return f"while {what} from {values[0][0]:.3g} to {values[-1][0]:.3g}"
+        return ""
 
     @property
     def meaning(self) -> str:
         """What a fall means, and what to do."""
-        if self.improved:
-            first, now = (f"{self.trained[i][0]:.3g}" for i in (0, -1))
+        if risen := self.risen:
             return (
-                f"while training improved from {first} to {now}: is the reward hacked? Look at the "
-                "samples; an earlier adapter, a lower learning rate or an anchor may help "
+                f"{risen}: is the reward hacked? Look at the samples; an earlier adapter, a lower "
+                "learning rate or an anchor may help "
                 "(docs/reward.md#it-rises-and-the-images-get-worse)"
             )
         return (
