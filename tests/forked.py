@@ -179,6 +179,7 @@ def _become(
 ) -> NoReturn:
     """In the new process: be the command, and end as Python does."""
     import torch
+    from huggingface_hub import constants
 
     code = 1
     for number, path in enumerate(streams, start=1):
@@ -186,6 +187,7 @@ def _become(
     sys.stdout, sys.stderr = (open(number, "w", buffering=1, closefd=False) for number in (1, 2))
     os.environ.clear()
     os.environ.update(env)
+    constants.HF_HUB_OFFLINE = env.get("HF_HUB_OFFLINE") == "1"  # else read at the import
     os.chdir(folder)
     sys.path[:0] = [path for path in env.get("PYTHONPATH", "").split(os.pathsep) if path]
     torch.set_num_threads(int(env.get("OMP_NUM_THREADS") or torch.get_num_threads()))

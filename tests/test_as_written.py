@@ -65,7 +65,7 @@ def follow(block: Block, text: str, folder: Path, whole: bool) -> str:
         "OMP_NUM_THREADS": str(torch.get_num_threads()),
         "PYTHONUNBUFFERED": "1",  # or what is printed comes after what is logged
     }
-    is_shell, printed = block.language in documents.SHELL, ""
+    is_shell = block.language in documents.SHELL
     if whole:
         shell = ["bash", "-euo", "pipefail", "-c", text]
         done = subprocess.run(
@@ -74,6 +74,7 @@ def follow(block: Block, text: str, folder: Path, whole: bool) -> str:
         )  # fmt: skip
         assert done.returncode == 0, f"{block.place}: {text}\n{done.stdout}"
         return done.stdout
+    printed = ""
     script = folder / "block.py"
     script.write_text(text)
     lines = [shlex.split(line) for line in text.splitlines()] if is_shell else [["python", script]]
