@@ -1,6 +1,7 @@
 """`flowalign init`: every config that it writes is one that the commands take."""
 
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +117,20 @@ MODELS = (
 )  # fmt: skip
 
 
+def models_with(stages: Iterable[str]) -> list[Any]:
+    """Every (model, stage). The tiny model is fast. Slow are SD3.5 with every stage and every
+    family with a teacher and a student; the others are long."""
+
+    def mark(model: str, stage: str) -> tuple[pytest.MarkDecorator, ...]:
+        if model == MODELS[0]:
+            return ()
+        return (
+            pytest.mark.slow if model == MEDIUM or stage in ("nft", "opd") else pytest.mark.long,
+        )
+
+    return [pytest.param(m, s, marks=mark(m, s)) for s in stages for m in MODELS]
+
+
 def lora(model: str) -> str:
     """A LoRA of one layer that fits the model, as another trainer might leave it."""
     spec = model_spec(ModelConfig(id=model))
@@ -128,10 +143,7 @@ def lora(model: str) -> str:
 
 
 @pytest.mark.usefixtures("clip_extra")
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize(
-    "model", [MODELS[0], *(pytest.param(m, marks=pytest.mark.slow) for m in MODELS[1:])]
-)
+@pytest.mark.parametrize("model, stage", models_with(STAGES))
 def test_what_is_written_for_any_stage_reward_and_prompts_can_run(
     model: str, stage: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -181,10 +193,7 @@ WAYS = {  # stage -> what `init` can be given for it
 
 @pytest.mark.usefixtures("clip_extra")
 @pytest.mark.parametrize(
-    "stage", [name for name, kind in STAGES.items() if kind.trains or kind.is_recipe]
-)
-@pytest.mark.parametrize(
-    "model", [MODELS[0], *(pytest.param(m, marks=pytest.mark.slow) for m in MODELS[1:])]
+    "model, stage", models_with(n for n, kind in STAGES.items() if kind.trains or kind.is_recipe)
 )
 def test_the_doctor_finds_no_fault_that_train_does_not(
     model: str, stage: str, monkeypatch: pytest.MonkeyPatch

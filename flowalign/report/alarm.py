@@ -97,14 +97,15 @@ class Alarm(Listener):
             self.trained.append((statistics.fmean(self.period), error))
         self.period = []
         self.held_out.append(dict(held_out))
+        risen, meaning = self.risen, self.meaning
         sentences = []
         for name, now in held_out.items():
             best = max(report[name] for report in self.held_out if name in report)
             benchmark, _, metric = name.partition("/")
-            counts = benchmark not in watched and (self.risen or metric == metrics.REWARD)
+            counts = benchmark not in watched and (risen or metric == metrics.REWARD)
             if counts and _beyond(now, best):
                 fell = f"fell from {best[0]:.3f} to {now[0]:.3f} (± {now[1]:.3f})"
-                sentences.append(f"held-out {name} {fell} {self.meaning}")
+                sentences.append(f"held-out {name} {fell} {meaning}")
         return sentences
 
     def watch(self, changes: Mapping[str, Change]) -> list[str]:
